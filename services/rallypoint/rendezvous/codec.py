@@ -1,0 +1,151 @@
+"""Core values to protocol messages and back.
+
+A core value and its message have the same names for their fields, and enums the same numbers, so one
+translation by field descriptors serves them all; what differs is in the two tables.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rallypoint.rendezvous.core import facts, state
+from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
+
+_T = TypeVar("_T")
+
+_MESSAGES: dict[type, type[Message]] = {
+    getattr(facts, name): getattr(journal_pb2, name)
+    for name in (
+        "RunCreated",
+        "NodeJoined",
+        "NodeLost",
+        "NodeLeft",
+        "RoundFrozen",
+        "NodeConfirmed",
+        "RoundFinalized",
+        "WorkerFailed",
+        "NodeSucceeded",
+        "RoundEnded",
+        "RunClosed",
+    )
+} | {
+    state.RunSettings: rendezvous_service_pb2.RunSettings,
+    state.WorkerFailure: rendezvous_service_pb2.WorkerFailure,
+    state.RoundEnd: rendezvous_service_pb2.RoundEnd,
+    state.RunEnd: rendezvous_service_pb2.RunEnd,
+    state.Seat: journal_pb2.Seat,
+}
+_VALUES: dict[str, type] = {message.DESCRIPTOR.full_name: value for value, message in _MESSAGES.items()}
+_ENUMS: dict[str, type[IntEnum]] = {
+    f"rallypoint.rendezvous.v1.{enum.__name__}": enum
+    for enum in (state.Phase, state.Outcome, state.ScaleUpPolicy, state.RoundEndCause, state.LossReason)
+}
+
+
+def to_message(value: Any) -> Any:
+    """The protocol message of a core value."""
+    kind: Any = type(value)
+    message = _MESSAGES[kind]()
+    for name, encode in _encoders(kind):
+        encode(message, name, getattr(value, name))
+    return message
+
+
+def from_message(message: Message, kind: type[_T]) -> _T:
+    """The core value of a protocol message, `kind` being its type.
+
+    Raises:
+        ValueError: An enum has a number that this version does not know.
+    """
+    value: _T = _decode_message(message)
+    assert isinstance(value, kind)
+    return value
+
+
+def encode_record(
+    run_id: str, revision: int, fact: facts.Fact, wall_time: float
+) -> journal_pb2.JournalRecord:
+    """A fact as the journal keeps it; `wall_time` is in unix seconds and for people only."""
+    record = journal_pb2.JournalRecord(run_id=run_id, revision=revision, time=_timestamp(wall_time))
+    getattr(record, _fact_field(type(fact).__name__)).CopyFrom(to_message(fact))
+    return record
+
+
+def decode_record(record: journal_pb2.JournalRecord) -> facts.Fact:
+    """The fact of a journal record."""
+    which = record.WhichOneof("fact")
+    if which is None:
+        raise ValueError(f"record {record.revision} of run {record.run_id!r} has a fact of a newer version")
+    fact: facts.Fact = _decode_message(getattr(record, which))
+    return fact
+
+
+@functools.cache
+def _fact_field(type_name: str) -> str:
+    oneof = journal_pb2.JournalRecord.DESCRIPTOR.oneofs_by_name["fact"]
+    return next(
+        f.name for f in oneof.fields if f.message_type is not None and f.message_type.name == type_name
+    )
+
+
+_Encoder = Callable[[Any, str, Any], None]
+
+
+@functools.cache
+def _encoders(kind: Any) -> list[tuple[str, _Encoder]]:
+    described = _MESSAGES[kind].DESCRIPTOR.fields_by_name
+    return [(field.name, _encoder(described[field.name])) for field in fields(kind)]
+
+
+def _encoder(field: Any) -> _Encoder:
+    if field.message_type is None:
+        return setattr
+    name = field.message_type.full_name
+    if name == Duration.DESCRIPTOR.full_name:
+        return _encode_duration
+    if name == Timestamp.DESCRIPTOR.full_name:
+        return lambda message, at, value: getattr(message, at).CopyFrom(_timestamp(value))
+    if field.is_repeated:
+        return lambda message, at, value: getattr(message, at).extend([to_message(item) for item in value])
+    return _encode_optional
+
+
+def _encode_duration(message: Any, name: str, seconds: float) -> None:
+    getattr(message, name).FromNanoseconds(round(seconds * 1e9))
+
+
+def _encode_optional(message: Any, name: str, value: Any) -> None:
+    if value is not None:
+        getattr(message, name).CopyFrom(to_message(value))
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(round(seconds * 1e9))
+    return stamp
+
+
+def _decode_message(message: Any) -> Any:
+    kind = _VALUES[message.DESCRIPTOR.full_name]
+    described = message.DESCRIPTOR.fields_by_name
+    return kind(**{field.name: _decode_field(message, described[field.name]) for field in fields(kind)})
+
+
+def _decode_field(message: Any, field: Any) -> Any:
+    raw = getattr(message, field.name)
+    if field.enum_type is not None:
+        return _ENUMS[field.enum_type.full_name](raw)
+    if field.message_type is None:
+        return raw
+    if field.is_repeated:
+        return tuple(_decode_message(item) for item in raw)
+    if isinstance(raw, (Duration, Timestamp)):
+        return raw.ToNanoseconds() / 1e9
+    return _decode_message(raw) if message.HasField(field.name) else None

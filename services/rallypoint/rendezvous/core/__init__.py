@@ -1,0 +1,11 @@
+"""The decisions of the rendezvous service, pure: no I/O, no clock, no randomness; standard library only.
+
+A run is changed in one way only: a command or the passing of time yields *facts*, and the facts are folded
+into the run's state.
+
+    decide(state, command) -> facts          what a command means, or a refusal
+    next_consequence(state, now) -> fact     what must happen now, by itself
+    apply(state, fact, now) -> state         the fold
+
+`execute` and `settle` put them together. Time is an argument, in seconds of the server's monotonic clock.
+"""

@@ -1,0 +1,163 @@
+"""The fold: what a fact makes of a run's state."""
+
+from __future__ import annotations
+
+import heapq
+from functools import singledispatch
+
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core.state import Node, Phase, RoundEnd, RoundEndCause, RunState
+
+
+def apply(state: RunState, fact: facts.Fact, now: float) -> RunState:
+    """Fold one fact into a run's state.
+
+    The state is handed over: what is returned is the state from now on, and the argument must not be used
+    again (it is changed in place, since copying it would make the joining of n nodes cost n²). It decides
+    nothing: any fact that `decide` or `next_consequence` made, in their order, is taken as it is.
+
+    Deadlines are no part of a fact. They start at `now`, so a replay starts them afresh: a server that was
+    away accuses nobody of what it could not see.
+    """
+    state.revision += 1
+    _apply(fact, state, now)
+    return state
+
+
+@singledispatch
+def _apply(fact: object, state: RunState, now: float) -> None:
+    raise TypeError(f"not a fact: {fact!r}")
+
+
+@_apply.register
+def _run_created(fact: facts.RunCreated, state: RunState, now: float) -> None:
+    state.settings = fact.settings
+
+
+@_apply.register
+def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
+    deadline = now + state.settings.time_to_live
+    state.nodes[fact.node_id] = Node(
+        node_id=fact.node_id,
+        lease=fact.lease,
+        address=fact.address,
+        local_world_size=fact.local_world_size,
+        role=fact.role,
+        lease_deadline=deadline,
+        waiting_since=now,
+    )
+    heapq.heappush(state.lease_queue, (deadline, fact.node_id, fact.lease))
+    _keep_last_call(state, now)
+
+
+@_apply.register
+def _node_lost(fact: facts.NodeLost, state: RunState, now: float) -> None:
+    detail = explain_loss(fact.node_id, fact.reason, state.settings)
+    _remove_node(state, fact.node_id, RoundEndCause.NODE_LOST, detail, now)
+
+
+@_apply.register
+def _node_left(fact: facts.NodeLeft, state: RunState, now: float) -> None:
+    detail = f"node {fact.node_id} left: {fact.reason}"
+    _remove_node(state, fact.node_id, RoundEndCause.NODE_LEFT, detail, now)
+
+
+def _remove_node(state: RunState, node_id: str, cause: RoundEndCause, detail: str, now: float) -> None:
+    del state.nodes[node_id]
+    state.unconfirmed.discard(node_id)
+    if node_id in state.succeeded:
+        # It has done its part: the round can do without it, and its seat is not for who joins under its name.
+        state.succeeded.discard(node_id)
+        del state.seats[node_id]
+    elif node_id in state.seats and state.breach is None:
+        state.breach = RoundEnd(state.round, cause, node_id, detail)
+    _keep_last_call(state, now)
+
+
+@_apply.register
+def _round_frozen(fact: facts.RoundFrozen, state: RunState, now: float) -> None:
+    state.phase = Phase.FROZEN
+    state.round = fact.round
+    state.seats = {seat.node_id: seat for seat in fact.seats}
+    state.group_world_size = len(fact.seats)
+    state.world_size = sum(seat.local_world_size for seat in fact.seats)
+    state.master_address = state.nodes[fact.seats[0].node_id].address
+    state.fencing_token = state.revision
+    state.unconfirmed = set(state.seats)
+    state.succeeded = set()
+    state.finishing = False
+    state.master_port = 0
+    state.breach = None
+    state.failure = None
+    state.last_call_deadline = None
+    state.confirm_deadline = now + state.settings.confirm_timeout
+
+
+@_apply.register
+def _node_confirmed(fact: facts.NodeConfirmed, state: RunState, now: float) -> None:
+    state.unconfirmed.discard(fact.node_id)
+    if state.seats[fact.node_id].group_rank == 0:
+        state.master_port = fact.master_port
+
+
+@_apply.register
+def _round_finalized(fact: facts.RoundFinalized, state: RunState, now: float) -> None:
+    state.phase = Phase.FINAL
+    state.confirm_deadline = None
+
+
+@_apply.register
+def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> None:
+    failure = fact.failure
+    state.failure = state.failure or failure
+    if state.breach is None:
+        detail = f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
+        state.breach = RoundEnd(state.round, RoundEndCause.WORKER_FAILED, failure.node_id, detail)
+
+
+@_apply.register
+def _node_succeeded(fact: facts.NodeSucceeded, state: RunState, now: float) -> None:
+    state.succeeded.add(fact.node_id)
+    state.finishing = True
+
+
+@_apply.register
+def _round_ended(fact: facts.RoundEnded, state: RunState, now: float) -> None:
+    state.phase = Phase.JOINABLE
+    state.restart_count = fact.restart_count
+    state.last_round_end = fact.end
+    state.former_ranks = {seat.node_id: seat.group_rank for seat in state.seats.values()}
+    state.former_size = len(state.seats)
+    state.confirm_deadline = None
+    for node in state.nodes.values():
+        node.waiting_since = now
+    _clear_round(state)
+    _keep_last_call(state, now)
+
+
+@_apply.register
+def _run_closed(fact: facts.RunClosed, state: RunState, now: float) -> None:
+    state.phase = Phase.CLOSED
+    state.run_end = fact.end
+    state.confirm_deadline = state.last_call_deadline = None
+    # Nobody has rights in a run that is over: the leases end with it.
+    state.nodes = {}
+    state.lease_queue = []
+    _clear_round(state)
+
+
+def _clear_round(state: RunState) -> None:
+    state.seats = {}
+    state.group_world_size = state.world_size = 0
+    state.unconfirmed = set()
+    state.succeeded = set()
+    state.breach = None
+
+
+def _keep_last_call(state: RunState, now: float) -> None:
+    """The last call starts when min_nodes are there, and is off when they no longer are."""
+    if state.phase is not Phase.JOINABLE or len(state.nodes) < state.settings.min_nodes:
+        state.last_call_deadline = None
+    elif state.last_call_deadline is None:
+        state.last_call_deadline = now + state.settings.last_call_timeout

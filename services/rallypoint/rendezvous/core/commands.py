@@ -1,0 +1,66 @@
+"""Commands: what nodes and people ask of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A node asks for a lease."""
+
+    node_id: str
+    settings: RunSettings
+    address: str
+    local_world_size: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """A node says that no worker of an earlier round is alive on it."""
+
+    node_id: str
+    lease: int
+    round: int
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFailure:
+    """A node says that one of its workers failed."""
+
+    node_id: str
+    lease: int
+    failure: WorkerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSuccess:
+    """A node says that all its workers succeeded."""
+
+    node_id: str
+    lease: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A node gives its lease back."""
+
+    node_id: str
+    lease: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Somebody ends the run."""
+
+    reason: str
+
+
+Command: TypeAlias = Join | Confirm | ReportFailure | ReportSuccess | Leave | Close

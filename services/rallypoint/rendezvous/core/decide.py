@@ -1,0 +1,216 @@
+"""What a command means for a run, and what must happen by itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import singledispatch
+from itertools import islice
+
+from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.ranks import assign_seats
+from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
+from rallypoint.rendezvous.core.state import (
+    LossReason,
+    Outcome,
+    Phase,
+    RoundEnd,
+    RoundEndCause,
+    RunEnd,
+    RunSettings,
+    RunState,
+    ScaleUpPolicy,
+)
+
+
+def decide(state: RunState, command: commands.Command) -> list[facts.Fact]:
+    """What a command means for a run: facts to be applied in order; none where there is nothing to change.
+
+    Raises:
+        Refused: One of `refusals`; the command is not taken.
+    """
+    if state.phase is Phase.CLOSED:
+        return _decide_closed(state, command)
+    return _decide(command, state)
+
+
+def _decide_closed(state: RunState, command: commands.Command) -> list[facts.Fact]:
+    if isinstance(command, commands.Close):
+        return []
+    assert state.run_end is not None, "a closed run has an end"
+    raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
+
+
+@singledispatch
+def _decide(command: object, state: RunState) -> list[facts.Fact]:
+    raise TypeError(f"not a command: {command!r}")
+
+
+@_decide.register
+def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
+    decided: list[facts.Fact] = []
+    if state.revision == 0:
+        decided.append(facts.RunCreated(command.settings))
+    elif command.settings != state.settings:
+        raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
+    if command.node_id in state.nodes:
+        decided.append(facts.NodeLost(command.node_id, LossReason.SUPERSEDED))
+    # The lease's number is the revision that its fact is going to get: it only grows, and no two are alike.
+    lease = state.revision + len(decided) + 1
+    decided.append(
+        facts.NodeJoined(command.node_id, lease, command.address, command.local_world_size, command.role)
+    )
+    return decided
+
+
+def _differences(ours: RunSettings, theirs: RunSettings) -> dict[str, tuple[object, object]]:
+    pairs = {field.name: (getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(ours)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@_decide.register
+def _confirm(command: commands.Confirm, state: RunState) -> list[facts.Fact]:
+    check_lease(state, command.node_id, command.lease)
+    current = state.phase is Phase.FROZEN and command.round == state.round
+    if not current or command.node_id not in state.unconfirmed:
+        return []
+    return [facts.NodeConfirmed(command.round, command.node_id, command.master_port)]
+
+
+@_decide.register
+def _report_failure(command: commands.ReportFailure, state: RunState) -> list[facts.Fact]:
+    check_lease(state, command.node_id, command.lease)
+    if not _runs(state, command.node_id, command.failure.round):
+        return []
+    return [facts.WorkerFailed(command.failure)]
+
+
+@_decide.register
+def _report_success(command: commands.ReportSuccess, state: RunState) -> list[facts.Fact]:
+    check_lease(state, command.node_id, command.lease)
+    if not _runs(state, command.node_id, command.round) or command.node_id in state.succeeded:
+        return []
+    return [facts.NodeSucceeded(command.round, command.node_id)]
+
+
+@_decide.register
+def _leave(command: commands.Leave, state: RunState) -> list[facts.Fact]:
+    check_lease(state, command.node_id, command.lease)
+    return [facts.NodeLeft(command.node_id, command.reason)]
+
+
+@_decide.register
+def _close(command: commands.Close, state: RunState) -> list[facts.Fact]:
+    return [facts.RunClosed(RunEnd(Outcome.CANCELLED, f"closed by an operator: {command.reason}"))]
+
+
+def check_lease(state: RunState, node_id: str, lease: int) -> None:
+    """Refuse who does not hold the lease it shows.
+
+    Raises:
+        RunIsClosed: The run is over, and all leases with it.
+        LeaseLost: The lease expired, was given back, or was superseded.
+    """
+    if state.run_end is not None:
+        raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
+    node = state.nodes.get(node_id)
+    if node is None or node.lease != lease:
+        raise LeaseLost(state.run_id, node_id, lease, node.lease if node else None)
+
+
+def check_revision(state: RunState, revision: int) -> None:
+    """Refuse a resume cursor that this run never gave out: its owner saw another run, or another journal.
+
+    Raises:
+        RevisionAhead: The run has not come that far.
+    """
+    if revision > state.revision:
+        raise RevisionAhead(state.run_id, revision, state.revision)
+
+
+def _runs(state: RunState, node_id: str, round_: int) -> bool:
+    """Whether the node's workers run in the round: what is reported of an earlier one no longer matters."""
+    return state.phase is Phase.FINAL and round_ == state.round and node_id in state.seats
+
+
+def next_consequence(state: RunState, now: float) -> facts.Fact | None:
+    """What must happen to a run now, by itself: the first such fact, or None where it may stay as it is.
+
+    Apply it and ask again. Costs O(log n), except where a round freezes or a confirm timeout is over.
+    """
+    if state.phase is Phase.CLOSED:
+        return None
+    return _expired_lease(state, now) or _IN_PHASE[state.phase](state, now)
+
+
+def _expired_lease(state: RunState, now: float) -> facts.Fact | None:
+    if not state.lease_queue or state.lease_queue[0][0] > now:
+        return None
+    _, node_id, lease = state.lease_queue[0]
+    node = state.nodes.get(node_id)
+    if node is None or node.lease != lease or node.lease_deadline > now:
+        return None  # out of date; `leases.prune` takes it off the queue
+    return facts.NodeLost(node_id, node.loss_if_expired)
+
+
+def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
+    settings, present = state.settings, len(state.nodes)
+    if present < settings.min_nodes:
+        eldest = next(iter(state.nodes.values()), None)
+        if eldest is not None and now >= eldest.waiting_since + settings.join_timeout:
+            return facts.NodeLost(eldest.node_id, LossReason.JOIN_TIMED_OUT)
+        return None
+    # A round that lost nobody, found a replacement for everybody, or grew, has nobody to wait for.
+    whole = state.former_size > 0 and present >= state.former_size
+    called = state.last_call_deadline is not None and now >= state.last_call_deadline
+    if not (present >= settings.max_nodes or whole or called):
+        return None
+    # Participants of the round before come first, so that no newcomer takes a survivor's place.
+    candidates = sorted(state.nodes.values(), key=lambda node: node.node_id not in state.former_ranks)
+    chosen = list(islice(candidates, settings.max_nodes))
+    return facts.RoundFrozen(state.round + 1, assign_seats(chosen, state.former_ranks))
+
+
+def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
+    overdue = state.confirm_deadline is not None and now >= state.confirm_deadline
+    if overdue and state.unconfirmed:
+        return facts.NodeLost(min(state.unconfirmed), LossReason.CONFIRM_TIMED_OUT)
+    if state.breach is not None:
+        return facts.RoundEnded(state.breach, state.restart_count)
+    if not state.unconfirmed:
+        return facts.RoundFinalized(state.round)
+    return None
+
+
+def _in_final(state: RunState, now: float) -> facts.Fact | None:
+    if state.breach is not None:
+        return _end_of_breached_round(state, state.breach)
+    if len(state.succeeded) == len(state.seats):
+        workers = f"all {state.world_size} workers of round {state.round} succeeded"
+        return facts.RunClosed(RunEnd(Outcome.SUCCEEDED, workers))
+    return _scale_up(state)
+
+
+def _end_of_breached_round(state: RunState, breach: RoundEnd) -> facts.Fact:
+    if breach.cause is not RoundEndCause.WORKER_FAILED:
+        return facts.RoundEnded(breach, state.restart_count)
+    budget = state.settings.max_restarts
+    if state.restart_count < budget:
+        return facts.RoundEnded(breach, state.restart_count + 1)
+    spent = "no restarts were allowed" if budget == 0 else f"all {budget} restarts were used up"
+    return facts.RunClosed(RunEnd(Outcome.FAILED, f"{breach.detail}; {spent}", state.failure))
+
+
+def _scale_up(state: RunState) -> facts.Fact | None:
+    """End the round for the sake of newcomers, where that is wanted and there is room.
+
+    Not once a participant succeeded: the run is about to end, and a restart would take work back.
+    """
+    room = len(state.seats) < state.settings.max_nodes and len(state.nodes) > len(state.seats)
+    if not room or state.finishing or state.settings.scale_up_policy is not ScaleUpPolicy.IMMEDIATE:
+        return None
+    newcomer = state.waiting[0].node_id
+    end = RoundEnd(state.round, RoundEndCause.NODE_JOINED, newcomer, f"node {newcomer} joined")
+    return facts.RoundEnded(end, state.restart_count)
+
+
+_IN_PHASE = {Phase.JOINABLE: _in_joinable, Phase.FROZEN: _in_frozen, Phase.FINAL: _in_final}

@@ -1,0 +1,43 @@
+"""One step of a run: a command, or the passing of time, carried through to all its consequences."""
+
+from __future__ import annotations
+
+from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.apply import apply
+from rallypoint.rendezvous.core.decide import decide, next_consequence
+from rallypoint.rendezvous.core.leases import prune
+from rallypoint.rendezvous.core.state import Phase, RunState
+
+
+def execute(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
+    """Carry out a command: decide, apply, settle. Returns every fact that came of it, in order.
+
+    Raises:
+        Refused: The command is not taken, and the state has not changed.
+    """
+    decided = decide(state, command)
+    for fact in decided:
+        apply(state, fact, now)
+    return decided + settle(state, now)
+
+
+def settle(state: RunState, now: float) -> list[facts.Fact]:
+    """Let happen to a run whatever must happen by now. Returns the facts, in order."""
+    settled: list[facts.Fact] = []
+    prune(state, now)
+    while (fact := next_consequence(state, now)) is not None:
+        apply(state, fact, now)
+        settled.append(fact)
+        prune(state, now)
+    return settled
+
+
+def next_deadline(state: RunState) -> float | None:
+    """When to settle next if no command comes: monotonic seconds, or None. May be early, never late."""
+    deadlines = [state.last_call_deadline, state.confirm_deadline]
+    if state.lease_queue:
+        deadlines.append(state.lease_queue[0][0])
+    if state.phase is Phase.JOINABLE and 0 < len(state.nodes) < state.settings.min_nodes:
+        eldest = next(iter(state.nodes.values()))
+        deadlines.append(eldest.waiting_since + state.settings.join_timeout)
+    return min((deadline for deadline in deadlines if deadline is not None), default=None)

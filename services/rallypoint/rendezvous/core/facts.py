@@ -1,0 +1,111 @@
+"""Facts: what happened to a run. Their fields are those of the messages of the same names in journal.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RunEnd, RunSettings, Seat, WorkerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class RunCreated:
+    """The run began."""
+
+    settings: RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node got a lease; its number is the revision of this fact, so it grows and never comes twice."""
+
+    node_id: str
+    lease: int
+    address: str
+    local_world_size: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node's lease ended without its doing."""
+
+    node_id: str
+    reason: LossReason
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeft:
+    """A node gave its lease back."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFrozen:
+    """A round got its number and its ranks; the seats are in the order of group ranks."""
+
+    round: int
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfirmed:
+    """A participant's old workers are gone."""
+
+    round: int
+    node_id: str
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFinalized:
+    """All participants confirmed."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """A worker failed."""
+
+    failure: WorkerFailure
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSucceeded:
+    """All workers of a participant succeeded."""
+
+    round: int
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A round ended, and the next is being formed."""
+
+    end: RoundEnd
+    restart_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunClosed:
+    """The run is over for good."""
+
+    end: RunEnd
+
+
+Fact: TypeAlias = (
+    RunCreated
+    | NodeJoined
+    | NodeLost
+    | NodeLeft
+    | RoundFrozen
+    | NodeConfirmed
+    | RoundFinalized
+    | WorkerFailed
+    | NodeSucceeded
+    | RoundEnded
+    | RunClosed
+)

@@ -1,0 +1,49 @@
+"""Evidence of nodes: what keeps a lease alive. None of it is a fact; see `RunState`."""
+
+from __future__ import annotations
+
+import heapq
+
+from rallypoint.rendezvous.core.state import LossReason, RunState
+
+
+def renew(state: RunState, node_id: str, now: float) -> None:
+    """Take a sign of life of a node that holds a lease: its lease gets a full new term."""
+    node = state.nodes[node_id]
+    node.connected = True
+    node.loss_if_expired = LossReason.LEASE_EXPIRED
+    # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a
+    # heartbeat costs no queue operation.
+    node.lease_deadline = now + state.settings.time_to_live
+
+
+def disconnect(state: RunState, node_id: str, now: float) -> None:
+    """Note that a node's stream broke: what is left of its lease shrinks to the disconnect grace."""
+    node = state.nodes[node_id]
+    node.connected = False
+    node.loss_if_expired = LossReason.DISCONNECTED
+    node.lease_deadline = min(node.lease_deadline, now + state.settings.disconnect_grace)
+    heapq.heappush(state.lease_queue, (node.lease_deadline, node_id, node.lease))
+
+
+def prune(state: RunState, now: float) -> None:
+    """Bring the head of the lease queue up to date: entries of ended leases go, renewed ones move back."""
+    queue = state.lease_queue
+    while queue and queue[0][0] <= now:
+        deadline, node_id, lease = queue[0]
+        node = state.nodes.get(node_id)
+        if node is None or node.lease != lease:
+            heapq.heappop(queue)
+        elif node.lease_deadline > deadline:
+            heapq.heapreplace(queue, (node.lease_deadline, node_id, lease))
+        else:
+            return
+
+
+def restart_leases(state: RunState, now: float) -> None:
+    """Give every lease a full new term: a server that was away has no evidence against anybody."""
+    state.lease_queue = []
+    for node in state.nodes.values():
+        node.connected = False
+        node.lease_deadline = now + state.settings.time_to_live
+        heapq.heappush(state.lease_queue, (node.lease_deadline, node.node_id, node.lease))

@@ -1,0 +1,78 @@
+"""Refusals: why a command was not taken. Each carries what a program needs, and says it in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rallypoint.rendezvous.core.state import Outcome
+
+
+class Refused(Exception):
+    """A command was refused; the state has not changed."""
+
+
+@dataclass
+class RunNotFound(Refused):
+    """No run of that name."""
+
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"there is no run {self.run_id!r}"
+
+
+@dataclass
+class RunIsClosed(Refused):
+    """The run is over for good."""
+
+    run_id: str
+    outcome: Outcome
+    detail: str
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id!r} is closed ({self.outcome.name}: {self.detail}); "
+            "start a new one under another run id"
+        )
+
+
+@dataclass
+class SettingsDiffer(Refused):
+    """A node came with other settings than the run has; {setting: (the run's, the node's)}."""
+
+    run_id: str
+    differences: dict[str, tuple[object, object]]
+
+    def __str__(self) -> str:
+        listed = ", ".join(
+            f"{name} is {ours}, not {theirs}" for name, (ours, theirs) in self.differences.items()
+        )
+        return (
+            f"run {self.run_id!r} has other settings: {listed}; all its nodes must be started with the same"
+        )
+
+
+@dataclass
+class LeaseLost(Refused):
+    """The lease expired, was given back, or was superseded by a newer one of the same node."""
+
+    run_id: str
+    node_id: str
+    lease: int
+    current: int | None
+
+    def __str__(self) -> str:
+        why = "it expired" if self.current is None else f"lease {self.current} superseded it"
+        return f"node {self.node_id!r} no longer holds lease {self.lease} in run {self.run_id!r}: {why}"
+
+
+@dataclass
+class RevisionAhead(Refused):
+    """A resume cursor that this run never gave out."""
+
+    run_id: str
+    revision: int
+    current: int
+
+    def __str__(self) -> str:
+        return f"revision {self.revision} of run {self.run_id!r} was never given out; it is at {self.current}"

@@ -1,0 +1,203 @@
+"""What the rendezvous service knows of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+# The numbers of the enums are those of the protocol: what is stored and sent is read back without a table.
+
+
+class Phase(IntEnum):
+    """Phase of a run; the names are those of torch's etcd rendezvous."""
+
+    JOINABLE = 1
+    FROZEN = 2
+    FINAL = 3
+    CLOSED = 4
+
+
+class Outcome(IntEnum):
+    """How a run ended."""
+
+    SUCCEEDED = 1
+    FAILED = 2
+    CANCELLED = 3
+
+
+class ScaleUpPolicy(IntEnum):
+    """What a newcomer does to a round that runs with room to spare."""
+
+    IMMEDIATE = 1
+    ON_RESTART = 2
+
+
+class RoundEndCause(IntEnum):
+    """Why a round ended."""
+
+    NODE_LOST = 1
+    NODE_LEFT = 2
+    WORKER_FAILED = 3
+    NODE_JOINED = 4
+
+
+class LossReason(IntEnum):
+    """How the server came to hold a node for lost."""
+
+    LEASE_EXPIRED = 1
+    DISCONNECTED = 2
+    SUPERSEDED = 3
+    CONFIRM_TIMED_OUT = 4
+    JOIN_TIMED_OUT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What all nodes of a run agree on. Times are in seconds.
+
+    The defaults are those of torch's dynamic rendezvous where it has the setting.
+    """
+
+    # Nodes of a round. Raising min_nodes above what is surely there makes every loss wait for a replacement.
+    min_nodes: int = 1
+    max_nodes: int = 1
+    # Restarts of failing workers, over the whole run; changes of membership don't count.
+    max_restarts: int = 0
+    # How long a node waits for min_nodes. Long, since queues hand out hosts minutes apart.
+    join_timeout: float = 600.0
+    # How long a round that could start waits for more. Every second of it is idle time of the nodes already
+    # there; too short, and a newcomer a second late costs everybody a restart.
+    last_call_timeout: float = 30.0
+    # How long a participant may take to stop its old workers. It must exceed the agents' shutdown timeout
+    # (30 s), or a slow stop is taken for a dead agent.
+    confirm_timeout: float = 60.0
+    # A lease lives keep_alive_interval * keep_alive_max_attempt without a heartbeat: the time to notice a
+    # host that vanished without closing its connections.
+    keep_alive_interval: float = 5.0
+    keep_alive_max_attempt: int = 3
+    # How long a node whose stream broke may stay away: the time to notice a killed agent. Less than a
+    # reconnect takes, and every hiccup of the network ends a round.
+    disconnect_grace: float = 2.0
+    scale_up_policy: ScaleUpPolicy = ScaleUpPolicy.IMMEDIATE
+
+    @property
+    def time_to_live(self) -> float:
+        """Seconds that a lease lives without evidence of its node."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """A worker's failure as its agent reported it; see the protocol's message of the same name."""
+
+    round: int
+    rank: int
+    local_rank: int
+    role: str
+    node_id: str
+    host: str
+    pid: int
+    exit_code: int
+    time: float
+    message: str
+    traceback: str
+    log_file: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnd:
+    """How a round ended; `detail` is one sentence for people."""
+
+    round: int
+    cause: RoundEndCause
+    node_id: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended; `failure` is the one that ended it, if one did."""
+
+    outcome: Outcome
+    detail: str
+    failure: WorkerFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A node's place in a round."""
+
+    node_id: str
+    group_rank: int
+    base_rank: int
+    base_role_rank: int
+    role_world_size: int
+    local_world_size: int
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that holds a lease."""
+
+    node_id: str
+    lease: int
+    address: str
+    local_world_size: int
+    role: str
+    lease_deadline: float
+    waiting_since: float
+    # Evidence: whether a stream is open, and what an end of the lease by itself would mean.
+    connected: bool = True
+    loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
+
+
+@dataclass(slots=True)
+class RunState:
+    """A run. Everything in it is the fold of its facts, except what is marked as evidence.
+
+    Evidence (lease deadlines, who is connected) is never stored: a server that starts again gives every lease
+    a full new term, and every deadline starts afresh.
+    """
+
+    run_id: str
+    settings: RunSettings = RunSettings()
+    revision: int = 0
+    phase: Phase = Phase.JOINABLE
+    round: int = 0
+    restart_count: int = 0
+    # Who holds a lease, in the order of joining.
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    # The round that is FROZEN or FINAL; empty in the other phases.
+    seats: dict[str, Seat] = field(default_factory=dict)
+    group_world_size: int = 0
+    world_size: int = 0
+    master_address: str = ""
+    fencing_token: int = 0
+    unconfirmed: set[str] = field(default_factory=set)
+    succeeded: set[str] = field(default_factory=set)
+    # Whether any participant succeeded, also one that has gone since.
+    finishing: bool = False
+    master_port: int = 0
+
+    # Of the round before: ranks, so that survivors keep them, and size, so that a round that lost nobody, or
+    # had a spare for everybody it lost, needs no last call.
+    former_ranks: Mapping[str, int] = field(default_factory=dict)
+    former_size: int = 0
+    last_round_end: RoundEnd | None = None
+    run_end: RunEnd | None = None
+
+    # What must end the round, found by apply and acted on by next_consequence.
+    breach: RoundEnd | None = None
+    failure: WorkerFailure | None = None
+
+    last_call_deadline: float | None = None
+    confirm_deadline: float | None = None
+    # Evidence: (deadline, node_id, lease) of every lease, a heap. An entry may be out of date, never too late.
+    lease_queue: list[tuple[float, str, int]] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> list[Node]:
+        """Nodes without a seat, in the order of joining."""
+        return [node for node in self.nodes.values() if node.node_id not in self.seats]

@@ -1,0 +1,369 @@
+"""The shell around the core: keeps the runs, makes every change durable, and only then tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from rallypoint.rendezvous.codec import decode_record, encode_record
+from rallypoint.rendezvous.core import commands, facts, leases
+from rallypoint.rendezvous.core.apply import apply
+from rallypoint.rendezvous.core.decide import check_lease, check_revision
+from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
+from rallypoint.rendezvous.core.refusals import LeaseLost, Refused, RunNotFound
+from rallypoint.rendezvous.core.state import Phase, RunState
+from rallypoint.rendezvous.errors import StreamReplaced
+from rallypoint.rendezvous.fact_log import log_fact
+from rallypoint.rendezvous.journal.journal import Journal, JournalError
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.rendezvous.views import lease_message, node_update, run_message, run_summary
+from rallypoint.serving.logs import get_logger
+
+_T = TypeVar("_T")
+_log = get_logger(__name__)
+
+# What every node must act on. Others (who else joined, who confirmed) are for watchers only: a round that n
+# nodes join is told to each of them once, not n times.
+_TOLD_TO_NODES = (facts.RoundFrozen, facts.RoundFinalized, facts.RoundEnded, facts.RunClosed)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A node with a stream open; `updates` is what waits to be told to it."""
+
+    run_id: str
+    node_id: str
+    lease: pb.Lease
+    updates: Slot[pb.NodeUpdate]
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run, and who is to be told of it."""
+
+    state: RunState
+    recorded: int = 0  # the last revision that was given to the journal
+    members: dict[str, Member] = field(default_factory=dict)
+    watchers: set[Slot[pb.Run]] = field(default_factory=set)
+
+    def enrol(self, node_id: str, number: int) -> Member:
+        older = self.members.get(node_id)
+        if older is not None:
+            older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
+        lease = lease_message(self.state, number)
+        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
+        return member
+
+    def end_stale_member(self, node_id: str, *, left: bool) -> None:
+        member, node = self.members.get(node_id), self.state.nodes.get(node_id)
+        current = node.lease if node is not None else None
+        if member is None or current == member.lease.lease:
+            return
+        del self.members[node_id]
+        lost = LeaseLost(self.state.run_id, node_id, member.lease.lease, current)
+        member.updates.end(None if left else lost)
+
+    def tell_members(self) -> None:
+        for member in self.members.values():
+            member.updates.put(node_update(self.state, member.node_id))
+        if self.state.run_end is not None:
+            for member in self.members.values():
+                member.updates.end()
+            self.members.clear()
+
+    def tell_watchers(self) -> None:
+        if not self.watchers:
+            return
+        message = run_message(self.state)
+        for watcher in self.watchers:
+            watcher.put(message)
+            if self.state.run_end is not None:
+                watcher.end()
+
+    def slots(self) -> Iterator[Slot[Any]]:
+        yield from (member.updates for member in self.members.values())
+        yield from self.watchers
+
+
+@dataclass(slots=True)
+class _Request(Generic[_T]):
+    """A command, if any, and what is then read; `read` runs when everything it can see is durable."""
+
+    answer: asyncio.Future[_T]
+    read: Callable[[], _T]
+    run_id: str = ""
+    command: commands.Command | None = None
+    refusal: Refused | None = None
+
+    def settle(self) -> None:
+        if self.answer.done():
+            return  # who asked has gone
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            self.answer.set_result(self.read())
+        except Refused as refusal:
+            self.answer.set_exception(refusal)
+
+    def fail(self, error: JournalError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class RendezvousEngine:
+    """Serves all runs of one journal.
+
+    One task changes the runs: it takes all commands that wait, carries them out, commits their facts as one
+    group, and only then answers, tells members and watchers, and takes the next. So nothing that is told, or
+    read, can be ahead of what is durable, and revisions are told in order.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        on_round: Callable[[str, int], None] = lambda run_id, round_: None,
+    ) -> None:
+        """Set up; `recover` and `serve` make it work.
+
+        Args:
+            journal: Opened already; its records go to `recover`.
+            clock: Monotonic seconds.
+            wall_clock: Unix seconds, for the records that people read.
+            on_round: Called with (run_id, round) once a new round of a run is durable.
+        """
+        self._journal = journal
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._on_round = on_round
+        self._runs: dict[str, _Run] = {}
+        self._requests: list[_Request[Any]] = []
+        self._wake = asyncio.Event()
+        self._broken: JournalError | None = None
+
+    def recover(self, records: Sequence[JournalRecord]) -> None:
+        """Fold what the journal held. Every lease and every deadline gets a full new term."""
+        now = self._clock()
+        for record in records:
+            run = self._runs.setdefault(record.run_id, _Run(RunState(record.run_id)))
+            apply(run.state, decode_record(record), now)
+            run.recorded = run.state.revision
+        for run in self._runs.values():
+            leases.restart_leases(run.state, now)
+        if self._runs:
+            _log.info("recovered", runs=len(self._runs), records=len(records))
+
+    async def serve(self) -> None:
+        """Carry out commands and deadlines until cancelled.
+
+        Raises:
+            JournalError: The journal is broken: the process must end, and start again from what is durable.
+        """
+        while True:
+            await self._wait_for_work()
+            requests, self._requests = self._requests, []
+            try:
+                await self._step(requests)
+            except JournalError as error:
+                self._broken = error
+                self._fail(requests, error)
+                raise
+
+    async def _wait_for_work(self) -> None:
+        deadlines = (next_deadline(run.state) for run in self._runs.values())
+        deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        timeout = None if deadline is None else max(0.0, deadline - self._clock())
+        with contextlib.suppress(TimeoutError):  # a deadline of the core is due
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
+        self._wake.clear()
+
+    async def _step(self, requests: Sequence[_Request[Any]]) -> None:
+        now = self._clock()
+        changes: list[tuple[_Run, list[facts.Fact]]] = []
+        for request in requests:
+            if request.command is None:
+                continue
+            try:
+                run = self._run_for(request.run_id, request.command)
+                changes.append((run, execute(run.state, request.command, now)))
+            except Refused as refusal:
+                request.refusal = refusal
+        changes.extend((run, settle(run.state, now)) for run in self._runs.values())
+        if records := self._records(changes):
+            await self._journal.append(records)
+        self._publish(changes)
+        for request in requests:
+            request.settle()
+
+    def _records(self, changes: Sequence[tuple[_Run, Sequence[facts.Fact]]]) -> list[JournalRecord]:
+        wall_time = self._wall_clock()
+        records = []
+        for run, happened in changes:
+            for fact in happened:
+                run.recorded += 1
+                records.append(encode_record(run.state.run_id, run.recorded, fact, wall_time))
+        return records
+
+    def _publish(self, changes: Sequence[tuple[_Run, Sequence[facts.Fact]]]) -> None:
+        """Tell what has become durable."""
+        changed: dict[int, tuple[_Run, bool]] = {}
+        for run, happened in changes:
+            if not happened:
+                continue
+            _, tell_nodes = changed.get(id(run), (run, False))
+            tell_nodes = tell_nodes or any(isinstance(fact, _TOLD_TO_NODES) for fact in happened)
+            changed[id(run)] = run, tell_nodes
+            for fact in happened:
+                self._note(run, fact)
+        for run, tell_nodes in changed.values():
+            if tell_nodes:
+                run.tell_members()
+            run.tell_watchers()
+
+    def _note(self, run: _Run, fact: facts.Fact) -> None:
+        log_fact(run.state.run_id, fact)
+        if isinstance(fact, facts.RoundFrozen):
+            self._on_round(run.state.run_id, fact.round)
+        if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
+            run.end_stale_member(fact.node_id, left=isinstance(fact, facts.NodeLeft))
+
+    def _fail(self, requests: Sequence[_Request[Any]], error: JournalError) -> None:
+        for request in [*requests, *self._requests]:
+            request.fail(error)
+        self.end_streams(error)
+
+    def end_streams(self, error: Exception) -> None:
+        """End every member's and every watcher's stream with an error."""
+        for run in self._runs.values():
+            for slot in run.slots():
+                slot.end(error)
+
+    def _run_for(self, run_id: str, command: commands.Command) -> _Run:
+        if isinstance(command, commands.Join):
+            return self._runs.setdefault(run_id, _Run(RunState(run_id)))
+        return self._run(run_id)
+
+    def _run(self, run_id: str) -> _Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            raise RunNotFound(run_id)
+        return run
+
+    async def _submit(
+        self, read: Callable[[], _T], run_id: str = "", command: commands.Command | None = None
+    ) -> _T:
+        if self._broken is not None:
+            raise self._broken
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._requests.append(_Request(answer, read, run_id, command))
+        self._wake.set()
+        return await answer
+
+    async def join(self, run_id: str, command: commands.Join) -> Member:
+        """Give a node a lease.
+
+        Raises:
+            RunIsClosed, SettingsDiffer: As `decide` says.
+        """
+
+        def enrol() -> Member:
+            run = self._run(run_id)
+            node = run.state.nodes.get(command.node_id)
+            if node is None:  # lost again, or the run closed, by a command that was carried out together
+                check_lease(run.state, command.node_id, 0)
+                raise LeaseLost(run_id, command.node_id, 0, None)
+            member = run.enrol(command.node_id, node.lease)
+            if run.state.phase is not Phase.JOINABLE:
+                member.updates.put(node_update(run.state, command.node_id))
+            return member
+
+        return await self._submit(enrol, run_id, command)
+
+    async def resume(self, run_id: str, node_id: str, lease: int, revision: int) -> Member:
+        """Take a node in again that holds a lease; the present state is put into its updates.
+
+        Raises:
+            RunNotFound, RunIsClosed, LeaseLost, RevisionAhead: The node must join again, or give up.
+        """
+
+        def enrol() -> Member:
+            run = self._run(run_id)
+            check_lease(run.state, node_id, lease)
+            check_revision(run.state, revision)
+            leases.renew(run.state, node_id, self._clock())
+            member = run.enrol(node_id, lease)
+            member.updates.put(node_update(run.state, node_id))
+            return member
+
+        return await self._submit(enrol)
+
+    def renew(self, member: Member) -> None:
+        """Take a sign of life of a member."""
+        run = self._runs[member.run_id]
+        if run.members.get(member.node_id) is member:
+            leases.renew(run.state, member.node_id, self._clock())
+
+    def disconnect(self, member: Member) -> None:
+        """Note that a member's stream is gone; its lease lives on for the disconnect grace."""
+        run = self._runs[member.run_id]
+        if run.members.get(member.node_id) is member:
+            del run.members[member.node_id]
+            leases.disconnect(run.state, member.node_id, self._clock())
+            self._wake.set()
+
+    async def execute(self, run_id: str, command: commands.Command) -> None:
+        """Carry out a command; returns when everything that came of it is durable and told.
+
+        Raises:
+            Refused: The command was not taken.
+            JournalError: The outcome is unknown, and the service is going down.
+        """
+        await self._submit(lambda: None, run_id, command)
+
+    async def close_run(self, run_id: str, reason: str) -> pb.RunEnd:
+        """Close a run, or learn how it was closed."""
+        return await self._submit(
+            lambda: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason)
+        )
+
+    async def get_run(self, run_id: str) -> pb.Run:
+        """A run with its nodes, as it is durable."""
+        return await self._submit(lambda: run_message(self._run(run_id).state))
+
+    async def list_runs(self) -> list[pb.Run]:
+        """All runs without their nodes, by name."""
+        return await self._submit(lambda: [run_summary(run.state) for _, run in sorted(self._runs.items())])
+
+    async def watch(self, run_id: str, revision: int) -> Slot[pb.Run]:
+        """A slot that gets the run's state: now, if it is past `revision`, and after every change."""
+
+        def subscribe() -> Slot[pb.Run]:
+            run = self._run(run_id)
+            check_revision(run.state, revision)
+            slot: Slot[pb.Run] = Slot()
+            if run.state.revision > revision:
+                slot.put(run_message(run.state))
+            if run.state.run_end is not None:
+                slot.end()
+            else:
+                run.watchers.add(slot)
+            return slot
+
+        return await self._submit(subscribe)
+
+    def unwatch(self, run_id: str, slot: Slot[pb.Run]) -> None:
+        """Drop a watcher."""
+        self._runs[run_id].watchers.discard(slot)
+
+    def current_round(self, run_id: str) -> int | None:
+        """Number of a run's latest round, 0 before the first; None where there is no such run."""
+        run = self._runs.get(run_id)
+        return None if run is None else run.state.round

@@ -1,0 +1,57 @@
+"""Refusals of the core as gRPC errors: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+
+from grpc import StatusCode
+from rallypoint.rendezvous.core import refusals
+from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.serving.errors import ServiceError
+
+
+class StreamReplaced(Exception):
+    """The node opened a newer stream with the same lease."""
+
+
+def translate(error: Exception) -> ServiceError | None:
+    """The gRPC error of a refusal; None for what is none."""
+    return _translate(error)
+
+
+@singledispatch
+def _translate(error: Exception) -> ServiceError | None:
+    return None
+
+
+def _as(
+    kind: type[Exception],
+    code: StatusCode,
+    reason: str,
+    metadata: Callable[[Exception], dict[str, str]] = lambda _: {},
+) -> None:
+    _translate.register(kind, lambda error: ServiceError(code, reason, str(error), metadata=metadata(error)))
+
+
+def _fields(*names: str) -> Callable[[Exception], dict[str, str]]:
+    return lambda error: {name: str(getattr(error, name)) for name in names}
+
+
+def _differences(error: Exception) -> dict[str, str]:
+    assert isinstance(error, refusals.SettingsDiffer)
+    return {name: str(ours) for name, (ours, _) in error.differences.items()}
+
+
+_as(refusals.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))
+_as(refusals.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _fields("run_id"))
+_as(refusals.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
+_as(refusals.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _fields("run_id", "node_id", "lease"))
+_as(
+    refusals.RevisionAhead,
+    StatusCode.OUT_OF_RANGE,
+    "REVISION_AHEAD",
+    _fields("run_id", "revision", "current"),
+)
+_as(StreamReplaced, StatusCode.ABORTED, "STREAM_REPLACED")
+_as(JournalError, StatusCode.UNAVAILABLE, "JOURNAL_BROKEN")

@@ -1,0 +1,80 @@
+"""Facts as log lines: what an operator reads at night."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from rallypoint.rendezvous.core import facts
+from rallypoint.serving.logs import get_logger
+
+_log = get_logger("rallypoint.rendezvous")
+
+
+def log_fact(run_id: str, fact: facts.Fact) -> None:
+    """Log a fact that became durable."""
+    event, fields = _line(fact)
+    _log.info(event, run_id=run_id, **fields)
+
+
+@singledispatch
+def _line(fact: facts.Fact) -> tuple[str, dict[str, Any]]:
+    raise TypeError(f"not a fact: {fact!r}")
+
+
+@_line.register
+def _(fact: facts.RunCreated) -> tuple[str, dict[str, Any]]:
+    return "run created", {"min_nodes": fact.settings.min_nodes, "max_nodes": fact.settings.max_nodes}
+
+
+@_line.register
+def _(fact: facts.NodeJoined) -> tuple[str, dict[str, Any]]:
+    return "node joined", {"node_id": fact.node_id, "lease": fact.lease, "workers": fact.local_world_size}
+
+
+@_line.register
+def _(fact: facts.NodeLost) -> tuple[str, dict[str, Any]]:
+    return "node lost", {"node_id": fact.node_id, "reason": fact.reason.name}
+
+
+@_line.register
+def _(fact: facts.NodeLeft) -> tuple[str, dict[str, Any]]:
+    return "node left", {"node_id": fact.node_id, "reason": fact.reason}
+
+
+@_line.register
+def _(fact: facts.RoundFrozen) -> tuple[str, dict[str, Any]]:
+    workers = sum(seat.local_world_size for seat in fact.seats)
+    return "round frozen", {"round": fact.round, "nodes": len(fact.seats), "workers": workers}
+
+
+@_line.register
+def _(fact: facts.NodeConfirmed) -> tuple[str, dict[str, Any]]:
+    return "node confirmed", {"round": fact.round, "node_id": fact.node_id}
+
+
+@_line.register
+def _(fact: facts.RoundFinalized) -> tuple[str, dict[str, Any]]:
+    return "round final", {"round": fact.round}
+
+
+@_line.register
+def _(fact: facts.WorkerFailed) -> tuple[str, dict[str, Any]]:
+    failure = fact.failure
+    return "worker failed", {"node_id": failure.node_id, "rank": failure.rank, "message": failure.message}
+
+
+@_line.register
+def _(fact: facts.NodeSucceeded) -> tuple[str, dict[str, Any]]:
+    return "node succeeded", {"round": fact.round, "node_id": fact.node_id}
+
+
+@_line.register
+def _(fact: facts.RoundEnded) -> tuple[str, dict[str, Any]]:
+    end = fact.end
+    return "round ended", {"round": end.round, "reason": end.detail, "restart_count": fact.restart_count}
+
+
+@_line.register
+def _(fact: facts.RunClosed) -> tuple[str, dict[str, Any]]:
+    return "run closed", {"outcome": fact.end.outcome.name, "reason": fact.end.detail}

@@ -1,0 +1,1 @@
+"""Journals: where what happened to runs, and what their stores hold, outlives the process."""

@@ -1,0 +1,124 @@
+"""Requests from the wire to commands: every field is checked here, and nowhere else."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from rallypoint.rendezvous.codec import from_message
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.state import RunSettings, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.errors import invalid
+
+NAME_BYTES = 256
+SENTENCE_BYTES = 1024
+TRACEBACK_BYTES = 16 * 1024
+# Bounds that no sensible run comes near; they keep sums of ranks and deadlines in range.
+MOST_NODES = 1_000_000
+MOST_WORKERS_PER_NODE = 65_536
+LONGEST = 366 * 24 * 3600.0
+
+
+def join_command(request: pb.JoinRun) -> commands.Join:
+    """A `join`, checked.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    name("run_id", request.run_id)
+    name("node_id", request.node_id)
+    text("address", request.address, NAME_BYTES)
+    if not request.address:
+        raise invalid("address", "must not be empty: it is how the other nodes reach this one")
+    text("role", request.role, NAME_BYTES)
+    count("local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
+    return commands.Join(
+        node_id=request.node_id,
+        settings=run_settings(request.settings),
+        address=request.address,
+        local_world_size=request.local_world_size,
+        role=request.role,
+    )
+
+
+def run_settings(message: pb.RunSettings) -> RunSettings:
+    """Settings, checked, with the defaults in the place of what is absent.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    count("settings.min_nodes", message.min_nodes, 1, MOST_NODES)
+    if message.max_nodes < message.min_nodes:
+        raise invalid(
+            "settings.max_nodes", f"must be at least min_nodes ({message.min_nodes}), not {message.max_nodes}"
+        )
+    count("settings.max_nodes", message.max_nodes, 1, MOST_NODES)
+    count("settings.max_restarts", message.max_restarts, 0, MOST_NODES)
+    count("settings.keep_alive_max_attempt", message.keep_alive_max_attempt, 0, 1000)
+    default = RunSettings()
+    try:
+        policy = ScaleUpPolicy(message.scale_up_policy or default.scale_up_policy)
+    except ValueError:
+        raise invalid("settings.scale_up_policy", f"unknown policy {message.scale_up_policy}") from None
+    return RunSettings(
+        min_nodes=message.min_nodes,
+        max_nodes=message.max_nodes,
+        max_restarts=message.max_restarts,
+        join_timeout=_seconds(message, "join_timeout", default.join_timeout),
+        last_call_timeout=_seconds(message, "last_call_timeout", default.last_call_timeout, zero=True),
+        confirm_timeout=_seconds(message, "confirm_timeout", default.confirm_timeout),
+        keep_alive_interval=_seconds(message, "keep_alive_interval", default.keep_alive_interval),
+        keep_alive_max_attempt=message.keep_alive_max_attempt or default.keep_alive_max_attempt,
+        disconnect_grace=_seconds(message, "disconnect_grace", default.disconnect_grace, zero=True),
+        scale_up_policy=policy,
+    )
+
+
+def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
+    """A failure report of a node, cut to the bounds of the protocol: a report too long is not a report lost."""
+    kept = pb.WorkerFailure()
+    kept.CopyFrom(message)
+    kept.node_id = node_id
+    kept.role = _head(message.role, NAME_BYTES)
+    kept.host = _head(message.host, NAME_BYTES)
+    kept.message = _head(message.message, SENTENCE_BYTES)
+    kept.log_file = _head(message.log_file, 4096)
+    kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
+    return from_message(kept, WorkerFailure)
+
+
+def name(field: str, value: str) -> None:
+    """Check a name: not empty, at most 256 bytes, no control characters."""
+    if not value:
+        raise invalid(field, "must not be empty")
+    text(field, value, NAME_BYTES)
+
+
+def text(field: str, value: str, most_bytes: int) -> None:
+    """Check a text that ends up in logs and on terminals."""
+    if len(value.encode()) > most_bytes:
+        raise invalid(field, f"must have at most {most_bytes} bytes, not {len(value.encode())}")
+    if not value.isprintable():
+        raise invalid(field, "must not have control characters")
+
+
+def count(field: str, value: int, least: int, most: int) -> None:
+    """Check a number."""
+    if not least <= value <= most:
+        raise invalid(field, f"must be from {least} to {most}, not {value}")
+
+
+def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool = False) -> float:
+    if not message.HasField(field):  # type: ignore[arg-type]
+        return default
+    duration: Duration = getattr(message, field)
+    seconds = duration.seconds + duration.nanos / 1e9
+    if seconds < 0 or seconds > LONGEST or (seconds == 0 and not zero):
+        least = "at least 0" if zero else "more than 0"
+        raise invalid(
+            f"settings.{field}", f"must be {least} and at most {LONGEST:.0f} seconds, not {seconds:g}"
+        )
+    return seconds
+
+
+def _head(value: str, most_bytes: int) -> str:
+    return value.encode()[:most_bytes].decode(errors="ignore")

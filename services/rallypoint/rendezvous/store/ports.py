@@ -1,0 +1,36 @@
+"""What the store asks of a journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChange:
+    """One entry of one space after a change: absolute, so applying it twice is applying it once.
+
+    Attributes:
+        run_id: Name of the run.
+        round: The space: 0 for the run's own, otherwise that of a round.
+        key: The key. One that begins with U+0001 is the store's own (see `operations`).
+        value: The value; None: the key was deleted.
+    """
+
+    run_id: str
+    round: int
+    key: str
+    value: bytes | None
+
+
+class StoreJournal(Protocol):
+    """Where changes of the store become durable."""
+
+    async def append(self, entries: Sequence[StoreChange]) -> None:
+        """Return when all entries are durable; concurrent calls share a commit.
+
+        The entries of one call become durable together or not at all: an operation's record must never be
+        there without its write, nor the write without its record. Later entries of a key replace earlier ones.
+        When this raises, whether they are durable is unknown, and the journal takes no more.
+        """

@@ -1,0 +1,173 @@
+"""Refusals of the store: why a request was not carried out. Each carries what a program needs, and says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class StoreRefusal(Exception):
+    """A request was refused; nothing has changed."""
+
+
+@dataclass(eq=False)
+class RunNotFound(StoreRefusal):
+    """No run of that name."""
+
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"there is no run {self.run_id!r}"
+
+
+@dataclass(eq=False)
+class RoundOver(StoreRefusal):
+    """The round's space is gone, or the writer's round is over."""
+
+    run_id: str
+    round: int
+    current_round: int
+
+    def __str__(self) -> str:
+        return f"round {self.round} of run {self.run_id!r} is over; round {self.current_round} is the current one"
+
+
+@dataclass(eq=False)
+class RoundNotBegun(StoreRefusal):
+    """No round of that number yet."""
+
+    run_id: str
+    round: int
+    current_round: int
+
+    def __str__(self) -> str:
+        return f"round {self.round} of run {self.run_id!r} has not begun; round {self.current_round} is the latest"
+
+
+@dataclass(eq=False)
+class NotAnInteger(StoreRefusal):
+    """Add on a value that is no integer."""
+
+    key: str
+    value: bytes
+
+    def __str__(self) -> str:
+        shown = self.value[:40]
+        return (
+            f"key {self.key!r} holds {shown!r}, which is no decimal integer of 64 bits: add can't add to it"
+        )
+
+
+@dataclass(eq=False)
+class IntegerOverflow(StoreRefusal):
+    """Add past 64 bits."""
+
+    key: str
+    value: int
+    amount: int
+
+    def __str__(self) -> str:
+        return f"{self.value} of key {self.key!r} plus {self.amount} does not fit into 64 bits"
+
+
+@dataclass(eq=False)
+class RunStoreFull(StoreRefusal):
+    """The run's bytes are used up."""
+
+    run_id: str
+    key: str
+    used_bytes: int
+    limit_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"setting key {self.key!r} would bring the store of run {self.run_id!r} to {self.used_bytes:,} bytes, "
+            f"past its limit of {self.limit_bytes:,}; delete keys that are no longer needed"
+        )
+
+
+@dataclass(eq=False)
+class StoreBusy(StoreRefusal):
+    """Too many bytes are waiting to be written."""
+
+    run_id: str
+    queued_bytes: int
+    retry_after: float
+
+    def __str__(self) -> str:
+        return f"{self.queued_bytes:,} bytes of run {self.run_id!r} are waiting to be written; try again in a moment"
+
+
+@dataclass(eq=False)
+class OperationSuperseded(StoreRefusal):
+    """The operation's slot has gone on to a later one."""
+
+    slot: str
+    sequence: int
+    latest: int
+
+    def __str__(self) -> str:
+        return f"operation {self.sequence} of slot {self.slot} comes too late: the slot is at {self.latest}"
+
+
+@dataclass(eq=False)
+class OperationReused(StoreRefusal):
+    """The operation's number was used for another request."""
+
+    slot: str
+    sequence: int
+
+    def __str__(self) -> str:
+        return (
+            f"operation {self.sequence} of slot {self.slot} was another request; "
+            "a new request needs a greater sequence than the one before in its slot"
+        )
+
+
+@dataclass(eq=False)
+class KeyWaitTimedOut(StoreRefusal):
+    """Keys were still missing when the wait was over."""
+
+    run_id: str
+    missing: Sequence[str]
+    timeout: float
+
+    # Messages and metadata travel as HTTP/2 headers, which have room for 16 KiB.
+    SHOWN_KEYS = 8
+    SHOWN_CHARACTERS = 64
+
+    @property
+    def shown(self) -> str:
+        """The missing keys, as far as there is room for them."""
+        names = [
+            repr(key if len(key) <= self.SHOWN_CHARACTERS else key[: self.SHOWN_CHARACTERS] + "…")
+            for key in self.missing[: self.SHOWN_KEYS]
+        ]
+        more = len(self.missing) - len(names)
+        return ", ".join(names) + (f" and {more} more" if more else "")
+
+    def __str__(self) -> str:
+        what = (
+            f"key {self.shown} was"
+            if len(self.missing) == 1
+            else f"{len(self.missing)} keys were ({self.shown})"
+        )
+        return f"{what} not set in run {self.run_id!r} within {self.timeout:g} s"
+
+
+@dataclass(eq=False)
+class Draining(StoreRefusal):
+    """The server is going away."""
+
+    def __str__(self) -> str:
+        return "the store service is shutting down; repeat the request"
+
+
+@dataclass(eq=False)
+class JournalFailed(StoreRefusal):
+    """The write could not be made durable."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"the write could not be made durable: {self.detail}"

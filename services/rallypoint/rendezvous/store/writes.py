@@ -1,0 +1,187 @@
+"""The writes: what each of them decides. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from zlib import crc32
+
+from rallypoint.rendezvous.store.core import Draft
+from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.refusals import (
+    IntegerOverflow,
+    NotAnInteger,
+    OperationReused,
+    OperationSuperseded,
+)
+
+T = TypeVar("T")
+
+_INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write(Generic[T]):
+    """A write to one key.
+
+    Attributes:
+        round: The space: 0 for the run's own, otherwise that of a round.
+        key: The key.
+        writer_round: The round that the writer is a worker of; 0: none.
+        operation: The client's name for the write; None: a repetition is a new write.
+    """
+
+    round: int
+    key: str
+    writer_round: int = 0
+    operation: Operation | None = None
+
+    def content(self) -> tuple[bytes, ...]:
+        """Return what is written, as bytes."""
+        raise NotImplementedError
+
+    def carry_out(self, draft: Draft) -> tuple[T, int | None]:
+        """Change the draft; return the answer, and an integer from which `repeated` makes it again.
+
+        None in the place of the integer: nothing has changed.
+        """
+        raise NotImplementedError
+
+    def repeated(self, result: int) -> T:
+        """Return the answer of a write that was carried out before."""
+        raise NotImplementedError
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that the write holds while it waits."""
+        return len(self.key) + sum(map(len, self.content()))
+
+    def fingerprint(self) -> int:
+        """Return a checksum of what is asked."""
+        checksum = crc32(self.key.encode(), crc32(type(self).__name__.encode()))
+        for part in self.content():
+            checksum = crc32(part, checksum)
+        return checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Set(Write[None]):
+    """Store a value."""
+
+    value: bytes
+
+    def content(self) -> tuple[bytes, ...]:
+        return (self.value,)
+
+    def carry_out(self, draft: Draft) -> tuple[None, int | None]:
+        draft.put(self.round, self.key, self.value)
+        return None, 0
+
+    def repeated(self, result: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Write[int]):
+    """Add to an integer; the answer is the sum."""
+
+    amount: int
+
+    def content(self) -> tuple[bytes, ...]:
+        return (b"%d" % self.amount,)
+
+    def carry_out(self, draft: Draft) -> tuple[int, int | None]:
+        value = draft.value(self.round, self.key)
+        present = 0 if value is None else self._integer(value)
+        total = present + self.amount
+        if total not in _INT64:
+            raise IntegerOverflow(self.key, present, self.amount)
+        draft.put(self.round, self.key, b"%d" % total)
+        return total, total
+
+    def repeated(self, result: int) -> int:
+        return result
+
+    def _integer(self, value: bytes) -> int:
+        if not _INTEGER.fullmatch(value) or (integer := int(value)) not in _INT64:
+            raise NotAnInteger(self.key, value)
+        return integer
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a CompareSet went.
+
+    Attributes:
+        swapped: Whether the key was set.
+        value: The key's value afterwards; None: it is absent.
+    """
+
+    swapped: bool
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSet(Write[Comparison]):
+    """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
+
+    expected: bytes
+    desired: bytes
+
+    def content(self) -> tuple[bytes, ...]:
+        # The length keeps ("a", "bc") and ("ab", "c") apart.
+        return (b"%d " % len(self.expected), self.expected, self.desired)
+
+    def carry_out(self, draft: Draft) -> tuple[Comparison, int | None]:
+        value = draft.value(self.round, self.key)
+        if (b"" if value is None else value) != self.expected:
+            return Comparison(swapped=False, value=value), None
+        draft.put(self.round, self.key, self.desired)
+        return Comparison(swapped=True, value=self.desired), 1
+
+    def repeated(self, result: int) -> Comparison:
+        return Comparison(swapped=True, value=self.desired)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delete(Write[bool]):
+    """Remove a key; the answer is whether it was there."""
+
+    def content(self) -> tuple[bytes, ...]:
+        return ()
+
+    def carry_out(self, draft: Draft) -> tuple[bool, int | None]:
+        if draft.value(self.round, self.key) is None:
+            return False, None
+        draft.put(self.round, self.key, None)
+        return True, 1
+
+    def repeated(self, result: int) -> bool:
+        return True
+
+
+def decide(draft: Draft, write: Write[T], current_round: int) -> T:
+    """Carry a write out on the draft, unless it was carried out before; return its answer.
+
+    Raises:
+        StoreRefusal: It was refused, and the draft is as it was.
+    """
+    draft.run.check_round(write.round, current_round)
+    draft.run.check_round(write.writer_round, current_round)
+    operation = write.operation
+    if operation is None:
+        return write.carry_out(draft)[0]
+    record = draft.record(write.round, operation)
+    fingerprint = write.fingerprint()
+    if record is not None and operation.sequence < record.sequence:
+        raise OperationSuperseded(operation.name, operation.sequence, record.sequence)
+    if record is not None and operation.sequence == record.sequence:
+        if fingerprint != record.fingerprint:
+            raise OperationReused(operation.name, operation.sequence)
+        return write.repeated(record.result)
+    answer, result = write.carry_out(draft)
+    if result is not None:
+        draft.remember(write.round, operation, fingerprint, result)
+    return answer
