@@ -27,6 +27,7 @@ _MESSAGES: dict[type, type[Message]] = {
         "NodeJoined",
         "NodeLost",
         "NodeLeft",
+        "NodeDeparting",
         "RoundFrozen",
         "NodeConfirmed",
         "RoundFinalized",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rallypoint.rendezvous.codec import decode_record, encode_record
@@ -13,9 +14,10 @@ from rallypoint.rendezvous.core import commands, facts, leases
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
-from rallypoint.rendezvous.core.refusals import LeaseLost, Refused, RunNotFound
-from rallypoint.rendezvous.core.state import Phase, RunState
-from rallypoint.rendezvous.errors import StreamReplaced
+from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core.refusals import JoinTimedOut, LeaseLost, Refused, RunNotFound
+from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
+from rallypoint.rendezvous.errors import Draining, StreamReplaced
 from rallypoint.rendezvous.fact_log import log_fact
 from rallypoint.rendezvous.journal.journal import Journal, JournalError
 from rallypoint.rendezvous.slot import Slot
@@ -23,6 +25,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rendezvous.views import lease_message, node_update, run_message, run_summary
 from rallypoint.serving.logs import get_logger
+from rallypoint.timer.lag import LagSettings, WatchClock
 
 _T = TypeVar("_T")
 _log = get_logger(__name__)
@@ -48,6 +51,7 @@ class _Run:
 
     state: RunState
     recorded: int = 0  # the last revision that was given to the journal
+    durable_round: int | None = None  # the last round that is durable; None while nothing of the run is
     members: dict[str, Member] = field(default_factory=dict)
     watchers: set[Slot[pb.Run]] = field(default_factory=set)
 
@@ -59,14 +63,32 @@ class _Run:
         member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
         return member
 
-    def end_stale_member(self, node_id: str, *, left: bool) -> None:
-        member, node = self.members.get(node_id), self.state.nodes.get(node_id)
-        current = node.lease if node is not None else None
-        if member is None or current == member.lease.lease:
+    def farewell(self, node_id: str, number: int) -> Member:
+        """What a node gets that comes back to a run which was closed while it was away."""
+        member = Member(self.state.run_id, node_id, lease_message(self.state, number), Slot())
+        member.updates.put(node_update(self.state, node_id))
+        member.updates.end()
+        return member
+
+    def holds_lease(self, member: Member) -> bool:
+        """Whether the member's lease stands. The state may be ahead of what the member was told."""
+        node = self.state.nodes.get(member.node_id)
+        return node is not None and node.lease == member.lease.lease
+
+    def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft) -> None:
+        member = self.members.get(fact.node_id)
+        if member is None or self.holds_lease(member):
             return
-        del self.members[node_id]
-        lost = LeaseLost(self.state.run_id, node_id, member.lease.lease, current)
-        member.updates.end(None if left else lost)
+        del self.members[fact.node_id]
+        member.updates.end(self._refusal(member, fact) if isinstance(fact, facts.NodeLost) else None)
+
+    def _refusal(self, member: Member, loss: facts.NodeLost) -> Refused:
+        run_id, settings = self.state.run_id, self.state.settings
+        if loss.reason is LossReason.JOIN_TIMED_OUT:
+            return JoinTimedOut(run_id, loss.node_id, settings.min_nodes, settings.join_timeout)
+        node = self.state.nodes.get(loss.node_id)
+        detail = explain_loss(loss.node_id, loss.reason, settings)
+        return LeaseLost(run_id, loss.node_id, member.lease.lease, node.lease if node else None, detail)
 
     def tell_members(self) -> None:
         for member in self.members.values():
@@ -92,27 +114,31 @@ class _Run:
 
 @dataclass(slots=True)
 class _Request(Generic[_T]):
-    """A command, if any, and what is then read; `read` runs when everything it can see is durable."""
+    """A command, if any, and what is then read: with the facts that came of it, once all there is is durable."""
 
     answer: asyncio.Future[_T]
-    read: Callable[[], _T]
+    read: Callable[[Sequence[facts.Fact]], _T]
     run_id: str = ""
     command: commands.Command | None = None
+    happened: Sequence[facts.Fact] = ()
     refusal: Refused | None = None
 
     def settle(self) -> None:
-        if self.answer.done():
-            return  # who asked has gone
         try:
             if self.refusal is not None:
                 raise self.refusal
-            self.answer.set_result(self.read())
+            self.answer.set_result(self.read(self.happened))
         except Refused as refusal:
             self.answer.set_exception(refusal)
 
-    def fail(self, error: JournalError) -> None:
+    def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
+
+
+def _undo(undo: Callable[[_T], None], answer: asyncio.Future[_T]) -> None:
+    if answer.exception() is None:
+        undo(answer.result())
 
 
 class RendezvousEngine:
@@ -130,6 +156,7 @@ class RendezvousEngine:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         on_round: Callable[[str, int], None] = lambda run_id, round_: None,
+        lag: LagSettings | None = None,
     ) -> None:
         """Set up; `recover` and `serve` make it work.
 
@@ -138,23 +165,41 @@ class RendezvousEngine:
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
             on_round: Called with (run_id, round) once a new round of a run is durable.
+            lag: How pauses of this process are noticed and forgiven.
         """
         self._journal = journal
         self._clock = clock
+        self._lag = lag or LagSettings()
+        self._watch = WatchClock(clock(), self._lag)
+        self._looked = clock()
+        self._stopped_at: float | None = None
         self._wall_clock = wall_clock
         self._on_round = on_round
         self._runs: dict[str, _Run] = {}
         self._requests: list[_Request[Any]] = []
         self._wake = asyncio.Event()
-        self._broken: JournalError | None = None
+        self._broken: Exception | None = None
 
     def recover(self, records: Sequence[JournalRecord]) -> None:
-        """Fold what the journal held. Every lease and every deadline gets a full new term."""
-        now = self._clock()
+        """Fold what the journal held. Every lease and every deadline gets a full new term.
+
+        Raises:
+            JournalError: A record is missing, or of a newer version.
+        """
+        now = self._now()
         for record in records:
             run = self._runs.setdefault(record.run_id, _Run(RunState(record.run_id)))
-            apply(run.state, decode_record(record), now)
+            try:
+                apply(run.state, decode_record(record), now)
+            except ValueError as error:
+                raise JournalError(f"the journal can't be read by this version: {error}") from error
+            if run.state.revision != record.revision:
+                raise JournalError(
+                    f"the journal is damaged: run {record.run_id!r} has no record {run.state.revision}; restore it "
+                    "from a backup, or start without it"
+                )
             run.recorded = run.state.revision
+            run.durable_round = run.state.round
         for run in self._runs.values():
             leases.restart_leases(run.state, now)
         if self._runs:
@@ -166,34 +211,52 @@ class RendezvousEngine:
         Raises:
             JournalError: The journal is broken: the process must end, and start again from what is durable.
         """
-        while True:
-            await self._wait_for_work()
-            requests, self._requests = self._requests, []
-            try:
+        requests: list[_Request[Any]] = []
+        try:
+            while True:
+                await self._wait_for_work()
+                requests, self._requests = self._requests, []
                 await self._step(requests)
-            except JournalError as error:
-                self._broken = error
-                self._fail(requests, error)
-                raise
+        except BaseException as error:
+            # Whatever it is: nobody may wait for an answer that can't come any more.
+            self._broken = error if isinstance(error, Exception) else Draining()
+            self._fail(requests, self._broken)
+            raise
 
     async def _wait_for_work(self) -> None:
         deadlines = (next_deadline(run.state) for run in self._runs.values())
         deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        timeout = None if deadline is None else max(0.0, deadline - self._clock())
+        timeout = None
+        if deadline is not None and self._stopped_at is None:
+            # However far the deadline: only who looks often can tell that it was paused in between.
+            timeout = min(max(0.0, deadline - self._now()), self._lag.pulse)
         with contextlib.suppress(TimeoutError):  # a deadline of the core is due
             async with asyncio.timeout(timeout):
                 await self._wake.wait()
         self._wake.clear()
+        now = self._clock()
+        if deadline is not None and (paused := self._watch.observe(now, self._looked + self._lag.pulse)):
+            _log.warning("paused", forgiven=round(paused, 3))
+        self._looked = now
+
+    def _now(self) -> float:
+        """The time by which leases and deadlines are judged, seconds.
+
+        It leaves out what time this process was paused, and stands still once it drains: while nodes can't show
+        that they are alive, nothing may be held against them.
+        """
+        return self._watch.read(self._clock()) if self._stopped_at is None else self._stopped_at
 
     async def _step(self, requests: Sequence[_Request[Any]]) -> None:
-        now = self._clock()
-        changes: list[tuple[_Run, list[facts.Fact]]] = []
+        now = self._now()
+        changes: list[tuple[_Run, Sequence[facts.Fact]]] = []
         for request in requests:
             if request.command is None:
                 continue
             try:
                 run = self._run_for(request.run_id, request.command)
-                changes.append((run, execute(run.state, request.command, now)))
+                request.happened = execute(run.state, request.command, now)
+                changes.append((run, request.happened))
             except Refused as refusal:
                 request.refusal = refusal
         changes.extend((run, settle(run.state, now)) for run in self._runs.values())
@@ -230,18 +293,25 @@ class RendezvousEngine:
 
     def _note(self, run: _Run, fact: facts.Fact) -> None:
         log_fact(run.state.run_id, fact)
+        if isinstance(fact, facts.RunCreated):
+            run.durable_round = 0
         if isinstance(fact, facts.RoundFrozen):
+            run.durable_round = fact.round
             self._on_round(run.state.run_id, fact.round)
         if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
-            run.end_stale_member(fact.node_id, left=isinstance(fact, facts.NodeLeft))
+            run.end_stale_member(fact)
 
-    def _fail(self, requests: Sequence[_Request[Any]], error: JournalError) -> None:
+    def _fail(self, requests: Sequence[_Request[Any]], error: Exception) -> None:
         for request in [*requests, *self._requests]:
             request.fail(error)
-        self.end_streams(error)
+        self._end_streams(error)
 
-    def end_streams(self, error: Exception) -> None:
-        """End every member's and every watcher's stream with an error."""
+    def drain(self, farewell: Exception) -> None:
+        """Stop the clock of leases and deadlines, and end every stream with `farewell`."""
+        self._stopped_at = self._now()
+        self._end_streams(farewell)
+
+    def _end_streams(self, error: Exception) -> None:
         for run in self._runs.values():
             for slot in run.slots():
                 slot.end(error)
@@ -258,65 +328,77 @@ class RendezvousEngine:
         return run
 
     async def _submit(
-        self, read: Callable[[], _T], run_id: str = "", command: commands.Command | None = None
+        self,
+        read: Callable[[Sequence[facts.Fact]], _T],
+        run_id: str = "",
+        command: commands.Command | None = None,
+        undo: Callable[[_T], None] = lambda _: None,
     ) -> _T:
+        """Have a command carried out, and get what `read` then returns; `undo` takes it if who asked has gone."""
         if self._broken is not None:
             raise self._broken
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._requests.append(_Request(answer, read, run_id, command))
         self._wake.set()
-        return await answer
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(partial(_undo, undo))
+            raise
 
     async def join(self, run_id: str, command: commands.Join) -> Member:
         """Give a node a lease.
 
         Raises:
             RunIsClosed, SettingsDiffer: As `decide` says.
+            LeaseLost: It was superseded at once.
         """
 
-        def enrol() -> Member:
+        def enrol(happened: Sequence[facts.Fact]) -> Member:
             run = self._run(run_id)
-            node = run.state.nodes.get(command.node_id)
-            if node is None:  # lost again, or the run closed, by a command that was carried out together
-                check_lease(run.state, command.node_id, 0)
-                raise LeaseLost(run_id, command.node_id, 0, None)
-            member = run.enrol(command.node_id, node.lease)
+            lease = next(fact.lease for fact in happened if isinstance(fact, facts.NodeJoined))
+            check_lease(run.state, command.node_id, lease)  # what was carried out together may have ended it
+            member = run.enrol(command.node_id, lease)
             if run.state.phase is not Phase.JOINABLE:
                 member.updates.put(node_update(run.state, command.node_id))
             return member
 
-        return await self._submit(enrol, run_id, command)
+        return await self._submit(enrol, run_id, command, self.disconnect)
 
     async def resume(self, run_id: str, node_id: str, lease: int, revision: int) -> Member:
         """Take a node in again that holds a lease; the present state is put into its updates.
 
         Raises:
-            RunNotFound, RunIsClosed, LeaseLost, RevisionAhead: The node must join again, or give up.
+            RunNotFound, LeaseLost, RevisionAhead: The node must join again, as a newcomer.
         """
 
-        def enrol() -> Member:
+        def enrol(_: Sequence[facts.Fact]) -> Member:
             run = self._run(run_id)
+            if run.state.run_end is not None:  # all leases ended with it, and how it ended is no secret
+                return run.farewell(node_id, lease)
             check_lease(run.state, node_id, lease)
             check_revision(run.state, revision)
-            leases.renew(run.state, node_id, self._clock())
+            leases.renew(run.state, node_id, self._now())
             member = run.enrol(node_id, lease)
             member.updates.put(node_update(run.state, node_id))
             return member
 
-        return await self._submit(enrol)
+        return await self._submit(enrol, undo=self.disconnect)
 
     def renew(self, member: Member) -> None:
         """Take a sign of life of a member."""
         run = self._runs[member.run_id]
-        if run.members.get(member.node_id) is member:
-            leases.renew(run.state, member.node_id, self._clock())
+        if run.members.get(member.node_id) is member and run.holds_lease(member):
+            leases.renew(run.state, member.node_id, self._now())
 
     def disconnect(self, member: Member) -> None:
         """Note that a member's stream is gone; its lease lives on for the disconnect grace."""
         run = self._runs[member.run_id]
-        if run.members.get(member.node_id) is member:
-            del run.members[member.node_id]
-            leases.disconnect(run.state, member.node_id, self._clock())
+        if run.members.get(member.node_id) is not member:
+            return
+        del run.members[member.node_id]
+        if run.holds_lease(member):
+            leases.disconnect(run.state, member.node_id, self._now())
             self._wake.set()
 
     async def execute(self, run_id: str, command: commands.Command) -> None:
@@ -326,26 +408,26 @@ class RendezvousEngine:
             Refused: The command was not taken.
             JournalError: The outcome is unknown, and the service is going down.
         """
-        await self._submit(lambda: None, run_id, command)
+        await self._submit(lambda _: None, run_id, command)
 
     async def close_run(self, run_id: str, reason: str) -> pb.RunEnd:
         """Close a run, or learn how it was closed."""
         return await self._submit(
-            lambda: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason)
+            lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason)
         )
 
     async def get_run(self, run_id: str) -> pb.Run:
         """A run with its nodes, as it is durable."""
-        return await self._submit(lambda: run_message(self._run(run_id).state))
+        return await self._submit(lambda _: run_message(self._run(run_id).state))
 
     async def list_runs(self) -> list[pb.Run]:
         """All runs without their nodes, by name."""
-        return await self._submit(lambda: [run_summary(run.state) for _, run in sorted(self._runs.items())])
+        return await self._submit(lambda _: [run_summary(run.state) for _, run in sorted(self._runs.items())])
 
     async def watch(self, run_id: str, revision: int) -> Slot[pb.Run]:
         """A slot that gets the run's state: now, if it is past `revision`, and after every change."""
 
-        def subscribe() -> Slot[pb.Run]:
+        def subscribe(_: Sequence[facts.Fact]) -> Slot[pb.Run]:
             run = self._run(run_id)
             check_revision(run.state, revision)
             slot: Slot[pb.Run] = Slot()
@@ -357,13 +439,13 @@ class RendezvousEngine:
                 run.watchers.add(slot)
             return slot
 
-        return await self._submit(subscribe)
+        return await self._submit(subscribe, undo=partial(self.unwatch, run_id))
 
     def unwatch(self, run_id: str, slot: Slot[pb.Run]) -> None:
         """Drop a watcher."""
         self._runs[run_id].watchers.discard(slot)
 
     def current_round(self, run_id: str) -> int | None:
-        """Number of a run's latest round, 0 before the first; None where there is no such run."""
+        """Number of a run's latest durable round, 0 before the first; None where there is no such run."""
         run = self._runs.get(run_id)
-        return None if run is None else run.state.round
+        return None if run is None else run.durable_round

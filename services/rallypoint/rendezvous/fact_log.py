@@ -43,6 +43,11 @@ def _(fact: facts.NodeLeft) -> tuple[str, dict[str, Any]]:
 
 
 @_line.register
+def _(fact: facts.NodeDeparting) -> tuple[str, dict[str, Any]]:
+    return "node departing", {"node_id": fact.node_id, "reason": fact.reason}
+
+
+@_line.register
 def _(fact: facts.RoundFrozen) -> tuple[str, dict[str, Any]]:
     workers = sum(seat.local_world_size for seat in fact.seats)
     return "round frozen", {"round": fact.round, "nodes": len(fact.seats), "workers": workers}

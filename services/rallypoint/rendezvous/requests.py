@@ -11,11 +11,16 @@ from rallypoint.serving.errors import invalid
 
 NAME_BYTES = 256
 SENTENCE_BYTES = 1024
+PATH_BYTES = 4096
 TRACEBACK_BYTES = 16 * 1024
-# Bounds that no sensible run comes near; they keep sums of ranks and deadlines in range.
-MOST_NODES = 1_000_000
-MOST_WORKERS_PER_NODE = 65_536
-LONGEST = 366 * 24 * 3600.0
+# Bounds that no sensible run comes near. The first two keep every rank within 32 bits, and a time this short is
+# exact to the nanosecond as a float, so a node's settings are the same on the wire, in the core and in a journal.
+MOST_NODES = 100_000
+MOST_WORKERS_PER_NODE = 16_384
+MOST_RESTARTS = 1_000_000
+LONGEST = 100 * 24 * 3600.0
+# Past it a time can't be written down again (year 10,000), unix seconds.
+_LATEST = 253_402_300_000
 
 
 def join_command(request: pb.JoinRun) -> commands.Join:
@@ -52,7 +57,7 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
             "settings.max_nodes", f"must be at least min_nodes ({message.min_nodes}), not {message.max_nodes}"
         )
     count("settings.max_nodes", message.max_nodes, 1, MOST_NODES)
-    count("settings.max_restarts", message.max_restarts, 0, MOST_NODES)
+    count("settings.max_restarts", message.max_restarts, 0, MOST_RESTARTS)
     count("settings.keep_alive_max_attempt", message.keep_alive_max_attempt, 0, 1000)
     default = RunSettings()
     try:
@@ -78,10 +83,12 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
     kept = pb.WorkerFailure()
     kept.CopyFrom(message)
     kept.node_id = node_id
-    kept.role = _head(message.role, NAME_BYTES)
-    kept.host = _head(message.host, NAME_BYTES)
-    kept.message = _head(message.message, SENTENCE_BYTES)
-    kept.log_file = _head(message.log_file, 4096)
+    kept.role = _line(message.role, NAME_BYTES)
+    kept.host = _line(message.host, NAME_BYTES)
+    kept.message = _line(message.message, SENTENCE_BYTES)
+    kept.log_file = _line(message.log_file, PATH_BYTES)
+    if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
+        kept.ClearField("time")
     kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
     return from_message(kept, WorkerFailure)
 
@@ -111,7 +118,7 @@ def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool 
     if not message.HasField(field):  # type: ignore[arg-type]
         return default
     duration: Duration = getattr(message, field)
-    seconds = duration.seconds + duration.nanos / 1e9
+    seconds = duration.ToNanoseconds() / 1e9
     if seconds < 0 or seconds > LONGEST or (seconds == 0 and not zero):
         least = "at least 0" if zero else "more than 0"
         raise invalid(
@@ -120,5 +127,7 @@ def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool 
     return seconds
 
 
-def _head(value: str, most_bytes: int) -> str:
-    return value.encode()[:most_bytes].decode(errors="ignore")
+def _line(value: str, most_bytes: int) -> str:
+    """The beginning of a text, with spaces for whatever would not print on a line."""
+    head = value.encode()[:most_bytes].decode(errors="ignore")
+    return head if head.isprintable() else "".join(c if c.isprintable() else " " for c in head)

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.engine import Member, RendezvousEngine
+from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.requests import (
     SENTENCE_BYTES,
     count,
@@ -29,10 +30,7 @@ _FIRST_MESSAGE_TIMEOUT = 10.0
 _WRITE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
-
-
-class Draining(Exception):
-    """The server is going away; ends streams in an orderly way."""
+NO_REASON = "no reason given"
 
 
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
@@ -46,7 +44,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     async def drain(self) -> None:
         """Tell every stream that the server is going away, and take no more."""
         self._draining = True
-        self._engine.end_streams(Draining())
+        self._engine.drain(Draining())
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.
     async def Join(  # type: ignore[override]
@@ -124,8 +122,6 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         try:
             while (run := await states.take()) is not None:
                 await _write(context, pb.WatchRunResponse(run=run))
-        except Draining as error:
-            raise _draining_error() from error
         finally:
             self._engine.unwatch(request.run_id, states)
 
@@ -137,21 +133,12 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """End a run for good."""
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
-        run_end = await self._engine.close_run(request.run_id, request.reason or "no reason given")
+        run_end = await self._engine.close_run(request.run_id, request.reason or NO_REASON)
         return pb.CloseRunResponse(run_end=run_end)
 
     def _check_not_draining(self) -> None:
         if self._draining:
-            raise _draining_error()
-
-
-def _draining_error() -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.UNAVAILABLE,
-        "DRAINING",
-        "the server is going away: reconnect and resume",
-        retry_after=0.1,
-    )
+            raise Draining
 
 
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:
@@ -166,12 +153,15 @@ def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None
             return commands.ReportFailure(node_id, lease, worker_failure(request.worker_failed, node_id))
         case "succeeded":
             return commands.ReportSuccess(node_id, lease, request.succeeded.round)
+        case "depart":
+            text("depart.reason", request.depart.reason, SENTENCE_BYTES)
+            return commands.Depart(node_id, lease, request.depart.reason or NO_REASON)
         case "leave":
             text("leave.reason", request.leave.reason, SENTENCE_BYTES)
-            return commands.Leave(node_id, lease, request.leave.reason or "no reason given")
+            return commands.Leave(node_id, lease, request.leave.reason or NO_REASON)
         case other:
             raise invalid(
-                "message", f"expected a heartbeat, confirm, report or leave, not {other or 'empty'}"
+                "message", f"expected a heartbeat, confirm, report, depart or leave, not {other or 'empty'}"
             )
 
 

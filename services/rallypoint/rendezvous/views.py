@@ -47,7 +47,8 @@ def run_message(state: RunState) -> pb.Run:
     """A run with its nodes: participants by group rank, then the wait list."""
     run = run_summary(state)
     seated = [state.nodes[node_id] for node_id in state.seats if node_id in state.nodes]
-    for node in seated + state.waiting:
+    unseated = [node for node in state.nodes.values() if node.node_id not in state.seats]
+    for node in seated + unseated:
         entry = run.nodes.add(
             node_id=node.node_id,
             address=node.address,
@@ -83,6 +84,8 @@ def _fill_ends(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
 
 
 def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
+    if node_id in state.departing:
+        return pb.NODE_STATE_DEPARTING
     if node_id not in state.seats:
         return pb.NODE_STATE_WAITING
     if node_id in state.succeeded:

@@ -1,0 +1,9 @@
+"""Countdown timers for workers: `with rallypoint.timer.expires(after=60): ...`.
+
+This package is what a worker process imports, so importing it loads neither gRPC nor asyncio. The service and
+its client are in modules of their own.
+"""
+
+from rallypoint.timer.worker import configure, expires
+
+__all__ = ["configure", "expires"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from functools import singledispatch
 
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core.leases import enqueue
 from rallypoint.rendezvous.core.state import Node, Phase, RoundEnd, RoundEndCause, RunState
 
 
@@ -37,17 +37,16 @@ def _run_created(fact: facts.RunCreated, state: RunState, now: float) -> None:
 
 @_apply.register
 def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
-    deadline = now + state.settings.time_to_live
-    state.nodes[fact.node_id] = Node(
+    node = state.nodes[fact.node_id] = Node(
         node_id=fact.node_id,
         lease=fact.lease,
         address=fact.address,
         local_world_size=fact.local_world_size,
         role=fact.role,
-        lease_deadline=deadline,
+        lease_deadline=now + state.settings.time_to_live,
         waiting_since=now,
     )
-    heapq.heappush(state.lease_queue, (deadline, fact.node_id, fact.lease))
+    enqueue(state, node)
     _keep_last_call(state, now)
 
 
@@ -59,12 +58,28 @@ def _node_lost(fact: facts.NodeLost, state: RunState, now: float) -> None:
 
 @_apply.register
 def _node_left(fact: facts.NodeLeft, state: RunState, now: float) -> None:
-    detail = f"node {fact.node_id} left: {fact.reason}"
-    _remove_node(state, fact.node_id, RoundEndCause.NODE_LEFT, detail, now)
+    _remove_node(state, fact.node_id, RoundEndCause.NODE_LEFT, _left(fact), now)
+
+
+@_apply.register
+def _node_departing(fact: facts.NodeDeparting, state: RunState, now: float) -> None:
+    state.departing[fact.node_id] = now + state.settings.confirm_timeout
+    _vacate_seat(state, fact.node_id, RoundEndCause.NODE_LEFT, _left(fact))
+    _keep_last_call(state, now)
+
+
+def _left(fact: facts.NodeLeft | facts.NodeDeparting) -> str:
+    return f"node {fact.node_id} left: {fact.reason}"
 
 
 def _remove_node(state: RunState, node_id: str, cause: RoundEndCause, detail: str, now: float) -> None:
     del state.nodes[node_id]
+    state.departing.pop(node_id, None)
+    _vacate_seat(state, node_id, cause, detail)
+    _keep_last_call(state, now)
+
+
+def _vacate_seat(state: RunState, node_id: str, cause: RoundEndCause, detail: str) -> None:
     state.unconfirmed.discard(node_id)
     if node_id in state.succeeded:
         # It has done its part: the round can do without it, and its seat is not for who joins under its name.
@@ -72,7 +87,6 @@ def _remove_node(state: RunState, node_id: str, cause: RoundEndCause, detail: st
         del state.seats[node_id]
     elif node_id in state.seats and state.breach is None:
         state.breach = RoundEnd(state.round, cause, node_id, detail)
-    _keep_last_call(state, now)
 
 
 @_apply.register
@@ -143,6 +157,7 @@ def _run_closed(fact: facts.RunClosed, state: RunState, now: float) -> None:
     state.confirm_deadline = state.last_call_deadline = None
     # Nobody has rights in a run that is over: the leases end with it.
     state.nodes = {}
+    state.departing = {}
     state.lease_queue = []
     _clear_round(state)
 
@@ -157,7 +172,7 @@ def _clear_round(state: RunState) -> None:
 
 def _keep_last_call(state: RunState, now: float) -> None:
     """The last call starts when min_nodes are there, and is off when they no longer are."""
-    if state.phase is not Phase.JOINABLE or len(state.nodes) < state.settings.min_nodes:
+    if state.phase is not Phase.JOINABLE or state.present < state.settings.min_nodes:
         state.last_call_deadline = None
     elif state.last_call_deadline is None:
         state.last_call_deadline = now + state.settings.last_call_timeout

@@ -48,6 +48,15 @@ class ReportSuccess:
 
 
 @dataclass(frozen=True, slots=True)
+class Depart:
+    """A node says that it stops its workers in order to leave."""
+
+    node_id: str
+    lease: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """A node gives its lease back."""
 
@@ -63,4 +72,4 @@ class Close:
     reason: str
 
 
-Command: TypeAlias = Join | Confirm | ReportFailure | ReportSuccess | Leave | Close
+Command: TypeAlias = Join | Confirm | ReportFailure | ReportSuccess | Depart | Leave | Close

@@ -11,6 +11,7 @@ from rallypoint.rendezvous.core.ranks import assign_seats
 from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
 from rallypoint.rendezvous.core.state import (
     LossReason,
+    Node,
     Outcome,
     Phase,
     RoundEnd,
@@ -93,6 +94,14 @@ def _report_success(command: commands.ReportSuccess, state: RunState) -> list[fa
 
 
 @_decide.register
+def _depart(command: commands.Depart, state: RunState) -> list[facts.Fact]:
+    check_lease(state, command.node_id, command.lease)
+    if command.node_id in state.departing:
+        return []
+    return [facts.NodeDeparting(command.node_id, command.reason)]
+
+
+@_decide.register
 def _leave(command: commands.Leave, state: RunState) -> list[facts.Fact]:
     check_lease(state, command.node_id, command.lease)
     return [facts.NodeLeft(command.node_id, command.reason)]
@@ -139,7 +148,7 @@ def next_consequence(state: RunState, now: float) -> facts.Fact | None:
     """
     if state.phase is Phase.CLOSED:
         return None
-    return _expired_lease(state, now) or _IN_PHASE[state.phase](state, now)
+    return _expired_lease(state, now) or _overdue_departure(state, now) or _IN_PHASE[state.phase](state, now)
 
 
 def _expired_lease(state: RunState, now: float) -> facts.Fact | None:
@@ -152,22 +161,34 @@ def _expired_lease(state: RunState, now: float) -> facts.Fact | None:
     return facts.NodeLost(node_id, node.loss_if_expired)
 
 
+def _overdue_departure(state: RunState, now: float) -> facts.Fact | None:
+    first = next(iter(state.departing.items()), None)
+    if first is None or now < first[1]:
+        return None
+    return facts.NodeLost(first[0], LossReason.DEPARTURE_TIMED_OUT)
+
+
 def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
-    settings, present = state.settings, len(state.nodes)
+    settings, present = state.settings, state.present
     if present < settings.min_nodes:
-        eldest = next(iter(state.nodes.values()), None)
+        eldest = eldest_node(state)
         if eldest is not None and now >= eldest.waiting_since + settings.join_timeout:
             return facts.NodeLost(eldest.node_id, LossReason.JOIN_TIMED_OUT)
         return None
     # A round that lost nobody, found a replacement for everybody, or grew, has nobody to wait for.
     whole = state.former_size > 0 and present >= state.former_size
     called = state.last_call_deadline is not None and now >= state.last_call_deadline
-    if not (present >= settings.max_nodes or whole or called):
+    if state.departing or not (present >= settings.max_nodes or whole or called):
         return None
     # Participants of the round before come first, so that no newcomer takes a survivor's place.
     candidates = sorted(state.nodes.values(), key=lambda node: node.node_id not in state.former_ranks)
     chosen = list(islice(candidates, settings.max_nodes))
     return facts.RoundFrozen(state.round + 1, assign_seats(chosen, state.former_ranks))
+
+
+def eldest_node(state: RunState) -> Node | None:
+    """The node that has waited longest for a round: the first, since all that a round end leaves start afresh."""
+    return next(iter(state.nodes.values()), None)
 
 
 def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
@@ -205,7 +226,7 @@ def _scale_up(state: RunState) -> facts.Fact | None:
 
     Not once a participant succeeded: the run is about to end, and a restart would take work back.
     """
-    room = len(state.seats) < state.settings.max_nodes and len(state.nodes) > len(state.seats)
+    room = len(state.seats) < state.settings.max_nodes and state.present > len(state.seats)
     if not room or state.finishing or state.settings.scale_up_policy is not ScaleUpPolicy.IMMEDIATE:
         return None
     newcomer = state.waiting[0].node_id

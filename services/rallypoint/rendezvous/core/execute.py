@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.apply import apply
-from rallypoint.rendezvous.core.decide import decide, next_consequence
+from rallypoint.rendezvous.core.decide import decide, eldest_node, next_consequence
 from rallypoint.rendezvous.core.leases import prune
 from rallypoint.rendezvous.core.state import Phase, RunState
 
@@ -37,7 +37,8 @@ def next_deadline(state: RunState) -> float | None:
     deadlines = [state.last_call_deadline, state.confirm_deadline]
     if state.lease_queue:
         deadlines.append(state.lease_queue[0][0])
-    if state.phase is Phase.JOINABLE and 0 < len(state.nodes) < state.settings.min_nodes:
-        eldest = next(iter(state.nodes.values()))
+    deadlines.append(next(iter(state.departing.values()), None))
+    eldest = eldest_node(state)
+    if state.phase is Phase.JOINABLE and eldest is not None and state.present < state.settings.min_nodes:
         deadlines.append(eldest.waiting_since + state.settings.join_timeout)
     return min((deadline for deadline in deadlines if deadline is not None), default=None)

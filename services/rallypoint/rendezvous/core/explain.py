@@ -18,5 +18,6 @@ _HOW = {
     LossReason.DISCONNECTED: "its connection broke and it did not come back within {s.disconnect_grace:g} s",
     LossReason.SUPERSEDED: "an agent joined again under its name",
     LossReason.CONFIRM_TIMED_OUT: "it did not confirm the round within {s.confirm_timeout:g} s",
+    LossReason.DEPARTURE_TIMED_OUT: "it said it would leave and did not within {s.confirm_timeout:g} s",
     LossReason.JOIN_TIMED_OUT: "fewer than {s.min_nodes} nodes were there after {s.join_timeout:g} s",
 }

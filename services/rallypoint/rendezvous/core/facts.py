@@ -43,6 +43,14 @@ class NodeLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeDeparting:
+    """A node is stopping its workers in order to leave."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundFrozen:
     """A round got its number and its ranks; the seats are in the order of group ranks."""
 
@@ -101,6 +109,7 @@ Fact: TypeAlias = (
     | NodeJoined
     | NodeLost
     | NodeLeft
+    | NodeDeparting
     | RoundFrozen
     | NodeConfirmed
     | RoundFinalized

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import heapq
 
-from rallypoint.rendezvous.core.state import LossReason, RunState
+from rallypoint.rendezvous.core.state import LossReason, Node, RunState
+
+
+def enqueue(state: RunState, node: Node) -> None:
+    """Put a lease into the queue under its present deadline, in the place of its entry before."""
+    node.queued_deadline = node.lease_deadline
+    heapq.heappush(state.lease_queue, (node.lease_deadline, node.node_id, node.lease))
 
 
 def renew(state: RunState, node_id: str, now: float) -> None:
@@ -23,19 +29,20 @@ def disconnect(state: RunState, node_id: str, now: float) -> None:
     node.connected = False
     node.loss_if_expired = LossReason.DISCONNECTED
     node.lease_deadline = min(node.lease_deadline, now + state.settings.disconnect_grace)
-    heapq.heappush(state.lease_queue, (node.lease_deadline, node_id, node.lease))
+    enqueue(state, node)
 
 
 def prune(state: RunState, now: float) -> None:
-    """Bring the head of the lease queue up to date: entries of ended leases go, renewed ones move back."""
+    """Bring the head of the lease queue up to date: dead entries go, those of renewed leases move back."""
     queue = state.lease_queue
     while queue and queue[0][0] <= now:
         deadline, node_id, lease = queue[0]
         node = state.nodes.get(node_id)
-        if node is None or node.lease != lease:
+        if node is None or node.lease != lease or node.queued_deadline != deadline:
             heapq.heappop(queue)
         elif node.lease_deadline > deadline:
-            heapq.heapreplace(queue, (node.lease_deadline, node_id, lease))
+            heapq.heappop(queue)
+            enqueue(state, node)
         else:
             return
 
@@ -46,4 +53,4 @@ def restart_leases(state: RunState, now: float) -> None:
     for node in state.nodes.values():
         node.connected = False
         node.lease_deadline = now + state.settings.time_to_live
-        heapq.heappush(state.lease_queue, (node.lease_deadline, node.node_id, node.lease))
+        enqueue(state, node)

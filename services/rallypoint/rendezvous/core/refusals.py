@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from rallypoint.rendezvous.core.state import Outcome
 
@@ -11,7 +12,7 @@ class Refused(Exception):
     """A command was refused; the state has not changed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RunNotFound(Refused):
     """No run of that name."""
 
@@ -21,7 +22,7 @@ class RunNotFound(Refused):
         return f"there is no run {self.run_id!r}"
 
 
-@dataclass
+@dataclass(eq=False)
 class RunIsClosed(Refused):
     """The run is over for good."""
 
@@ -36,7 +37,7 @@ class RunIsClosed(Refused):
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class SettingsDiffer(Refused):
     """A node came with other settings than the run has; {setting: (the run's, the node's)}."""
 
@@ -45,28 +46,40 @@ class SettingsDiffer(Refused):
 
     def __str__(self) -> str:
         listed = ", ".join(
-            f"{name} is {ours}, not {theirs}" for name, (ours, theirs) in self.differences.items()
+            f"{name} is {_shown(ours)}, not {_shown(theirs)}"
+            for name, (ours, theirs) in self.differences.items()
         )
         return (
             f"run {self.run_id!r} has other settings: {listed}; all its nodes must be started with the same"
         )
 
 
-@dataclass
+def _shown(setting: object) -> str:
+    return setting.name if isinstance(setting, IntEnum) else str(setting)
+
+
+@dataclass(eq=False)
 class LeaseLost(Refused):
-    """The lease expired, was given back, or was superseded by a newer one of the same node."""
+    """The lease expired, was given back, or was superseded by a newer one of the same node.
+
+    `detail` says which of these, where it is known.
+    """
 
     run_id: str
     node_id: str
     lease: int
     current: int | None
+    detail: str = ""
 
     def __str__(self) -> str:
-        why = "it expired" if self.current is None else f"lease {self.current} superseded it"
+        ended = (
+            "it expired, or was given back" if self.current is None else f"lease {self.current} superseded it"
+        )
+        why = self.detail or ended
         return f"node {self.node_id!r} no longer holds lease {self.lease} in run {self.run_id!r}: {why}"
 
 
-@dataclass
+@dataclass(eq=False)
 class RevisionAhead(Refused):
     """A resume cursor that this run never gave out."""
 
@@ -76,3 +89,19 @@ class RevisionAhead(Refused):
 
     def __str__(self) -> str:
         return f"revision {self.revision} of run {self.run_id!r} was never given out; it is at {self.current}"
+
+
+@dataclass(eq=False)
+class JoinTimedOut(Refused):
+    """Too few nodes came before the node's join timeout; times in seconds."""
+
+    run_id: str
+    node_id: str
+    min_nodes: int
+    join_timeout: float
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id!r} was turned away: run {self.run_id!r} had fewer than {self.min_nodes} nodes "
+            f"for {self.join_timeout:g} s; start the missing ones, or allow a longer join_timeout"
+        )

@@ -50,6 +50,7 @@ class LossReason(IntEnum):
     SUPERSEDED = 3
     CONFIRM_TIMED_OUT = 4
     JOIN_TIMED_OUT = 5
+    DEPARTURE_TIMED_OUT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ class Node:
     role: str
     lease_deadline: float
     waiting_since: float
+    # Deadline of its live entry in the lease queue; never later than that of the lease.
+    queued_deadline: float = 0.0
     # Evidence: whether a stream is open, and what an end of the lease by itself would mean.
     connected: bool = True
     loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
@@ -168,6 +171,10 @@ class RunState:
     restart_count: int = 0
     # Who holds a lease, in the order of joining.
     nodes: dict[str, Node] = field(default_factory=dict)
+
+    # Nodes that announced their leaving, in that order, with the time by which they must have gone. Their old
+    # workers may be alive, so no round is formed before.
+    departing: dict[str, float] = field(default_factory=dict)
 
     # The round that is FROZEN or FINAL; empty in the other phases.
     seats: dict[str, Seat] = field(default_factory=dict)
@@ -194,10 +201,20 @@ class RunState:
 
     last_call_deadline: float | None = None
     confirm_deadline: float | None = None
-    # Evidence: (deadline, node_id, lease) of every lease, a heap. An entry may be out of date, never too late.
+    # Evidence: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and
+    # may be too early, never too late; others wait to be taken off.
     lease_queue: list[tuple[float, str, int]] = field(default_factory=list)
 
     @property
     def waiting(self) -> list[Node]:
         """Nodes without a seat, in the order of joining."""
-        return [node for node in self.nodes.values() if node.node_id not in self.seats]
+        return [
+            node
+            for node in self.nodes.values()
+            if node.node_id not in self.seats and node.node_id not in self.departing
+        ]
+
+    @property
+    def present(self) -> int:
+        """Number of nodes that can be in the next round."""
+        return len(self.nodes) - len(self.departing)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
+
+from google.protobuf.message import DecodeError
 
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
 from rallypoint.rendezvous.store.ports import StoreChange
@@ -17,11 +22,13 @@ from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 
 SCHEMA_VERSION = 1
 _HEADER = b"SQLite format 3\x00"
+# SQLite checks how its pages hang together, not what is in them; the checksums do that.
 _SCHEMA = """
 CREATE TABLE record (
     run_id TEXT NOT NULL,
     revision INTEGER NOT NULL,
     record BLOB NOT NULL,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (run_id, revision)
 ) WITHOUT ROWID;
 CREATE TABLE store (
@@ -29,6 +36,7 @@ CREATE TABLE store (
     round INTEGER NOT NULL,
     key TEXT NOT NULL,
     value BLOB NOT NULL,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (run_id, round, key)
 );
 """
@@ -84,7 +92,7 @@ class SqliteJournal:
                 group, self._pending = self._pending, []
                 try:
                     if self._broken is None:
-                        await self._in_writer(lambda group=group: self._commit(group))  # type: ignore[misc]
+                        await self._in_writer(functools.partial(self._commit, group))
                 except JournalError as error:
                     self._broken = error
                 for _, durable in group:
@@ -104,11 +112,9 @@ class SqliteJournal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            fresh = not self._path.exists() or self._path.stat().st_size == 0
-            if not fresh:
-                self._check()
-            self._connection = self._connect(fresh)
-            return self._read()
+            kept = self._read_untouched()
+            self._connection = self._connect(fresh=kept is None)
+            return kept or Recovered([], [])
         except (OSError, sqlite3.Error, ValueError) as error:
             self._close()
             raise JournalError(f"can't open the journal {self._path}: {error}") from error
@@ -126,26 +132,53 @@ class SqliteJournal:
                 "with --journal"
             ) from error
 
-    def _check(self) -> None:
-        """Look at an existing file without the right to change it."""
+    def _read_untouched(self) -> Recovered | None:
+        """Check and read the file without the right to change it; None where nothing was ever kept."""
+        if not self._path.exists() or self._path.stat().st_size == 0:
+            return None
         with self._path.open("rb") as file:
             if file.read(len(_HEADER)) != _HEADER:
                 raise self._damaged("it is not a SQLite file")
-        connection = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True)
         try:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version != SCHEMA_VERSION:
-                raise JournalError(
-                    f"the journal {self._path} has schema version {version}, this program knows {SCHEMA_VERSION}; "
-                    "use the version of Rallypoint that wrote it, or choose another file with --journal"
-                )
-            (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-            if verdict != "ok":
-                raise self._damaged(verdict)
-        except sqlite3.DatabaseError as error:
+            with self._reading() as connection:
+                if not self._check(connection):
+                    return None
+                return self._read(connection)
+        except (sqlite3.DatabaseError, DecodeError) as error:
             raise self._damaged(str(error)) from error
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that leaves the file and its folder as they are."""
+        wal, index = (self._path.with_name(self._path.name + end) for end in ("-wal", "-shm"))
+        unfinished = wal.exists() and wal.stat().st_size > 0
+        # A reader of a WAL needs its index, and makes one where there is none. Where no WAL was left behind,
+        # `immutable` keeps it from making both.
+        indexed = index.exists()
+        mode = "mode=ro" if unfinished else "mode=ro&immutable=1"
+        connection = sqlite3.connect(f"{self._path.absolute().as_uri()}?{mode}", uri=True)
+        try:
+            yield connection
         finally:
             connection.close()
+            if unfinished and not indexed:
+                index.unlink(missing_ok=True)
+
+    def _check(self, connection: sqlite3.Connection) -> bool:
+        """Refuse a file that can't be trusted; False where it was made and nothing was ever committed to it."""
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version == 0 and tables == 0:
+            return False
+        if version != SCHEMA_VERSION:
+            raise JournalError(
+                f"the journal {self._path} has schema version {version}, this program knows {SCHEMA_VERSION}; "
+                "use the version of Rallypoint that wrote it, or choose another file with --journal"
+            )
+        (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._damaged(verdict)
+        return True
 
     def _damaged(self, what: str) -> JournalError:
         return JournalError(
@@ -161,12 +194,19 @@ class SqliteJournal:
             connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         return connection
 
-    def _read(self) -> Recovered:
-        assert self._connection is not None
-        rows = self._connection.execute("SELECT record FROM record ORDER BY run_id, revision")
-        records = [JournalRecord.FromString(row[0]) for row in rows]
-        rows = self._connection.execute("SELECT run_id, round, key, value FROM store")
-        return Recovered(records, [StoreChange(*row) for row in rows])
+    def _read(self, connection: sqlite3.Connection) -> Recovered:
+        rows = connection.execute(
+            "SELECT checksum, run_id, revision, record FROM record ORDER BY run_id, revision"
+        )
+        records = [JournalRecord.FromString(row[-1]) for row in rows if self._intact(row)]
+        rows = connection.execute("SELECT checksum, run_id, round, key, value FROM store")
+        return Recovered(records, [StoreChange(*row[1:]) for row in rows if self._intact(row)])
+
+    def _intact(self, row: Sequence[object]) -> bool:
+        checksum, run_id, *rest = row
+        if checksum != _checksum(run_id, *rest):
+            raise self._damaged(f"an entry of run {run_id!r} is not what was written")
+        return True
 
     def _commit(self, group: Sequence[tuple[Sequence[Entry], object]]) -> None:
         assert self._connection is not None
@@ -176,7 +216,7 @@ class SqliteJournal:
                 for entry in entries:
                     self._write(entry)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
             raise JournalError(
                 f"can't write the journal {self._path}: {error}; what of the last commit reached the disk is "
                 "unknown, so the service must start again and read it"
@@ -185,14 +225,12 @@ class SqliteJournal:
     def _write(self, entry: Entry) -> None:
         assert self._connection is not None
         if isinstance(entry, JournalRecord):
-            self._connection.execute(
-                "INSERT INTO record VALUES (?, ?, ?)",
-                (entry.run_id, entry.revision, entry.SerializeToString()),
-            )
+            row = (entry.run_id, entry.revision, entry.SerializeToString())
+            self._connection.execute("INSERT INTO record VALUES (?, ?, ?, ?)", (*row, _checksum(*row)))
         elif entry.value is not None:
+            change = (entry.run_id, entry.round, entry.key, entry.value)
             self._connection.execute(
-                "INSERT OR REPLACE INTO store VALUES (?, ?, ?, ?)",
-                (entry.run_id, entry.round, entry.key, entry.value),
+                "INSERT OR REPLACE INTO store VALUES (?, ?, ?, ?, ?)", (*change, _checksum(*change))
             )
         else:
             self._connection.execute(
@@ -208,3 +246,10 @@ class SqliteJournal:
             # The lock file stays: to unlink it would let a third process lock a file that is no longer there.
             os.close(self._lock)
             self._lock = None
+
+
+def _checksum(*row: object) -> int:
+    """A checksum of an entry's columns, the last of them bytes."""
+    *names, content = row
+    assert isinstance(content, bytes)
+    return crc32(content, crc32(repr(names).encode()))

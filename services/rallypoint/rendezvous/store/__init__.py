@@ -1,1 +1,1 @@
-"""The key-value store of a run: spaces that outlive rounds or end with them, durable before anyone is told."""
+"""The key-value store of a run: spaces of runs and rounds, durable before anyone is told."""

@@ -29,8 +29,8 @@ class StoreLimits:
             Default 256 MiB. All of it is held in memory, and once more in the journal.
         queued_bytes: Most bytes of writes that wait for a commit to begin. Default 64 MiB: sixteen of the
             largest values. More of it lets a slow disk hold more memory; less refuses bursts (STORE_BUSY).
-        operations: Most (client, slot) pairs of one space whose last write is remembered, so that repeating it
-            is harmless. Default 65,536, about 16 MiB; more than any space has agents times concurrent writes.
+        operations: Most (client, slot) pairs of one space whose last write is remembered, so that repeating
+            it is harmless. Default 65,536, about 16 MiB; more than any space has agents times concurrent writes.
     """
 
     run_bytes: int = 256 * 1024 * 1024
@@ -70,7 +70,7 @@ class RunSpaces:
 
     @classmethod
     def restore(cls, run_id: str, entries: Iterable[StoreChange]) -> RunSpaces:
-        """Build the spaces from a journal's entries, in the order they were appended or the latest per key."""
+        """Build the spaces from a journal's entries, in the order of appending or one per key."""
         run = cls(run_id)
         for entry in entries:
             run.apply(entry)
@@ -154,7 +154,7 @@ class RunSpaces:
             self.stamp = max(self.stamp, record.stamp)
 
     def forget_rounds_before(self, round: int) -> list[StoreChange]:
-        """Drop the spaces of all rounds before `round`; return the changes that delete them from a journal."""
+        """Drop the spaces of all rounds before `round`; return what deletes them from a journal."""
         self.oldest_round = max(self.oldest_round, round)
         dropped = {old: self._spaces.pop(old) for old in self.rounds if 0 < old < self.oldest_round}
         return [
@@ -211,20 +211,20 @@ class Draft:
         """Record a write, in the place of the one before in its slot."""
         self._stamp += 1
         record = OperationRecord(operation.sequence, self._stamp, fingerprint, result)
+        self._records.pop((round, operation.record_key), None)  # the latest used goes to the end
         self._records[round, operation.record_key] = record
 
     def steps(self) -> list[StoreChange]:
-        """Return every change of a value in the order of the writes: what waiters are to be told."""
+        """Return every change of a value in the order of the writes: what waiters are told."""
         return self._steps
 
-    def entries(self) -> list[StoreChange]:
-        """Return what is to be made durable: values and records as they are in the end, each key once."""
+    def values(self) -> list[StoreChange]:
+        """Return the values as they are in the end, each key once: what is to be made durable."""
         run_id = self._run.run_id
-        values = [StoreChange(run_id, round, key, value) for (round, key), value in self._values.items()]
-        return values + self.records()
+        return [StoreChange(run_id, round, key, value) for (round, key), value in self._values.items()]
 
     def records(self) -> list[StoreChange]:
-        """Return the records of the batch, and the end of those that go to make room for them."""
+        """Return the records of the batch, and the end of those that make room: to be made durable as well."""
         run_id = self._run.run_id
         kept = [
             StoreChange(run_id, round, key, record.encode()) for (round, key), record in self._records.items()

@@ -1,9 +1,9 @@
 """Operations: how a write that is repeated takes effect once, over restarts of the server too.
 
 Each client numbers its writes in slots, one at a time per slot, as sessions of NFS 4.1 do (RFC 8881, 2.10.6).
-The last write of each slot that changed something is kept as a record, in the space it changed and in the same
-journal append. So a record is there exactly when its write is, and a slot costs one entry however many writes
-it has seen. A write that changed nothing needs no record: carrying it out again is as good as the first time.
+The last write of each slot that changed something is kept as a record, in the space it changed and in the
+same journal append. So a record is there exactly when its write is, and a slot costs one entry however many
+writes it has seen. A write that changed nothing needs no record: to carry it out again is as good.
 """
 
 from __future__ import annotations

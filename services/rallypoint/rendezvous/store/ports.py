@@ -31,6 +31,6 @@ class StoreJournal(Protocol):
         """Return when all entries are durable; concurrent calls share a commit.
 
         The entries of one call become durable together or not at all: an operation's record must never be
-        there without its write, nor the write without its record. Later entries of a key replace earlier ones.
-        When this raises, whether they are durable is unknown, and the journal takes no more.
+        there without its write, nor the write without its record. Later entries of a key replace earlier
+        ones. When this raises, whether they are durable is unknown, and the journal takes no more.
         """

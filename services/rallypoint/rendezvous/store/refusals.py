@@ -1,4 +1,4 @@
-"""Refusals of the store: why a request was not carried out. Each carries what a program needs, and says it."""
+"""Refusals of the store: why a request was not carried out, with what a program needs to know."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoundOver(StoreRefusal):
     current_round: int
 
     def __str__(self) -> str:
-        return f"round {self.round} of run {self.run_id!r} is over; round {self.current_round} is the current one"
+        return f"round {self.round} of run {self.run_id!r} is over; its current round is {self.current_round}"
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class RoundNotBegun(StoreRefusal):
     current_round: int
 
     def __str__(self) -> str:
-        return f"round {self.round} of run {self.run_id!r} has not begun; round {self.current_round} is the latest"
+        return f"round {self.round} of run {self.run_id!r} has not begun; its latest is {self.current_round}"
 
 
 @dataclass(eq=False)
@@ -53,9 +53,7 @@ class NotAnInteger(StoreRefusal):
 
     def __str__(self) -> str:
         shown = self.value[:40]
-        return (
-            f"key {self.key!r} holds {shown!r}, which is no decimal integer of 64 bits: add can't add to it"
-        )
+        return f"key {self.key!r} holds {shown!r}, no decimal integer of 64 bits: nothing can be added to it"
 
 
 @dataclass(eq=False)
@@ -81,8 +79,8 @@ class RunStoreFull(StoreRefusal):
 
     def __str__(self) -> str:
         return (
-            f"setting key {self.key!r} would bring the store of run {self.run_id!r} to {self.used_bytes:,} bytes, "
-            f"past its limit of {self.limit_bytes:,}; delete keys that are no longer needed"
+            f"setting key {self.key!r} would bring the store of run {self.run_id!r} to {self.used_bytes:,} "
+            f"bytes, past its limit of {self.limit_bytes:,}; delete keys that are no longer needed"
         )
 
 
@@ -95,7 +93,7 @@ class StoreBusy(StoreRefusal):
     retry_after: float
 
     def __str__(self) -> str:
-        return f"{self.queued_bytes:,} bytes of run {self.run_id!r} are waiting to be written; try again in a moment"
+        return f"{self.queued_bytes:,} bytes of run {self.run_id!r} wait to be written; try again in a moment"
 
 
 @dataclass(eq=False)
@@ -147,11 +145,8 @@ class KeyWaitTimedOut(StoreRefusal):
         return ", ".join(names) + (f" and {more} more" if more else "")
 
     def __str__(self) -> str:
-        what = (
-            f"key {self.shown} was"
-            if len(self.missing) == 1
-            else f"{len(self.missing)} keys were ({self.shown})"
-        )
+        count = len(self.missing)
+        what = f"key {self.shown} was" if count == 1 else f"{count} keys ({self.shown}) were"
         return f"{what} not set in run {self.run_id!r} within {self.timeout:g} s"
 
 

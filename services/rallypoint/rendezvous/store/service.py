@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
@@ -25,9 +25,13 @@ from rallypoint.rendezvous.store.writes import Write, decide
 
 T = TypeVar("T")
 
+# Who waits in a space is told the value that ends the waiting, or why there will be none.
+_Told: TypeAlias = "asyncio.Future[bytes | StoreRefusal]"
+_SpaceWaiting: TypeAlias = Waiting[_Told]
+
 _log = structlog.get_logger("rallypoint.rendezvous.store")
 
-# Deletions of rounds that are over go to the journal so many at a time: a large round must not hold up a write.
+# Deletions of rounds that are over go to the journal so many at a time: they must not hold up a write.
 _SWEEP = 1_000
 # When to come back after STORE_BUSY: about the time of a few commits on a slow disk. Seconds.
 _BUSY_RETRY = 0.1
@@ -46,7 +50,7 @@ class _Run:
     """One run: what is durable, who waits for keys of which space, and what is to be written."""
 
     spaces: RunSpaces
-    waiting: dict[int, Waiting[asyncio.Future[bytes | StoreRefusal]]] = field(default_factory=dict)
+    waiting: dict[int, _SpaceWaiting] = field(default_factory=dict)
     queue: list[_Pending] = field(default_factory=list)
     queued_bytes: int = 0
     obsolete: list[StoreChange] = field(default_factory=list)
@@ -57,8 +61,8 @@ class StoreService:
     """The store of all runs.
 
     At most one batch of a run is being committed; what arrives meanwhile makes up the next. So a batch is
-    decided on what is durable and on nothing else, and one that fails leaves nothing behind. Batches of several
-    runs share the journal's commits.
+    decided on what is durable and on nothing else, and one that fails leaves nothing behind. Batches of
+    several runs share the journal's commits.
 
     Readers see what is durable. Whoever waits is told by the write that ends the waiting.
     """
@@ -98,7 +102,6 @@ class StoreService:
 
         Raises:
             StoreRefusal: It was refused; JournalFailed leaves the outcome unknown.
-            Exception: What the journal raised, if it is an error of its own with a meaning for clients.
         """
         run = self._run(run_id)
         # Checked again when it is decided; here, so that a hopeless write doesn't wait for a commit.
@@ -142,7 +145,7 @@ class StoreService:
         return self._reading(run_id, round).spaces.keys(round, prefix, after, count)
 
     def forget_rounds_before(self, run_id: str, round: int) -> None:
-        """Drop the data of all rounds before `round`, which is final and durably so; end who waits in them."""
+        """Drop all rounds before `round`, which is durably final; end who waits in them."""
         run = self._runs.get(run_id)
         if run is None:
             return
@@ -188,29 +191,26 @@ class StoreService:
         if timeout <= 0:
             raise KeyWaitTimedOut(run.spaces.run_id, missing, timeout)
         waiting = run.waiting.setdefault(round, Waiting())
-        told: asyncio.Future[bytes | StoreRefusal] = asyncio.get_running_loop().create_future()
+        told: _Told = asyncio.get_running_loop().create_future()
         waiter = waiting.add(keys, missing, told)
         try:
-            async with asyncio.timeout(timeout):
-                outcome = await told
-        except TimeoutError:
-            still_missing = [key for key in keys if key in waiter.missing]
-            raise KeyWaitTimedOut(run.spaces.run_id, still_missing, timeout) from None
+            await asyncio.wait([told], timeout=timeout)
         finally:
             waiting.discard(waiter)
             if not waiting and run.waiting.get(round) is waiting:
                 del run.waiting[round]
+        if not told.done():
+            still_missing = [key for key in keys if key in waiter.missing]
+            raise KeyWaitTimedOut(run.spaces.run_id, still_missing, timeout)
+        outcome = told.result()
         if isinstance(outcome, StoreRefusal):
             raise outcome
         return outcome
 
-    def _end_waiting(
-        self, waiting: Waiting[asyncio.Future[bytes | StoreRefusal]], refusal: StoreRefusal
-    ) -> None:
+    def _end_waiting(self, waiting: _SpaceWaiting, refusal: StoreRefusal) -> None:
         for waiter in waiting:
             waiting.discard(waiter)
-            if not waiter.told.done():
-                waiter.told.set_result(refusal)
+            waiter.told.set_result(refusal)
 
     def _start_committing(self, run: _Run) -> None:
         if run.committing is None:
@@ -229,29 +229,33 @@ class StoreService:
     async def _commit_batch(self, run: _Run, batch: list[_Pending], swept: list[StoreChange]) -> None:
         draft = Draft(run.spaces, self._limits)
         # A write whose caller has gone is left out: its outcome is unknown to the caller anyway.
-        decided = [
-            (pending, self._decide(draft, pending.write)) for pending in batch if not pending.answer.done()
-        ]
-        entries = draft.entries() + swept
+        writes = [pending for pending in batch if not pending.answer.done()]
         try:
-            if entries:
-                await self._journal.append(entries)
-        except Exception as error:
-            self._fail(run, [pending for pending, _ in decided], error)
-            return
-        except BaseException:
-            for pending, _ in decided:
+            answers = [self._decide(draft, pending.write) for pending in writes]
+            values, records = draft.values(), draft.records()
+            failure = await self._append(values + records + swept)
+            if failure is None:
+                # The batch is durable. No await until all are told: no reader sees half of it.
+                self._apply(run, draft.steps(), records)
+                self._sweep_late(run, values + records)
+            for pending, answer in zip(writes, answers, strict=True):
+                _settle(pending.answer, failure or answer)
+        finally:
+            # Whatever went wrong here, nobody waits for ever.
+            for pending in writes:
                 pending.answer.cancel()
-            raise
-        # From here on the batch is durable. No await until everybody is told: no reader sees half of it.
-        self._apply(run, draft)
-        for pending, answer in decided:
-            if pending.answer.done():
-                continue
-            if isinstance(answer, StoreRefusal):
-                pending.answer.set_exception(answer)
-            else:
-                pending.answer.set_result(answer)
+
+    async def _append(self, entries: list[StoreChange]) -> JournalFailed | None:
+        if not entries:
+            return None
+        try:
+            await self._journal.append(entries)
+        except Exception as error:
+            _log.error(
+                "store.journal_failed", run_id=entries[0].run_id, entries=len(entries), error=str(error)
+            )
+            return JournalFailed(str(error))
+        return None
 
     def _decide(self, draft: Draft, write: Write[Any]) -> object:
         """Return the write's answer, or why it was refused."""
@@ -260,8 +264,9 @@ class StoreService:
         except StoreRefusal as refusal:
             return refusal
 
-    def _apply(self, run: _Run, draft: Draft) -> None:
-        for step in draft.steps():
+    def _apply(self, run: _Run, steps: list[StoreChange], records: list[StoreChange]) -> None:
+        """Take over what is durable, and tell whom it concerns, in the order of the writes."""
+        for step in steps:
             run.spaces.apply(step)
             waiting = run.waiting.get(step.round)
             if waiting is None:
@@ -270,17 +275,20 @@ class StoreService:
                 waiting.key_deleted(step.key)
                 continue
             for waiter in waiting.key_set(step.key):
-                if not waiter.told.done():
-                    waiter.told.set_result(step.value)
-        for record in draft.records():
+                waiter.told.set_result(step.value)
+        for record in records:
             run.spaces.apply(record)
-        # Its round may have ended while it was being committed: then it is already gone from the spaces, and
-        # the journal must not keep it for ever.
-        late = [entry for entry in draft.entries() if 0 < entry.round < run.spaces.oldest_round]
-        run.obsolete += [StoreChange(entry.run_id, entry.round, entry.key, None) for entry in late]
 
-    def _fail(self, run: _Run, undecided: list[_Pending], error: Exception) -> None:
-        _log.error("store.journal_failed", run_id=run.spaces.run_id, writes=len(undecided), error=str(error))
-        for pending in undecided:
-            if not pending.answer.done():
-                pending.answer.set_exception(JournalFailed(str(error)))
+    def _sweep_late(self, run: _Run, entries: list[StoreChange]) -> None:
+        """Mark entries of a round that ended while they were committed: the journal mustn't keep them."""
+        late = [entry for entry in entries if 0 < entry.round < run.spaces.oldest_round]
+        run.obsolete += [replace(entry, value=None) for entry in late]
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
+    if future.done():  # its caller has gone
+        return
+    if isinstance(outcome, StoreRefusal):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

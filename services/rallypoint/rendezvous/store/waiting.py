@@ -57,8 +57,7 @@ class Waiting(Generic[T]):
                 del self._by_key[key]
 
     def key_set(self, key: str) -> list[Waiter[T]]:
-        """Note that a key is there; return the waiters that have all they wait for, first come first, and stop
-        their waiting."""
+        """Note that a key is there; return who has all it waits for, first come first. These wait no more."""
         complete = []
         for waiter in self._by_key.get(key, ()):
             waiter.missing.discard(key)

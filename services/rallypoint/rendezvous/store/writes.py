@@ -16,14 +16,15 @@ from rallypoint.rendezvous.store.refusals import (
     OperationSuperseded,
 )
 
-T = TypeVar("T")
+# What a write answers.
+T_co = TypeVar("T_co", covariant=True)
 
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write(Generic[T]):
+class Write(Generic[T_co]):
     """A write to one key.
 
     Attributes:
@@ -42,14 +43,14 @@ class Write(Generic[T]):
         """Return what is written, as bytes."""
         raise NotImplementedError
 
-    def carry_out(self, draft: Draft) -> tuple[T, int | None]:
+    def carry_out(self, draft: Draft) -> tuple[T_co, int | None]:
         """Change the draft; return the answer, and an integer from which `repeated` makes it again.
 
         None in the place of the integer: nothing has changed.
         """
         raise NotImplementedError
 
-    def repeated(self, result: int) -> T:
+    def repeated(self, result: int) -> T_co:
         """Return the answer of a write that was carried out before."""
         raise NotImplementedError
 
@@ -162,7 +163,7 @@ class Delete(Write[bool]):
         return True
 
 
-def decide(draft: Draft, write: Write[T], current_round: int) -> T:
+def decide(draft: Draft, write: Write[T_co], current_round: int) -> T_co:
     """Carry a write out on the draft, unless it was carried out before; return its answer.
 
     Raises:

@@ -39,6 +39,8 @@ class _LossReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossReason
     """It did not confirm its round in time."""
     LOSS_REASON_JOIN_TIMED_OUT: _LossReason.ValueType  # 5
     """Too few nodes joined before its join timeout."""
+    LOSS_REASON_DEPARTURE_TIMED_OUT: _LossReason.ValueType  # 6
+    """It announced that it would leave, and did not within the confirm timeout."""
 
 class LossReason(_LossReason, metaclass=_LossReasonEnumTypeWrapper):
     """LossReason is how the server came to hold a node for lost."""
@@ -55,6 +57,8 @@ LOSS_REASON_CONFIRM_TIMED_OUT: LossReason.ValueType  # 4
 """It did not confirm its round in time."""
 LOSS_REASON_JOIN_TIMED_OUT: LossReason.ValueType  # 5
 """Too few nodes joined before its join timeout."""
+LOSS_REASON_DEPARTURE_TIMED_OUT: LossReason.ValueType  # 6
+"""It announced that it would leave, and did not within the confirm timeout."""
 Global___LossReason: _TypeAlias = LossReason  # noqa: Y015
 
 @_typing.final
@@ -79,6 +83,7 @@ class JournalRecord(_message.Message):
     NODE_SUCCEEDED_FIELD_NUMBER: _builtins.int
     ROUND_ENDED_FIELD_NUMBER: _builtins.int
     RUN_CLOSED_FIELD_NUMBER: _builtins.int
+    NODE_DEPARTING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -131,6 +136,10 @@ class JournalRecord(_message.Message):
     def run_closed(self) -> Global___RunClosed:
         """The run ended."""
 
+    @_builtins.property
+    def node_departing(self) -> Global___NodeDeparting:
+        """A node is stopping its workers in order to leave."""
+
     def __init__(
         self,
         *,
@@ -148,12 +157,13 @@ class JournalRecord(_message.Message):
         node_succeeded: Global___NodeSucceeded | None = ...,
         round_ended: Global___RoundEnded | None = ...,
         run_closed: Global___RunClosed | None = ...,
+        node_departing: Global___NodeDeparting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fact", b"fact", "node_confirmed", b"node_confirmed", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_succeeded", b"node_succeeded", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_succeeded", b"node_succeeded", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fact", b"fact", "node_confirmed", b"node_confirmed", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_succeeded", b"node_succeeded", "revision", b"revision", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "run_id", b"run_id", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_succeeded", b"node_succeeded", "revision", b"revision", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "run_id", b"run_id", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "node_joined", "node_lost", "node_left", "round_frozen", "node_confirmed", "round_finalized", "worker_failed", "node_succeeded", "round_ended", "run_closed"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "node_joined", "node_lost", "node_left", "round_frozen", "node_confirmed", "round_finalized", "worker_failed", "node_succeeded", "round_ended", "run_closed", "node_departing"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -314,6 +324,32 @@ class Seat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Seat: _TypeAlias = Seat  # noqa: Y015
+
+@_typing.final
+class NodeDeparting(_message.Message):
+    """NodeDeparting: a node is stopping its workers in order to leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    reason: _builtins.str
+    """Why, in its own words."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeDeparting: _TypeAlias = NodeDeparting  # noqa: Y015
 
 @_typing.final
 class RoundFrozen(_message.Message):

@@ -155,6 +155,8 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     """Its workers run."""
     NODE_STATE_SUCCEEDED: _NodeState.ValueType  # 5
     """Its workers succeeded."""
+    NODE_STATE_DEPARTING: _NodeState.ValueType  # 6
+    """It stops its workers in order to leave."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper):
     """NodeState is what a node does in a run."""
@@ -171,6 +173,8 @@ NODE_STATE_RUNNING: NodeState.ValueType  # 4
 """Its workers run."""
 NODE_STATE_SUCCEEDED: NodeState.ValueType  # 5
 """Its workers succeeded."""
+NODE_STATE_DEPARTING: NodeState.ValueType  # 6
+"""It stops its workers in order to leave."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
 @_typing.final
@@ -256,6 +260,7 @@ class JoinRequest(_message.Message):
     WORKER_FAILED_FIELD_NUMBER: _builtins.int
     SUCCEEDED_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    DEPART_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___JoinRun:
         """First message of a newcomer."""
@@ -284,6 +289,10 @@ class JoinRequest(_message.Message):
     def leave(self) -> Global___LeaveRun:
         """The node goes, in good order."""
 
+    @_builtins.property
+    def depart(self) -> Global___DepartRun:
+        """The node is going to go, in good order."""
+
     def __init__(
         self,
         *,
@@ -294,12 +303,13 @@ class JoinRequest(_message.Message):
         worker_failed: Global___WorkerFailure | None = ...,
         succeeded: Global___ReportSuccess | None = ...,
         leave: Global___LeaveRun | None = ...,
+        depart: Global___DepartRun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "depart", b"depart", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm", b"confirm", "depart", b"depart", "heartbeat", b"heartbeat", "join", b"join", "leave", b"leave", "message", b"message", "resume", b"resume", "succeeded", b"succeeded", "worker_failed", b"worker_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "resume", "heartbeat", "confirm", "worker_failed", "succeeded", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "resume", "heartbeat", "confirm", "worker_failed", "succeeded", "leave", "depart"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -355,7 +365,9 @@ Global___JoinRun: _TypeAlias = JoinRun  # noqa: Y015
 
 @_typing.final
 class ResumeRun(_message.Message):
-    """ResumeRun takes a lease up again after a broken stream."""
+    """ResumeRun takes a lease up again after a broken stream. An update with the present state always follows the
+    lease; of a run that was closed meanwhile it is the last one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -370,7 +382,7 @@ class ResumeRun(_message.Message):
     lease: _builtins.int
     """The lease it holds."""
     revision: _builtins.int
-    """The last revision it saw; an update follows only if something newer matters to the node."""
+    """The last revision it saw."""
     def __init__(
         self,
         *,
@@ -527,8 +539,33 @@ class ReportSuccess(_message.Message):
 Global___ReportSuccess: _TypeAlias = ReportSuccess  # noqa: Y015
 
 @_typing.final
+class DepartRun(_message.Message):
+    """DepartRun says that the node stops its workers in order to leave. Its round ends at once, so that the others
+    need not find out by failing; the next one is formed without it, and not before it has left or the run's
+    confirm timeout is over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DepartRun: _TypeAlias = DepartRun  # noqa: Y015
+
+@_typing.final
 class LeaveRun(_message.Message):
-    """LeaveRun gives the lease back. The server ends the stream with OK. The run goes on without the node."""
+    """LeaveRun gives the lease back. No worker is alive on the node. The server ends the stream with OK. The run goes on without the node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

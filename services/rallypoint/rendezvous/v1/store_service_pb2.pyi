@@ -32,8 +32,8 @@ class StoreOperation(_message.Message):
     The server keeps, durably and with the write itself, the last operation that changed something, per space,
     client and slot. A repetition is answered from that. A request whose sequence is smaller than the kept one
     comes too late and is refused with OPERATION_SUPERSEDED: a write that was given up can't take effect after a
-    later one of its slot that changed something. Of one space the 65,536 (client, slot) pairs used last are kept: a write that is
-    repeated after so many *other* pairs have written to its space since may take effect twice.
+    later one of its slot that changed something. Of one space the 65,536 (client, slot) pairs used last are kept:
+    a write that is repeated after so many *other* pairs have written to its space may take effect twice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -1,0 +1,48 @@
+"""Addresses and ports of this host, for workers to meet at."""
+
+from __future__ import annotations
+
+import socket
+
+from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.settings import SettingError
+
+
+def local_address_towards(endpoint: str) -> str:
+    """The address of this host that others see when it talks to an endpoint.
+
+    No name is looked up in reverse, and none of this host's need resolve elsewhere: clusters without DNS work.
+
+    Raises:
+        SettingError: The endpoint's own name can't be resolved.
+    """
+    place = parse_endpoint(endpoint)
+    if place.loopback:
+        return "127.0.0.1"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            place.host, place.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent, the route is looked up
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise SettingError(
+            f"can't find the way to {endpoint}: {error.strerror or error}; check --rdzv-endpoint, or give this "
+            "host's address with --local-addr"
+        ) from None
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody uses at an address of this host, just now.
+
+    It is free again when this returns, so that a worker can take it. That another program takes it first is
+    possible, and harmless: the worker fails, and the next round has a new port.
+    """
+    for family, place in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104 (bound, not served)
+        if (":" in address) == (family == socket.AF_INET6):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind((place, 0))
+                port: int = probe.getsockname()[1]
+                return port
+    raise AssertionError("an address is of one family or the other")

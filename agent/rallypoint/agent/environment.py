@@ -1,0 +1,65 @@
+"""The environment of a worker: torchrun's variables, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rallypoint.agent.config import JobConfig
+from rallypoint.agent.core import Assignment
+
+
+def worker_environment(
+    config: JobConfig,
+    assignment: Assignment,
+    restart_count: int,
+    local_rank: int,
+    *,
+    error_file: Path,
+    sockets: Mapping[str, str],
+) -> dict[str, str]:
+    """The whole environment of one worker.
+
+    Args:
+        config: The job.
+        assignment: This node's place in the round.
+        restart_count: Of the run.
+        local_rank: Which of this host's workers.
+        error_file: Where the worker may leave the story of its failure.
+        sockets: Variables that name the agent's sockets.
+    """
+    environment = {
+        **config.environment,
+        "RANK": str(assignment.base_rank + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(assignment.group_rank),
+        "ROLE_RANK": str(assignment.base_role_rank + local_rank),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": str(config.local_world_size),
+        "WORLD_SIZE": str(assignment.world_size),
+        "GROUP_WORLD_SIZE": str(assignment.group_world_size),
+        "ROLE_WORLD_SIZE": str(assignment.role_world_size),
+        "MASTER_ADDR": assignment.master_address,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.settings.max_restarts),
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        # The agent holds no TCPStore: rank 0 of the round makes one at MASTER_PORT, fresh for every round.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "RALLYPOINT_RUN_ID": config.run_id,
+        "RALLYPOINT_NODE_ID": config.node_id,
+        "RALLYPOINT_ROUND": str(assignment.round),
+        "RALLYPOINT_FENCING_TOKEN": str(assignment.fencing_token),
+        **sockets,
+    }
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if config.local_world_size > 1:
+        # As torchrun: several workers that each start a thread per core only hinder each other.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def worker_command(config: JobConfig, local_rank: int) -> tuple[str, ...]:
+    """Program and arguments of one worker."""
+    return tuple(argument.replace("${local_rank}", str(local_rank)) for argument in config.command)

@@ -1,0 +1,334 @@
+"""A job on this host: carries out what the core decides, and tells the core what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import Any
+
+from rallypoint.agent import core
+from rallypoint.agent.addresses import free_port
+from rallypoint.agent.config import JobConfig
+from rallypoint.agent.console import Console
+from rallypoint.agent.crew import Crew, Worker
+from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.logs import LogDirectory
+from rallypoint.agent.messages import assignment_value, failure_message, failure_value, phase_value
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.worker_sockets import WorkerSockets
+from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.logs import get_logger
+
+# Exit codes of a job, beside 128 + N for one that signal N ended.
+SUCCEEDED = 0
+FAILED = 1
+REFUSED = 2
+
+_log = get_logger("rallypoint.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended on this host.
+
+    Attributes:
+        exit_code: See the constants above.
+        detail: One sentence for people.
+        failure: The failure that ended the run, on whichever host it was.
+    """
+
+    exit_code: int
+    detail: str
+    failure: WorkerFailure | None = None
+
+
+class Job:
+    """One job on this host, from joining the run to its end. Lives once."""
+
+    def __init__(self, config: JobConfig, spawner: Spawner) -> None:
+        """`spawner`: running already; the job uses it alone, and replaces it if it dies."""
+        self._config = config
+        self._spawner = spawner
+        self._state = core.AgentState()
+        self._events: asyncio.Queue[core.Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._crew: Crew | None = None
+        self._failure: WorkerFailure | None = None
+        self._run_end: pb.RunEnd | None = None
+        self._refusal: str | None = None
+        self._stop_signal: int | None = None
+        self._hurried = False
+        self.result: JobResult | None = None
+        self._membership: Membership
+        self._membership_task: asyncio.Task[None]
+        self._console: Console
+        self._log_directory: LogDirectory | None = None
+        self._sockets: WorkerSockets
+
+    @property
+    def config(self) -> JobConfig:
+        """What it runs."""
+        return self._config
+
+    @property
+    def state(self) -> core.AgentState:
+        """What the core knows and has done."""
+        return self._state
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that run, or ran last, by local rank."""
+        return [worker for _, worker in sorted(self._crew.workers.items())] if self._crew is not None else []
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Folder of the workers' output, once there is one."""
+        return self._log_directory.path if self._log_directory is not None else None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to leave, or is out of its run."""
+        return self._state.leaving is not None or self._state.out
+
+    async def run(self) -> JobResult:
+        """Run the job to its end. Whatever happens, no process of it is left then.
+
+        Raises:
+            LogError: Its logs can't be written where they were asked for; nothing was joined or started.
+        """
+        config = self._config
+        async with AsyncExitStack() as stack:
+            logs = self._log_directory = LogDirectory.create(config.log_dir, config.run_id)
+            self._console = Console()
+            stack.push_async_callback(self._console.close, 5.0)
+            channel = open_channel(config.rendezvous.endpoint, config.rendezvous.tls)
+            stack.push_async_callback(channel.close)
+            self._sockets = await stack.enter_async_context(
+                WorkerSockets(config, channel, worker_of=self._worker_of, on_hung=self._reap)
+            )
+            self._membership = Membership(
+                channel,
+                config.rendezvous.endpoint,
+                _join_request(config),
+                self._on_membership,
+                connect_timeout=config.connect_timeout,
+            )
+            self._membership_task = asyncio.create_task(self._be_member())
+            stack.push_async_callback(self._end_tasks)
+            _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
+            while not self._state.finished:
+                self._take(await self._events.get())
+        self.result = self._verdict()
+        return self.result
+
+    def request_stop(self, detail: str, number: int = signal.SIGTERM) -> None:
+        """Leave the run in good order: workers get signal `number`. Asked twice: at once, workers are killed."""
+        if not self.stopping:
+            _log.warning("leaving the run", reason=detail)
+            self._stop_signal = number
+            self._events.put_nowait(core.StopRequested(detail))
+        elif not self._hurried:
+            _log.warning("stopping at once", reason=detail)
+            self._hurried = True
+            if self._crew is not None:
+                self._spawn(self._stop_crew(self._crew, "asked again"))
+            self._membership_task.cancel()
+
+    def _take(self, event: core.Event) -> None:
+        self._state, effects = core.decide(self._state, event)
+        for effect in effects:
+            self._carry_out(effect)
+
+    @singledispatchmethod
+    def _carry_out(self, effect: object) -> None:
+        raise TypeError(f"not an effect: {effect!r}")
+
+    @_carry_out.register
+    def _start_workers(self, effect: core.StartWorkers) -> None:
+        if self._spawner.dead:
+            self._spawner = Spawner.start()
+        assert self._log_directory is not None, "run made it"
+        seat = effect.assignment
+        crew = self._crew = Crew(
+            self._config,
+            seat,
+            effect.restart_count,
+            spawner=self._spawner,
+            console=self._console,
+            log_directory=self._log_directory,
+            sockets=self._sockets.environment,
+            on_failure=self._on_failure,
+            on_success=self._on_success,
+        )
+        first, last = seat.base_rank, seat.base_rank + self._config.local_world_size - 1
+        _log.info(
+            "starting workers",
+            round=seat.round,
+            ranks=f"{first}-{last}" if last > first else str(first),
+            world_size=seat.world_size,
+            restart_count=effect.restart_count,
+        )
+        self._spawn(crew.start())
+
+    @_carry_out.register
+    def _stop_workers(self, effect: core.StopWorkers) -> None:
+        assert self._crew is not None, "workers that run are a crew's"
+        self._spawn(self._stop_crew(self._crew, effect.detail))
+
+    @_carry_out.register
+    def _confirm(self, effect: core.Confirm) -> None:
+        self._membership.confirm(effect.round, free_port(self._config.address))
+
+    @_carry_out.register
+    def _report_failure(self, effect: core.ReportFailure) -> None:
+        assert self._failure is not None, "a failure was noted before it is reported"
+        self._membership.report_failure(failure_message(self._failure, effect.round))
+
+    @_carry_out.register
+    def _report_success(self, effect: core.ReportSuccess) -> None:
+        _log.info("workers succeeded, waiting for those of other hosts", round=effect.round)
+        self._membership.report_success(effect.round)
+
+    @_carry_out.register
+    def _depart(self, effect: core.Depart) -> None:
+        self._membership.depart(effect.detail)
+
+    @_carry_out.register
+    def _leave(self, effect: core.Leave) -> None:
+        self._membership.leave(effect.detail)
+        self._spawn(self._bound_leaving())
+
+    @_carry_out.register
+    def _finish(self, effect: core.Finish) -> None:
+        """The loop in `run` sees the state."""
+
+    async def _stop_crew(self, crew: Crew, detail: str) -> None:
+        number = self._stop_signal or signal.SIGTERM
+        timeout = self._config.shutdown_timeout
+        if self._hurried:
+            number, timeout = signal.SIGKILL, 0.0
+        _log.info("stopping workers", round=crew.assignment.round, reason=detail)
+        report = await crew.stop(number, timeout)
+        if report.killed:
+            _log.warning(
+                "workers did not stop in time and were killed",
+                local_ranks=list(report.killed),
+                timeout=timeout,
+            )
+        if report.left:
+            _log.error("processes outlived SIGKILL (uninterruptible sleep?)", pids=list(report.left))
+        self._sockets.clear_round(crew.assignment.round)
+        self._events.put_nowait(core.WorkersGone())
+
+    async def _bound_leaving(self) -> None:
+        """A rendezvous service that is away must not keep this node from going: its lease ends by itself."""
+        done, _ = await asyncio.wait({self._membership_task}, timeout=self._config.close_timeout)
+        if not done:
+            _log.warning(
+                "the rendezvous service did not take the lease back", timeout=self._config.close_timeout
+            )
+            self._membership_task.cancel()
+
+    async def _be_member(self) -> None:
+        try:
+            await self._membership.run()
+        except RendezvousUnreachable as error:
+            self._refusal = str(error)
+        except ServiceError as error:
+            self._refusal = f"{self._config.rendezvous.endpoint} refused this node: {error.message}"
+        finally:
+            self._events.put_nowait(core.MembershipEnded())
+
+    def _on_membership(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                _log.info("resumed" if event.resumed else "joined", lease=event.lease)
+                self._sockets.lease_granted(event.lease)
+            case LeaseEnded():
+                _log.warning("lease lost, joining anew", reason=event.reason)
+                self._events.put_nowait(core.LeaseEnded(event.reason))
+            case _:
+                self._on_update(event.update)
+
+    def _on_update(self, update: pb.NodeUpdate) -> None:
+        if update.HasField("run_end"):
+            self._run_end = update.run_end
+        self._events.put_nowait(
+            core.Updated(
+                phase=phase_value(update.phase),
+                assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,
+                restart_count=update.restart_count,
+                detail=update.last_round_end.detail,
+            )
+        )
+
+    def _on_failure(self, failure: WorkerFailure) -> None:
+        _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
+        self._failure = failure
+        self._events.put_nowait(core.WorkerFailed())
+
+    def _on_success(self) -> None:
+        assert self._crew is not None, "a crew succeeded"
+        self._spawn(self._sweep(self._crew))
+
+    async def _sweep(self, crew: Crew) -> None:
+        """What workers left behind when they ended must not live into the next round."""
+        await crew.stop(signal.SIGKILL, 0.0)
+        self._events.put_nowait(core.WorkersSucceeded())
+
+    def _worker_of(self, pid: int) -> tuple[int, int] | None:
+        """(round, local rank) of the worker that a process belongs to."""
+        local_rank = self._crew.worker_of(pid) if self._crew is not None else None
+        if self._crew is None or local_rank is None:
+            return None
+        return self._crew.assignment.round, local_rank
+
+    async def _reap(self, round_: int, local_rank: int, accusation: str) -> None:
+        if self._crew is not None and self._crew.assignment.round == round_:
+            _log.error("worker hangs and is killed", local_rank=local_rank, reason=accusation)
+            await self._crew.reap(local_rank, accusation)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_tasks(self) -> None:
+        """Whatever was going on: when this returns, no worker is left."""
+        self._membership_task.cancel()
+        if self._crew is not None:
+            await self._crew.stop(signal.SIGKILL, 0.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(self._membership_task, *self._tasks, return_exceptions=True)
+        await self._spawner.close()
+
+    def _verdict(self) -> JobResult:
+        if self._run_end is not None:
+            failure = failure_value(self._run_end.failure) if self._run_end.HasField("failure") else None
+            succeeded = self._run_end.outcome == pb.OUTCOME_SUCCEEDED
+            return JobResult(SUCCEEDED if succeeded else FAILED, self._run_end.detail, failure)
+        if self._state.leaving is not None:
+            return JobResult(
+                128 + (self._stop_signal or signal.SIGTERM), f"left the run: {self._state.leaving}"
+            )
+        return JobResult(REFUSED, self._refusal or "the membership ended without a reason")
+
+
+def _join_request(config: JobConfig) -> pb.JoinRun:
+    return pb.JoinRun(
+        run_id=config.run_id,
+        node_id=config.node_id,
+        settings=config.settings,
+        address=config.address,
+        local_world_size=config.local_world_size,
+        role=config.role,
+    )

@@ -1,0 +1,75 @@
+"""The settings of a run, as `--rdzv-conf` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+_DURATIONS = (
+    "join_timeout",
+    "last_call_timeout",
+    "confirm_timeout",
+    "keep_alive_interval",
+    "disconnect_grace",
+)
+# Kept by the agent, not agreed by the run.
+_LOCAL = ("close_timeout", "read_timeout")
+KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_policy")
+
+
+class RunSettingError(ValueError):
+    """A setting that does not exist, or a value that it can't have; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousConf:
+    """What `--rdzv-conf` says: the run's settings, and the agent's own timeouts in seconds."""
+
+    settings: pb.RunSettings
+    close_timeout: float = 30.0
+    read_timeout: float = 60.0
+
+
+def rendezvous_conf(pairs: Mapping[str, str], nodes: tuple[int, int], max_restarts: int) -> RendezvousConf:
+    """The settings of a run, of its node counts and what `--rdzv-conf` adds.
+
+    Raises:
+        RunSettingError: A key is unknown, or a value is no number, or out of its range; one line.
+    """
+    settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=max_restarts)
+    local: dict[str, float] = {}
+    for key, text in pairs.items():
+        if key not in KNOWN_SETTINGS:
+            raise RunSettingError(f"{key!r} is no setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
+        if key == "scale_up_policy":
+            settings.scale_up_policy = _policy(text)
+        elif key == "keep_alive_max_attempt":
+            settings.keep_alive_max_attempt = int(_number(key, text))
+        elif key in _LOCAL:
+            local[key] = _number(key, text)
+        else:
+            getattr(settings, key).FromNanoseconds(round(_number(key, text) * 1e9))
+    return RendezvousConf(settings, **local)
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise RunSettingError(
+            f"{key}={text!r} is not a number of {'attempts' if 'attempt' in key else 'seconds'}"
+        ) from None
+    least = 0.0 if key in ("last_call_timeout", "disconnect_grace") else 1e-3
+    if not least <= number <= 31_536_000:
+        raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to a year of seconds")
+    return number
+
+
+def _policy(text: str) -> pb.ScaleUpPolicy.ValueType:
+    name = f"SCALE_UP_POLICY_{text.upper().replace('-', '_')}"
+    policies = {key: number for key, number in pb.ScaleUpPolicy.items() if number}
+    if name not in policies:
+        raise RunSettingError(f"scale_up_policy={text!r} is none of immediate, on-restart")
+    return policies[name]

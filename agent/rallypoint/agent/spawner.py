@@ -1,0 +1,608 @@
+"""The spawner: the small process that forks, watches and buries one host's workers.
+
+The agent itself never forks: it has gRPC loaded, and gRPC and fork don't mix. It runs this file as a program
+of its own, `python -I -S spawner.py <fd>`, and talks to it over one stream socket. That is why all of it is
+in one file that imports the standard library only, and little of that.
+
+Two processes come of it. The program forks once: the parent stays as the *guard*, the child becomes the
+*spawner*. Both are child subreapers (prctl(2), PR_SET_CHILD_SUBREAPER), and so is the agent:
+
+    agent ── guard ── spawner ── worker ── whatever the worker starts
+                         └────── whatever a worker started and left behind
+
+Whoever of the three dies, one of the others kills what is below. A descendant can't leave the tree: a process
+that daemonises loses its parent and is handed to the nearest subreaper. So "every descendant is gone" has an
+exact meaning, waitpid() saying ECHILD, and needs neither cgroups nor privileges. Any two of the three may be
+SIGKILLed in the same instant and still nothing survives.
+
+Frames are a four-byte big-endian length and a JSON object, both ways.
+
+    {"op": "spawn", "workers": [{"worker", "argv", "env", "cwd", "stdout", "stderr"}]}
+        answered for each worker by "started" {worker, pid, at} or "failed" {worker, step, errno, text}
+    {"op": "signal", "workers": [ids], "signal": n, "group": bool}
+        to the process groups (or the processes alone) of those that live; held back until exec has happened
+    {"op": "kill", "request": n, "worker": id, "timeout": s}     one worker's whole tree
+    {"op": "sweep", "request": n, "timeout": s}                  everything
+        answered by "killed" {request, count, left}: left holds the pids that outlived SIGKILL for that long
+
+Unasked: "ready" {pid} once; "exited" {worker, pid, status, at, time, user, system, max_rss} as soon as a
+worker was reaped; "cleared" {worker} when its process group has no member left either. `at` is in seconds of
+CLOCK_MONOTONIC, one clock for the whole host; `time` in Unix seconds; `max_rss` in bytes. A worker's
+"started" precedes its "exited", and all of a sweep's "exited" precede its "killed".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
+
+WAIT_ALL = 0x40000000  # __WALL: reap clone() children too, else ECHILD would not mean "nobody left"
+MAX_FRAME = 64 << 20
+"""Bytes. Environments of all workers of a host fit many times over; more is a garbled stream."""
+
+LAST_SWEEP = 10.0
+"""Seconds that the guard and the spawner go on killing once the agent is gone. Processes die in milliseconds;
+what takes longer sits in the kernel (dead NFS, a wedged driver) and can't be helped by waiting."""
+
+SPAWN_MARK = "RALLYPOINT_SPAWN_ID"
+"""Set in each worker's environment: tells whose a process is once it has lost its parent and its session."""
+
+
+class Process(NamedTuple):
+    """One line of /proc/<pid>/stat, the part that says where in the tree a process stands."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+
+    @property
+    def dead(self) -> bool:
+        """Whether only the entry in its parent's books is left."""
+        return self.state in "ZX"
+
+
+def prctl(option: int, argument: int | bytes) -> None:
+    """Calls prctl(2). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
+    if libc.prctl(ctypes.c_int(option), value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def become_subreaper() -> None:
+    """Makes orphaned descendants of this process its children, instead of init's. Raises OSError."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def look_up(pid: int) -> Process | None:
+    """Reads where a process stands; None if there is no such process."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        line = os.read(fd, 1024)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    # The command name, in parentheses, may itself hold spaces and parentheses: count from its end.
+    fields = line[line.rfind(b")") + 2 :].split(None, 4)
+    return Process(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]))
+
+
+def descendants(root: int, keep: Callable[[Process], bool] | None = None) -> list[Process]:
+    """Lists the descendants of a process, parents before children, zombies included.
+
+    Args:
+        root: whose descendants; not itself in the list.
+        keep: a process for which this is true is left out, with everything below it.
+    """
+    # One pass over /proc rather than /proc/<pid>/task/<tid>/children: not every kernel has those files, and a
+    # trainer has hundreds of threads, each with a list of its own.
+    children: dict[int, list[Process]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (process := look_up(int(name))) is not None:
+            children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    frontier = [root]
+    while frontier:
+        for process in children.get(frontier.pop(), ()):
+            if keep is None or not keep(process):
+                found.append(process)
+                frontier.append(process.pid)
+    return found
+
+
+def strike(victim: Process, family: Iterable[int]) -> int | None:
+    """Sends SIGKILL to a process if it still is who it was.
+
+    A pid seen a moment ago may belong to a stranger by now. The pidfd pins one process; if the stat line that
+    is read *after* it was opened shows a parent out of the family, it is one of ours: had the number been
+    handed on in between, the pidfd would refer to a dead process and the signal would go nowhere.
+
+    Args:
+        victim: whom.
+        family: pids of the tree's processes, its root included: the parents that prove kinship.
+
+    Returns:
+        The pidfd, readable once the process is dead, for the caller to close; None if it is gone already or
+        may not be killed (it runs as another user).
+    """
+    try:
+        pidfd = os.pidfd_open(victim.pid)
+    except OSError:
+        return None
+    now = look_up(victim.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if now is not None and now.parent in family:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return pidfd
+    os.close(pidfd)
+    return None
+
+
+def kill_descendants(timeout: float, keep: Callable[[Process], bool] | None = None) -> list[int]:
+    """Kills every descendant of the calling process, a subreaper, and waits until all are dead.
+
+    Children among them are reaped; others' children never are. New processes that appear meanwhile die too.
+
+    Args:
+        timeout: seconds after which to give up on processes that SIGKILL doesn't end (uninterruptible sleep).
+        keep: a process for which this is true is spared, with everything below it.
+
+    Returns:
+        The pids that are left; empty when all are gone.
+    """
+    me = os.getpid()
+    deadline = time.monotonic() + timeout
+    while True:
+        tree = descendants(me, keep)
+        for process in tree:
+            if process.dead and process.parent == me:
+                _reap_one(process.pid)
+        # A dead process below a living one waits for its parent, which is about to die too.
+        living = [process for process in tree if not process.dead]
+        if not living:
+            return []
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return [process.pid for process in living]
+        family = {me, *(process.pid for process in tree)}
+        poll = select.poll()
+        struck: list[int] = []
+        for process in living:
+            if (pidfd := strike(process, family)) is None:
+                continue
+            if len(struck) == _PIDFDS_HELD:
+                os.close(pidfd)
+                continue
+            poll.register(pidfd, select.POLLIN)
+            struck.append(pidfd)
+        # Where nothing could be struck (another user's processes), look again once a second.
+        poll.poll(min(remaining, 1.0) * 1000)
+        for pidfd in struck:
+            os.close(pidfd)
+
+
+_PIDFDS_HELD = 64  # enough to wait on; a fork bomb must not run us out of descriptors
+
+
+def _reap_one(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG | WAIT_ALL)
+
+
+def _wake_on_signals(*numbers: int) -> int:
+    """Turns signals into bytes on a pipe, so that one poll() waits for everything; returns its read end."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for number in numbers:
+        signal.signal(number, lambda _signal, _frame: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    return read_end
+
+
+def _empty(pipe: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(pipe, 4096):
+            pass
+
+
+class _Worker:
+    """A worker from fork until its process group is empty."""
+
+    __slots__ = ("exec_pipe", "failed", "held", "number", "pid", "reaped")
+
+    def __init__(self, number: int, pid: int, exec_pipe: int) -> None:
+        self.number = number
+        self.pid = pid
+        self.exec_pipe: int | None = exec_pipe  # open until exec succeeded or failed
+        self.held: list[tuple[int, bool]] = []  # signals that came before exec
+        self.failed = False
+        self.reaped = False
+
+
+class _Hunt:
+    """A request to kill until nothing is left: of one worker, or of all."""
+
+    __slots__ = ("deadline", "request", "struck", "worker")
+
+    def __init__(self, request: int, worker: int | None, deadline: float) -> None:
+        self.request = request
+        self.worker = worker
+        self.deadline = deadline
+        self.struck: set[int] = set()
+
+
+class _Spawner:
+    """The event loop of the spawner process."""
+
+    def __init__(self, agent: int, guard: int) -> None:
+        self._agent = agent
+        self._guard = guard
+        self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._workers: dict[int, _Worker] = {}
+        self._by_pid: dict[int, _Worker] = {}
+        self._by_pipe: dict[int, _Worker] = {}
+        self._hunts: list[_Hunt] = []
+        self._look_due = False
+        self._look_not_before = 0.0
+        self._signals = _wake_on_signals(signal.SIGCHLD, signal.SIGUSR1)
+        self._poll = select.poll()
+        self._poll.register(self._signals, select.POLLIN)
+        self._poll.register(self._agent, select.POLLIN)
+
+    def run(self) -> None:
+        """Serves the agent until it, or the guard, is gone."""
+        # The parent-death signal closes the gap of a guard that dies; checked after it is armed.
+        prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+        self._say(event="ready", pid=os.getpid())
+        while os.getppid() == self._guard:
+            self._flush()
+            ready = self._poll.poll(self._patience())
+            # Requests before deaths: "spawn, sweep" sent in one go must find the worker.
+            for fd, _events in ready:
+                if fd == self._signals:
+                    _empty(fd)
+                elif fd == self._agent:
+                    if not self._hear():
+                        return
+                elif fd in self._by_pipe:
+                    self._learn_of_exec(self._by_pipe[fd])
+            childless = self._reap()
+            self._advance_hunts(childless)
+
+    # -- talking with the agent
+
+    def _hear(self) -> bool:
+        """Takes in what the agent sent; false when the agent is gone."""
+        try:
+            while data := os.read(self._agent, 1 << 16):
+                self._inbox += data
+                if len(data) < 1 << 16:
+                    break
+            if not data:
+                return False
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        while len(self._inbox) >= 4:
+            length = int.from_bytes(self._inbox[:4], "big")
+            if length > MAX_FRAME:
+                sys.stderr.write(f"rallypoint spawner: a frame of {length} bytes is no request; giving up\n")
+                return False
+            if len(self._inbox) < 4 + length:
+                break
+            request = json.loads(bytes(self._inbox[4 : 4 + length]))
+            del self._inbox[: 4 + length]
+            self._obey(request)
+        return True
+
+    def _say(self, **event: Any) -> None:
+        body = json.dumps(event).encode()
+        self._outbox += len(body).to_bytes(4, "big") + body
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                del self._outbox[: os.write(self._agent, self._outbox)]
+        except BlockingIOError:
+            self._poll.modify(self._agent, select.POLLIN | select.POLLOUT)
+        except OSError:
+            self._outbox.clear()  # the agent is gone; reading will say so
+        else:
+            self._poll.modify(self._agent, select.POLLIN)
+
+    def _obey(self, request: dict[str, Any]) -> None:
+        operation = request["op"]
+        if operation == "spawn":
+            for spec in request["workers"]:
+                self._spawn(spec)
+        elif operation == "signal":
+            for number in request["workers"]:
+                self._signal(number, request["signal"], request["group"])
+        else:
+            worker = request["worker"] if operation == "kill" else None
+            self._hunts.append(_Hunt(request["request"], worker, time.monotonic() + request["timeout"]))
+            self._look_due = True
+            self._look_not_before = 0.0
+
+    # -- starting
+
+    def _spawn(self, spec: dict[str, Any]) -> None:
+        number: int = spec["worker"]
+        me = os.getpid()
+        read_end = write_end = -1
+        try:
+            read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            pid = os.fork()
+        except OSError as error:
+            if read_end >= 0:
+                os.close(read_end)
+                os.close(write_end)
+            self._say(event="failed", worker=number, step="fork", errno=error.errno, text="")
+            return
+        if pid == 0:
+            _become_worker(spec, write_end, me)
+        os.close(write_end)
+        worker = _Worker(number, pid, read_end)
+        self._workers[number] = self._by_pid[pid] = self._by_pipe[read_end] = worker
+        self._poll.register(read_end, select.POLLIN)
+
+    def _learn_of_exec(self, worker: _Worker) -> None:
+        """Reads how exec went: end of file when it worked (the pipe closes on exec), else the reason."""
+        pipe = worker.exec_pipe
+        if pipe is None:
+            return
+        try:
+            reason = os.read(pipe, 4096)
+        except BlockingIOError:
+            return
+        self._poll.unregister(pipe)
+        os.close(pipe)
+        del self._by_pipe[pipe]
+        worker.exec_pipe = None
+        if reason:
+            worker.failed = True
+            self._say(event="failed", worker=worker.number, **json.loads(reason))
+            return
+        self._say(event="started", worker=worker.number, pid=worker.pid, at=time.monotonic())
+        for number, group in worker.held:
+            self._deliver(worker, number, group)
+
+    # -- signals
+
+    def _signal(self, number: int, signal_number: int, group: bool) -> None:
+        worker = self._workers.get(number)
+        if worker is None or worker.reaped or worker.failed:
+            return
+        if worker.exec_pipe is None:
+            self._deliver(worker, signal_number, group)
+        else:
+            # Before exec it has no session of its own yet, and would ignore what the spawner ignores.
+            worker.held.append((signal_number, group))
+
+    def _deliver(self, worker: _Worker, number: int, group: bool) -> None:
+        # Not reaped: the number is still its own, so neither call can hit a stranger.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if group:
+                os.killpg(worker.pid, number)
+            else:
+                os.kill(worker.pid, number)
+
+    # -- deaths
+
+    def _reap(self) -> bool:
+        """Reaps all that is dead, workers and adopted orphans; true when no child is left at all."""
+        childless = False
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG | WAIT_ALL)
+            except ChildProcessError:
+                childless = True
+                break
+            if pid == 0:
+                break
+            self._look_due = True
+            worker = self._by_pid.pop(pid, None)
+            if worker is None:
+                continue
+            worker.reaped = True
+            self._learn_of_exec(worker)
+            if worker.failed:
+                del self._workers[worker.number]
+                continue
+            self._say(
+                event="exited",
+                worker=worker.number,
+                pid=pid,
+                status=status,
+                at=time.monotonic(),
+                time=time.time(),
+                user=usage.ru_utime,
+                system=usage.ru_stime,
+                max_rss=usage.ru_maxrss * 1024,
+            )
+        for worker in [worker for worker in self._workers.values() if worker.reaped]:
+            if childless or _group_is_empty(worker.pid):
+                del self._workers[worker.number]
+                self._say(event="cleared", worker=worker.number)
+        return childless
+
+    def _advance_hunts(self, childless: bool) -> None:
+        """Strikes again where something was left, and reports the hunts that are over."""
+        if not self._hunts:
+            return
+        now = time.monotonic()
+        overdue = any(now >= hunt.deadline for hunt in self._hunts)
+        if not (childless or overdue or (self._look_due and now >= self._look_not_before)):
+            return
+        self._look_due = False
+        tree = [] if childless else descendants(os.getpid())
+        family = {os.getpid(), *(process.pid for process in tree)}
+        for hunt in list(self._hunts):
+            victims = [process for process in self._tree_of(hunt.worker, tree) if not process.dead]
+            # A sweep is over when the kernel says so: a dead child not yet reaped may still have living ones.
+            if now >= hunt.deadline or (childless if hunt.worker is None else not victims):
+                self._hunts.remove(hunt)
+                left = [process.pid for process in victims]
+                self._say(event="killed", request=hunt.request, count=len(hunt.struck), left=left)
+                continue
+            for victim in victims:
+                if (pidfd := strike(victim, family)) is not None:
+                    os.close(pidfd)
+                    hunt.struck.add(victim.pid)
+        # Looking costs some 10 µs for each process of the host, ours or not: spend at most half the time so.
+        finished = time.monotonic()
+        self._look_not_before = finished + (finished - now)
+
+    def _tree_of(self, number: int | None, tree: list[Process]) -> list[Process]:
+        """Picks one worker's processes: itself, its session, orphans with its mark, and all their children."""
+        if number is None:
+            return tree
+        worker = self._workers.get(number)
+        pid = worker.pid if worker is not None else None
+        mark = f"{SPAWN_MARK}={_mark(os.getpid(), number)}".encode()
+        picked: dict[int, Process] = {}
+        for process in tree:  # parents come before children
+            adopted = process.parent == os.getpid() and process.pid not in self._by_pid
+            kin = pid in (process.pid, process.session) or process.parent in picked
+            if kin or (adopted and mark in _environment(process.pid)):
+                picked[process.pid] = process
+        return list(picked.values())
+
+    def _patience(self) -> float | None:
+        """How long poll() may wait, in milliseconds; None for as long as nothing happens."""
+        moments = [hunt.deadline for hunt in self._hunts]
+        if self._hunts and self._look_due:
+            moments.append(self._look_not_before)
+        if not moments:
+            return None
+        return (
+            max(0.0, min(moments) - time.monotonic()) * 1000 + 1
+        )  # poll() rounds down: never a moment early
+
+
+def _mark(spawner: int, number: int) -> str:
+    return f"{spawner}.{number}"
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read(1 << 20).split(b"\0")
+    except OSError:
+        return []
+
+
+def _group_is_empty(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _become_worker(spec: dict[str, Any], report: int, spawner: int) -> NoReturn:
+    """Turns a fresh fork into the worker; where that fails, says through the pipe at which step, and exits."""
+    step = "session"
+    try:
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != spawner:  # it died before the signal was armed
+            os._exit(127)
+        for number in _CATCHABLE:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        environment = {_raw(name): _raw(value) for name, value in spec["env"].items()}
+        environment[SPAWN_MARK.encode()] = _mark(spawner, spec["worker"]).encode()
+        step = "cwd"
+        if spec["cwd"] is not None:
+            os.chdir(_raw(spec["cwd"]))
+        step = "stdin"
+        os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        for step, target in (("stdout", 1), ("stderr", 2)):
+            if spec[step] is not None:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                os.dup2(os.open(_raw(spec[step]), flags, 0o666), target)
+        step = "program"
+        argv = [_raw(argument) for argument in spec["argv"]]
+        os.execvpe(argv[0], argv, environment)  # noqa: S606
+    except OSError as error:
+        os.write(report, json.dumps({"step": step, "errno": error.errno, "text": ""}).encode())
+    except Exception as error:  # a NUL byte in an argument, an empty argv
+        os.write(report, json.dumps({"step": step, "errno": 0, "text": str(error)[:1000]}).encode())
+    finally:
+        os._exit(127)
+
+
+_CATCHABLE = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+
+def _raw(text: str) -> bytes:
+    """The exact bytes the agent meant, whatever the locale of either process."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _stand_guard(spawner: int, agent: int) -> bool:
+    """Waits for the end of the spawner or of the agent, then kills everything below; true when all is dead."""
+    signals = _wake_on_signals(signal.SIGCHLD)
+    poll = select.poll()
+    poll.register(signals, select.POLLIN)
+    poll.register(agent, select.POLLRDHUP)
+    while os.waitpid(spawner, os.WNOHANG)[0] == 0:
+        if any(fd == agent for fd, _events in poll.poll()):
+            break
+        _empty(signals)
+    os.close(agent)  # the last copy, if the spawner is dead: an agent that lives learns of it now
+    # The spawner, if it still lives, goes with the rest: it might be stopped, or stuck.
+    return not kill_descendants(LAST_SWEEP)
+
+
+def main(agent: int) -> None:
+    """Becomes guard and spawner. The guard returns 0 if it has left nothing alive.
+
+    Args:
+        agent: descriptor of the socket to the agent.
+    """
+    os.set_inheritable(agent, False)
+    os.set_blocking(agent, False)
+    # Ctrl-C and the scheduler's SIGTERM may hit everything at once; what to do about them the agent decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    become_subreaper()
+    guard = os.getpid()
+    child = os.fork()
+    if child != 0:
+        prctl(PR_SET_NAME, b"rallypoint-grd")
+        sys.exit(0 if _stand_guard(child, agent) else 1)
+    become_subreaper()
+    prctl(PR_SET_NAME, b"rallypoint-spwn")
+    try:
+        _Spawner(agent, guard).run()
+    finally:
+        kill_descendants(LAST_SWEEP)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

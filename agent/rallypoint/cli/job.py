@@ -1,0 +1,124 @@
+"""What `rallypoint run` does once its command line is in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import click
+
+from rallypoint.agent.addresses import local_address_towards
+from rallypoint.agent.config import JobConfig, Peer, new_node_id
+from rallypoint.agent.errors import render
+from rallypoint.agent.job import FAILED, SUCCEEDED, Job, JobResult
+from rallypoint.agent.logs import LogError, Redirect
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.servicer import supervisor_registration
+from rallypoint.agent.settings import rendezvous_conf
+from rallypoint.cli.roles import embedded_rendezvous, embedded_timer
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.server import Server
+from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+_log = get_logger("rallypoint.run")
+
+
+async def run_job(
+    spawner: Spawner,
+    *,
+    command: tuple[str, ...],
+    environment: dict[str, str],
+    nnodes: tuple[int, int],
+    nproc_per_node: int,
+    standalone: bool,
+    rdzv_endpoint: str,
+    rdzv_id: str,
+    rdzv_conf: dict[str, str],
+    max_restarts: int,
+    role: str,
+    log_dir: Path | None,
+    redirects: str,
+    tee: str,
+    local_addr: str,
+    shutdown_timeout: float,
+    node_id: str,
+    timer_endpoint: str,
+    supervisor_address: str,
+    tls: ClientTLS | None,
+) -> int:
+    """Run a job to its end, with the flags of `rallypoint run`; returns the exit code.
+
+    Raises:
+        SettingError: It can't be started as asked; one line.
+    """
+    conf = rendezvous_conf(rdzv_conf, nnodes, max_restarts)
+    async with AsyncExitStack() as stack:
+        rendezvous, timer = Peer(rdzv_endpoint, tls), Peer(timer_endpoint, tls)
+        if standalone:
+            rendezvous = Peer(await stack.enter_async_context(embedded_rendezvous()))
+        if not timer_endpoint:
+            timer = Peer(await stack.enter_async_context(embedded_timer()))
+        try:
+            config = JobConfig(
+                run_id=rdzv_id,
+                node_id=node_id or new_node_id(),
+                address=local_addr or local_address_towards(rendezvous.endpoint),
+                settings=conf.settings,
+                command=command,
+                environment=environment,
+                rendezvous=rendezvous,
+                timer=timer,
+                local_world_size=nproc_per_node,
+                role=role,
+                log_dir=log_dir,
+                redirects=Redirect.parse(redirects, "--redirects", nproc_per_node),
+                tee=Redirect.parse(tee, "--tee", nproc_per_node),
+                connect_timeout=conf.read_timeout,
+                close_timeout=conf.close_timeout,
+                shutdown_timeout=shutdown_timeout,
+            )
+            job = Job(config, spawner)
+            await _serve_supervisor(stack, job, supervisor_address)
+            result = await _run_until_signalled(job)
+        except LogError as error:
+            raise SettingError(str(error)) from None
+    _say_how_it_ended(result)
+    return result.exit_code
+
+
+async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not host:
+        raise SettingError(f"--supervisor-address: {address!r} is not of the form HOST:PORT")
+    options = ServerOptions(host=host.strip("[]"), port=int(port))
+    server = Server(options, services=[supervisor_registration(lambda: job)])
+    await server.start()
+    stack.push_async_callback(server.stop)
+
+
+async def _run_until_signalled(job: Job) -> JobResult:
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        # Workers get SIGINT for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
+        passed_on = number if number == signal.SIGINT else signal.SIGTERM
+        loop.add_signal_handler(number, job.request_stop, f"got {number.name}", passed_on)
+    try:
+        return await job.run()
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _say_how_it_ended(result: JobResult) -> None:
+    if result.failure is not None:
+        click.echo(render(result.failure), err=True)
+    if result.exit_code == SUCCEEDED:
+        _log.info("job succeeded", detail=result.detail)
+    elif result.exit_code == FAILED:
+        _log.error("job failed", detail=result.detail)
+    else:
+        click.echo(f"Error: {result.detail}", err=True)

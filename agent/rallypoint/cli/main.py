@@ -1,0 +1,58 @@
+"""`rallypoint …`: the command line."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+# First of all: what other modules do to the environment is not for workers to inherit.
+from rallypoint.cli import inherited  # noqa: F401
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are used: `--help` and completion load no gRPC."""
+
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], **attributes: Any) -> None:
+        """`lazy`: for each command its `module:attribute`, and the line that `--help` shows."""
+        super().__init__(*args, **attributes)
+        self._lazy = lazy
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Names of the commands, in the order of the table."""
+        return list(self._lazy)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """The command of that name."""
+        if name not in self._lazy:
+            return None
+        module, _, attribute = self._lazy[name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in self._lazy.items()])
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    lazy={
+        "run": ("rallypoint.cli.run:run", "Run a program on this host as part of a distributed job."),
+        "serve": ("rallypoint.cli.serve:serve", "Serve rendezvous, timer or agent."),
+        "status": ("rallypoint.cli.status:status", "Show runs, or one run with its nodes."),
+        "close": ("rallypoint.cli.close:close", "End a run on all its hosts."),
+        "completion": ("rallypoint.cli.completion:completion", "Print the completion script for a shell."),
+    },
+)
+@click.version_option(package_name="rallypoint")
+def main() -> None:
+    """Keep distributed training jobs alive while hosts and processes come and go.
+
+    `rallypoint run` takes torchrun's command line. On one host it needs nothing else:
+
+        rallypoint run --standalone --nproc-per-node 2 train.py
+    """

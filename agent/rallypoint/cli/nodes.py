@@ -1,0 +1,77 @@
+"""Values of torchrun's flags: node counts, worker counts, rendezvous settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from rallypoint.agent.settings import RunSettingError, rendezvous_conf
+
+
+class NodeCount(click.ParamType[tuple[int, int]]):
+    """`N` or `MIN:MAX`, as (min, max)."""
+
+    name = "N|MIN:MAX"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        """Parse and check."""
+        if isinstance(value, tuple):
+            return value
+        least, separator, most = str(value).partition(":")
+        try:
+            nodes = int(least), int(most if separator else least)
+        except ValueError:
+            self.fail(
+                f"{value!r} is not a number of nodes; expected N or MIN:MAX, as in 4 or 2:4", param, ctx
+            )
+        if nodes[0] < 1:
+            self.fail(f"{value!r} asks for fewer than 1 node; the least is 1", param, ctx)
+        if nodes[1] < nodes[0]:
+            self.fail(
+                f"{value!r} has its maximum below its minimum; did you mean {most}:{least}?", param, ctx
+            )
+        return nodes
+
+
+class WorkerCount(click.ParamType[int]):
+    """A number of workers, or `cpu` or `auto`: one per processor that this process may use."""
+
+    name = "N|auto|cpu"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse and check."""
+        if value in ("auto", "cpu"):
+            return len(os.sched_getaffinity(0))
+        try:
+            count = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of workers; expected a number, auto or cpu", param, ctx)
+        if count < 1:
+            self.fail(f"{value!r} workers can't form a job; the least is 1", param, ctx)
+        return count
+
+
+class RendezvousConfType(click.ParamType[dict[str, str]]):
+    """`key=value,…`, as a dictionary whose keys and values `rendezvous_conf` takes."""
+
+    name = "KEY=VALUE,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, str]:
+        """Parse and check."""
+        if isinstance(value, dict):
+            return value
+        pairs: dict[str, str] = {}
+        for part in filter(None, (part.strip() for part in str(value).split(","))):
+            key, separator, text = (piece.strip() for piece in part.partition("="))
+            if not separator or not key:
+                self.fail(f"{part!r} is not of the form key=value", param, ctx)
+            pairs[key] = text
+        try:
+            rendezvous_conf(pairs, (1, 1), 0)
+        except RunSettingError as error:
+            self.fail(str(error), param, ctx)
+        return pairs

@@ -1,0 +1,48 @@
+"""What the commands for operators share: one call to a rendezvous service, bounded, with clear errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from rallypoint.rendezvous.v1.rendezvous_service_pb2_grpc import (
+    RendezvousServiceAsyncStub,
+    RendezvousServiceStub,
+)
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
+from rallypoint.serving.loop import run
+from rallypoint.serving.settings import ClientTLS, SettingError
+
+_T = TypeVar("_T")
+
+
+def ask(
+    endpoint: str,
+    tls: ClientTLS | None,
+    timeout: float,
+    question: Callable[[RendezvousServiceAsyncStub], Awaitable[_T]],
+) -> _T:
+    """Ask a rendezvous service, within `timeout` seconds.
+
+    Raises:
+        SettingError: It could not be reached, or refused; one line.
+    """
+
+    async def call() -> _T:
+        channel = open_channel(endpoint, tls)
+        try:
+            async with asyncio.timeout(timeout):
+                return await question(RendezvousServiceStub(channel))
+        except TimeoutError:
+            raise SettingError(f"no rendezvous service answered at {endpoint} within {timeout:g} s") from None
+        except grpc.aio.AioRpcError as rpc_error:
+            error = decode(rpc_error)
+            raise SettingError(f"{endpoint}: {error.message} ({error.reason})") from None
+        finally:
+            await channel.close()
+
+    return run(call())

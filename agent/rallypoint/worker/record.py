@@ -1,0 +1,94 @@
+"""Leaves the story of a worker's failure where its agent finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+# Characters. The agent refuses a file of more than 4 MiB, and an exception may quote a whole tensor.
+_MAX_MESSAGE = 64 * 1024
+_MAX_CALLSTACK = 256 * 1024
+
+
+def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    """Decorates a worker's main function, so that an exception that ends it is in the agent's report.
+
+    The exception goes on its way; before that it is written to the file named by TORCHELASTIC_ERROR_FILE, in
+    torch's format, so that either's agent can read it. Without that variable nothing is written. Python's
+    faulthandler is turned on as well, so that a crash in native code leaves a traceback in the log.
+
+    `sys.exit(0)` inside the function returns None; any other SystemExit goes on its way and isn't recorded. In
+    a process that the function has forked nothing is recorded: the worker is its parent.
+
+    Use it once, on the outermost function:
+
+        @record
+        def main() -> None: ...
+
+        if __name__ == "__main__":
+            main()
+    """
+
+    @functools.wraps(function)
+    def recorded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        worker = os.getpid()
+        with contextlib.suppress(Exception):  # no real standard error, as in a notebook
+            faulthandler.enable(all_threads=True)
+        try:
+            return function(*args, **kwargs)
+        except SystemExit as error:
+            if error.code == 0:
+                return None
+            raise
+        except Exception as error:
+            path = os.environ.get(ERROR_FILE_VARIABLE)
+            if path and os.getpid() == worker:
+                write_error_file(error, path, int(time.time()))
+            raise
+
+    return recorded
+
+
+def write_error_file(error: Exception, path: str, timestamp: int) -> None:
+    """Writes an exception to a file, all of it or nothing; says so on standard error if that fails.
+
+    Args:
+        error: what was raised.
+        path: the file, replaced if it is there.
+        timestamp: when, in Unix seconds.
+    """
+    try:
+        message = f"{type(error).__name__}: {error}"
+    except Exception:  # its __str__ is broken too
+        message = f"{type(error).__name__}: <no text: its __str__ raised>"
+    content = {
+        "message": {
+            "message": message[:_MAX_MESSAGE],
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error))[-_MAX_CALLSTACK:],
+                "timestamp": str(timestamp),
+            },
+        }
+    }
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+    except OSError as problem:
+        sys.stderr.write(f"rallypoint: the error file {path} can't be written: {problem.strerror}\n")
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)

@@ -1,0 +1,233 @@
+"""A node's membership of a run, kept over any number of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.logs import get_logger
+
+# Wait between two attempts to connect, seconds: doubled from the first to the longest, each cut by a random
+# half, so that a thousand nodes which lost the same server don't come back in step.
+_FIRST_BACKOFF = 0.1
+_LONGEST_BACKOFF = 2.0
+
+# Codes after which the same stream may be opened again. CANCELLED is what a client sees of a server that drops
+# calls under a storm of connects.
+_RETRYABLE = {
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+}
+# Reasons for which a lease is worth nothing any more, and only joining anew helps.
+_LEASE_ENDED = {"LEASE_LOST", "RUN_NOT_FOUND", "REVISION_AHEAD"}
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The node holds a lease; `resumed`: the one it held before."""
+
+    lease: int
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The run's state as the node must know it."""
+
+    update: pb.NodeUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lease is lost; the membership joins anew by itself, as a newcomer."""
+
+    reason: str
+
+
+_JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]"
+Event: TypeAlias = Admitted | Updated | LeaseEnded
+
+
+class RendezvousUnreachable(Exception):
+    """No rendezvous service answered in time; the message says where and what was tried."""
+
+
+class Membership:
+    """Joins a run, and stays in it until it leaves, the run is closed, or it is refused.
+
+    Streams come and go beneath it. A broken one is opened again with back-off and jitter, for as long as it
+    takes: a rendezvous service that is away stops nobody. Whatever the node last said is said again on the new
+    stream, since the server takes it twice without harm.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        endpoint: str,
+        request: pb.JoinRun,
+        on_event: Callable[[Event], None],
+        *,
+        connect_timeout: float = 60.0,
+        jitter: random.Random | None = None,
+    ) -> None:
+        """Set up; `run` does the work.
+
+        Args:
+            channel: To the rendezvous service.
+            endpoint: Its address, for messages.
+            request: What to join, and as whom.
+            on_event: Called, on the event loop, with everything the node must know.
+            connect_timeout: Seconds to try for the first answer; afterwards there is no limit.
+            jitter: Randomness of the back-off.
+        """
+        self._stub = pb_grpc.RendezvousServiceStub(channel)
+        self._endpoint = endpoint
+        self._request = request
+        self._on_event = on_event
+        self._connect_timeout = connect_timeout
+        self._jitter = jitter or random.Random()  # noqa: S311 (spreads load, guards nothing)
+        self._lease = 0
+        self._revision = 0
+        self._ever_admitted = False
+        self._over = False
+        self._statement: pb.JoinRequest | None = None
+        self._unsaid = asyncio.Event()
+        self._progress = False
+
+    async def run(self) -> None:
+        """Be a member; returns once the run is closed, or the node has left.
+
+        Raises:
+            RendezvousUnreachable: Nobody answered within the connect timeout.
+            ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, INVALID_ARGUMENT …
+        """
+        backoff = _FIRST_BACKOFF
+        deadline = asyncio.get_running_loop().time() + self._connect_timeout
+        while not self._over:
+            self._progress = False
+            error = await self._one_stream(deadline)
+            if error is not None:
+                self._judge(error, deadline)
+            if self._over:
+                return
+            if self._progress:
+                backoff = _FIRST_BACKOFF
+            pause = backoff * (1 - self._jitter.random() / 2)
+            _log.debug("stream ended", endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
+            await asyncio.sleep(pause)
+            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+    def confirm(self, round_: int, master_port: int) -> None:
+        """Say that no worker of an earlier round is alive on the node."""
+        self._say(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
+
+    def report_failure(self, failure: pb.WorkerFailure) -> None:
+        """Say that a worker failed."""
+        self._say(pb.JoinRequest(worker_failed=failure))
+
+    def report_success(self, round_: int) -> None:
+        """Say that all workers succeeded."""
+        self._say(pb.JoinRequest(succeeded=pb.ReportSuccess(round=round_)))
+
+    def depart(self, reason: str) -> None:
+        """Say that the node stops its workers in order to leave."""
+        self._say(pb.JoinRequest(depart=pb.DepartRun(reason=reason)))
+
+    def leave(self, reason: str) -> None:
+        """Give the lease back; `run` returns when the server has taken it."""
+        self._say(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
+
+    def _say(self, statement: pb.JoinRequest) -> None:
+        # The latest is enough: whoever reports a round has confirmed it, and whoever leaves has nothing to report.
+        self._statement = statement
+        self._unsaid.set()
+
+    def _judge(self, error: ServiceError, deadline: float) -> None:
+        """Decide whether a stream's error is worth another attempt; raise it if not."""
+        if error.reason in _LEASE_ENDED and self._lease:
+            self._lease = self._revision = 0
+            self._over = self._leaving()
+            self._statement = None
+            self._on_event(LeaseEnded(error.message))
+            return
+        if error.code not in _RETRYABLE:
+            raise error
+        if not self._ever_admitted and asyncio.get_running_loop().time() >= deadline:
+            raise RendezvousUnreachable(
+                f"no rendezvous service answered at {self._endpoint} within {self._connect_timeout:g} s: {error.message}"
+            )
+
+    async def _one_stream(self, deadline: float) -> ServiceError | None:
+        """Live through one stream; returns the error that ended it, None for an orderly end."""
+        call = self._stub.Join()
+        try:
+            async with asyncio.timeout_at(None if self._ever_admitted else deadline):
+                with contextlib.suppress(asyncio.InvalidStateError):  # it has ended already: read tells how
+                    await call.write(self._introduction())
+                first = await call.read()
+            if isinstance(first, pb.JoinResponse):
+                await self._live(call, first.lease)
+            self._over = self._over or self._leaving()
+            return None
+        except TimeoutError:
+            return ServiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "NO_ANSWER", "connected, but got no answer"
+            )
+        except grpc.aio.AioRpcError as error:
+            return decode(error)
+        finally:
+            call.cancel()
+
+    def _introduction(self) -> pb.JoinRequest:
+        if not self._lease:
+            return pb.JoinRequest(join=self._request)
+        run_id, node_id = self._request.run_id, self._request.node_id
+        resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
+        return pb.JoinRequest(resume=resume)
+
+    async def _live(self, call: _JoinCall, lease: pb.Lease) -> None:
+        resumed = bool(self._lease)
+        self._lease, self._ever_admitted, self._progress = lease.lease, True, True
+        self._on_event(Admitted(lease.lease, resumed))
+        if self._statement is not None:
+            self._unsaid.set()
+        speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
+        try:
+            while isinstance(response := await call.read(), pb.JoinResponse):
+                if response.HasField("draining"):
+                    return
+                self._revision = max(self._revision, response.update.revision)
+                self._over = response.update.phase == pb.PHASE_CLOSED
+                self._on_event(Updated(response.update))
+        finally:
+            speaker.cancel()
+
+    async def _speak(self, call: _JoinCall, interval: float) -> None:
+        """Say what is to be said, and, where there is nothing for so long, that the node is alive."""
+        while True:
+            message = pb.JoinRequest(heartbeat=pb.Heartbeat())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._unsaid.wait()
+                self._unsaid.clear()
+                message = self._statement or message
+            try:
+                await call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the stream is over; whoever reads it learns why
+
+    def _leaving(self) -> bool:
+        return self._statement is not None and self._statement.HasField("leave")

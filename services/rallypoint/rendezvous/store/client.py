@@ -1,0 +1,263 @@
+"""Client of the store: calls that go on over a restart of the service, and writes that take effect once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.rendezvous.store.requests import check_key, check_keys, check_value
+from rallypoint.rendezvous.store.writes import Comparison
+from rallypoint.rendezvous.v1 import store_service_pb2 as pb
+from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
+from rallypoint.serving.errors import ServiceError, decode
+
+# Long enough for a service to be restarted by hand; torch's stores wait as long. Seconds.
+DEFAULT_TIMEOUT = 300.0
+# How much later than the end of a wait the call itself is given up: time for the service to name the keys that
+# were missing. Seconds.
+ANSWER_MARGIN = 5.0
+# First and longest back-off between two attempts, each drawn from 0 to that. The longest is what a client may
+# lose at worst after the service is back. Seconds.
+FIRST_BACKOFF = 0.05
+LONGEST_BACKOFF = 2.0
+
+_RETRYABLE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,  # not by us: that would be asyncio's CancelledError
+    # The service never answers with these two: they are broken connections that gRPC couldn't name better.
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+}
+
+_Response = TypeVar("_Response")
+_Write = TypeVar("_Write", pb.SetRequest, pb.AddRequest, pb.CompareSetRequest, pb.DeleteRequest)
+
+
+class OperationSlots:
+    """Numbers a client's writes; see StoreOperation in the contract."""
+
+    def __init__(self, client_id: str) -> None:
+        self._client_id = client_id
+        self._sequences: list[int] = []
+        self._free: list[int] = []
+
+    @contextmanager
+    def operation(self) -> Iterator[pb.StoreOperation]:
+        """Name one write, for as long as it is under way, in the lowest slot that is free."""
+        if self._free:
+            slot = heappop(self._free)
+        else:
+            slot = len(self._sequences)
+            self._sequences.append(0)
+        self._sequences[slot] += 1
+        try:
+            yield pb.StoreOperation(client_id=self._client_id, slot=slot, sequence=self._sequences[slot])
+        finally:
+            heappush(self._free, slot)
+
+
+class StoreClient:
+    """The store of one run.
+
+    Every call is repeated while the service can't be reached, until its timeout. A write takes effect at most
+    once however often it is repeated, over restarts of the service too. A call that is cancelled or times out
+    leaves the outcome of its write unknown; it takes effect at once or never after a later write.
+
+    All methods raise ServiceError with a reason of the contract (store_service.proto), or with
+    STORE_UNAVAILABLE if the service could not be reached in time. `round` names the space: 0 for the run's own.
+    `writer_round` is the round that the writer is a worker of, 0 for none. Times are in seconds.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        run_id: str,
+        *,
+        client_id: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """Make a client.
+
+        Args:
+            channel: Where the service is.
+            run_id: Name of the run.
+            client_id: A name that no other client, also none of an earlier process, has; by default drawn.
+            clock: Seconds, monotonic.
+            sleep: Waits for some seconds.
+            draw: A number from 0 to 1, for the jitter.
+        """
+        self._stub = rpc.StoreServiceStub(channel)
+        self._run_id = run_id
+        self._slots = OperationSlots(client_id or secrets.token_hex(16))
+        self._clock = clock
+        self._sleep = sleep
+        self._draw = draw
+
+    async def set(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        round: int = 0,
+        writer_round: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Store a value; it is durable when this returns."""
+        check_key(key)
+        check_value("value", [value])
+        request = pb.SetRequest(
+            run_id=self._run_id, round=round, key=key, value=value, writer_round=writer_round
+        )
+        await self._write(self._stub.Set, request, timeout)
+
+    async def get(self, key: str, *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bytes:
+        """Return the value of a key, waiting for the key up to `timeout`."""
+        check_key(key)
+        request = pb.GetRequest(run_id=self._run_id, round=round, key=key)
+        response: pb.GetResponse = await self._wait(self._stub.Get, request, timeout)
+        return response.value
+
+    async def add(
+        self,
+        key: str,
+        amount: int,
+        *,
+        round: int = 0,
+        writer_round: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> int:
+        """Add to an integer, 0 if the key is absent; return the sum."""
+        check_key(key)
+        request = pb.AddRequest(
+            run_id=self._run_id, round=round, key=key, amount=amount, writer_round=writer_round
+        )
+        response: pb.AddResponse = await self._write(self._stub.Add, request, timeout)
+        return response.value
+
+    async def compare_set(
+        self,
+        key: str,
+        expected: bytes,
+        desired: bytes,
+        *,
+        round: int = 0,
+        writer_round: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Comparison:
+        """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
+        check_key(key)
+        check_value("expected and desired together", [expected, desired])
+        request = pb.CompareSetRequest(
+            run_id=self._run_id,
+            round=round,
+            key=key,
+            expected=expected,
+            desired=desired,
+            writer_round=writer_round,
+        )
+        response: pb.CompareSetResponse = await self._write(self._stub.CompareSet, request, timeout)
+        return Comparison(response.swapped, response.value if response.exists else None)
+
+    async def wait(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Return when all keys are there, waiting for them up to `timeout`."""
+        request = pb.WaitRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
+        await self._wait(self._stub.Wait, request, timeout)
+
+    async def check(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bool:
+        """Return whether all keys are there."""
+        request = pb.CheckRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
+        response: pb.CheckResponse = await self._call(self._stub.Check, request, timeout)
+        return response.present
+
+    async def delete(
+        self, key: str, *, round: int = 0, writer_round: int = 0, timeout: float = DEFAULT_TIMEOUT
+    ) -> bool:
+        """Remove a key; return whether it was there."""
+        check_key(key)
+        request = pb.DeleteRequest(run_id=self._run_id, round=round, key=key, writer_round=writer_round)
+        response: pb.DeleteResponse = await self._write(self._stub.Delete, request, timeout)
+        return response.deleted
+
+    async def list_keys(
+        self, prefix: str = "", page_token: str = "", *, round: int = 0, timeout: float = DEFAULT_TIMEOUT
+    ) -> tuple[list[str], str]:
+        """Return a page of the keys that begin with `prefix`, and the token of the next; empty: the last."""
+        request = pb.ListKeysRequest(run_id=self._run_id, round=round, prefix=prefix, page_token=page_token)
+        response: pb.ListKeysResponse = await self._call(self._stub.ListKeys, request, timeout)
+        return list(response.keys), response.next_page_token
+
+    async def _write(
+        self, method: Callable[..., Awaitable[_Response]], request: _Write, timeout: float
+    ) -> _Response:
+        with self._slots.operation() as operation:
+            request.operation.CopyFrom(operation)
+            return await self._call(method, request, timeout)
+
+    async def _wait(
+        self,
+        method: Callable[..., Awaitable[_Response]],
+        request: pb.GetRequest | pb.WaitRequest,
+        timeout: float,
+    ) -> _Response:
+        end = self._clock() + timeout
+
+        def ask_for_the_rest() -> None:
+            request.timeout.CopyFrom(_duration(max(0.0, end - self._clock())))
+
+        return await self._call(method, request, timeout + ANSWER_MARGIN, ask_for_the_rest)
+
+    async def _call(
+        self,
+        method: Callable[..., Awaitable[_Response]],
+        request: Any,
+        timeout: float,
+        before_attempt: Callable[[], None] = lambda: None,
+    ) -> _Response:
+        deadline = self._clock() + timeout
+        backoff = FIRST_BACKOFF
+        last = "no connection"
+        while (remaining := deadline - self._clock()) > 0:
+            before_attempt()
+            try:
+                return await method(request, timeout=remaining, wait_for_ready=True)
+            except grpc.aio.AioRpcError as failure:
+                error = decode(failure)
+                if not _is_retryable(error):
+                    raise error from None
+            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                last = error.message
+            pause = (error.retry_after or 0.0) + self._draw() * backoff
+            backoff = min(2 * backoff, LONGEST_BACKOFF)
+            await self._sleep(min(pause, max(0.0, deadline - self._clock())))
+        raise ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "STORE_UNAVAILABLE",
+            f"the store service gave no answer for {timeout:g} s ({last})",
+        )
+
+
+def _is_retryable(error: ServiceError) -> bool:
+    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return error.retry_after is not None
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        # Of the call, not of a wait: the loop ends by itself.
+        return error.reason != "KEY_WAIT_TIMED_OUT"
+    return error.code in _RETRYABLE
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

@@ -1,0 +1,148 @@
+"""StoreService on gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from rallypoint.rendezvous.store.errors import service_error
+from rallypoint.rendezvous.store.refusals import StoreRefusal
+from rallypoint.rendezvous.store.requests import (
+    check_key,
+    check_keys,
+    check_space,
+    check_value,
+    operation_of,
+    page,
+    wait_seconds,
+)
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set
+from rallypoint.rendezvous.v1 import store_service_pb2 as pb
+from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
+from rallypoint.serving.server import Registration
+
+SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+def store_registration(store: StoreService) -> Registration:
+    """Return what stands the store up on a server; draining the server drains it."""
+    servicer = StoreServicer(store)
+    return Registration(
+        SERVICE_NAME,
+        lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server),
+        store.drain,
+    )
+
+
+class StoreServicer(rpc.StoreServiceServicer):
+    """The calls of StoreService; the contract stands in store_service.proto."""
+
+    def __init__(self, store: StoreService) -> None:
+        self._store = store
+
+    async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
+        check_space(request.run_id, request.round, request.writer_round)
+        check_key(request.key)
+        check_value("value", [request.value])
+        write = Set(
+            round=request.round,
+            key=request.key,
+            value=request.value,
+            writer_round=request.writer_round,
+            operation=operation_of(request),
+        )
+        with _refusals_answered():
+            await self._store.write(request.run_id, write)
+        return pb.SetResponse()
+
+    async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
+        check_space(request.run_id, request.round)
+        check_key(request.key)
+        timeout = wait_seconds(request.timeout)
+        with _refusals_answered():
+            value = await self._store.get(request.run_id, request.round, request.key, timeout)
+        return pb.GetResponse(value=value)
+
+    async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
+        check_space(request.run_id, request.round, request.writer_round)
+        check_key(request.key)
+        write = Add(
+            round=request.round,
+            key=request.key,
+            amount=request.amount,
+            writer_round=request.writer_round,
+            operation=operation_of(request),
+        )
+        with _refusals_answered():
+            return pb.AddResponse(value=await self._store.write(request.run_id, write))
+
+    async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
+        check_space(request.run_id, request.round, request.writer_round)
+        check_key(request.key)
+        check_value("expected and desired together", [request.expected, request.desired])
+        write = CompareSet(
+            round=request.round,
+            key=request.key,
+            expected=request.expected,
+            desired=request.desired,
+            writer_round=request.writer_round,
+            operation=operation_of(request),
+        )
+        with _refusals_answered():
+            comparison = await self._store.write(request.run_id, write)
+        return pb.CompareSetResponse(
+            swapped=comparison.swapped,
+            exists=comparison.value is not None,
+            value=comparison.value or b"",
+        )
+
+    async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
+        check_space(request.run_id, request.round)
+        keys = check_keys(request.keys)
+        timeout = wait_seconds(request.timeout)
+        with _refusals_answered():
+            await self._store.wait(request.run_id, request.round, keys, timeout)
+        return pb.WaitResponse()
+
+    async def Check(self, request: pb.CheckRequest, context: _Context) -> pb.CheckResponse:
+        check_space(request.run_id, request.round)
+        keys = check_keys(request.keys)
+        with _refusals_answered():
+            return pb.CheckResponse(present=self._store.check(request.run_id, request.round, keys))
+
+    async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
+        check_space(request.run_id, request.round, request.writer_round)
+        check_key(request.key)
+        write = Delete(
+            round=request.round,
+            key=request.key,
+            writer_round=request.writer_round,
+            operation=operation_of(request),
+        )
+        with _refusals_answered():
+            return pb.DeleteResponse(deleted=await self._store.write(request.run_id, write))
+
+    async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:
+        check_space(request.run_id, request.round)
+        count = page(request)
+        with _refusals_answered():
+            # One more than asked for tells whether there is a next page.
+            keys = self._store.list_keys(
+                request.run_id, request.round, request.prefix, request.page_token, count + 1
+            )
+        more = len(keys) > count
+        return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
+
+
+@contextmanager
+def _refusals_answered() -> Iterator[None]:
+    try:
+        yield
+    except StoreRefusal as refusal:
+        raise service_error(refusal) from refusal

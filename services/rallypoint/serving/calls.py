@@ -1,0 +1,241 @@
+"""Around every call that a server takes: no exception leaves it unmapped, and a draining server takes no more."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import grpc
+
+from rallypoint.serving.errors import ServiceError, encode
+from rallypoint.serving.logs import get_logger
+
+log = get_logger(__name__)
+
+Translate = Callable[[Exception], ServiceError | None]
+"""Turns an exception that a service knows into its answer; None for one that it does not know."""
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+# gRPC's own services (health, reflection) answer while the server drains, and nobody waits for them to end.
+_OWN_TO_GRPC = "/grpc."
+# They tell a caller nothing it could act on, so a handler that raises them has a bug.
+_NEVER_SENT = (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+
+# (request streaming, response streaming) -> where a handler keeps its function, and what makes such a handler.
+_KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Maps every exception of a handler to a status with details, counts open calls, and refuses while draining.
+
+    A ServiceError is sent as it is; what `translate` knows, as the ServiceError it returns. Anything else is a
+    bug: it is logged with its traceback under an incident number, and the caller gets UNAVAILABLE with reason
+    UNEXPECTED_ERROR and that number, never the exception's text. Cancellation and `context.abort` pass.
+
+    Handlers are wrapped once per method, and each keeps its shape (coroutine or async generator), so that other
+    interceptors see what they would see without this one.
+    """
+
+    def __init__(
+        self, translate: Translate, *, new_incident: Callable[[], str] = lambda: secrets.token_hex(4)
+    ) -> None:
+        self.open_calls = 0
+        self.refusal: ServiceError | None = None
+        self._translate = translate
+        self._new_incident = new_incident
+        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def refuse(self, error: ServiceError) -> None:
+        """From now on answers every new call with `error`, except those of health and reflection."""
+        self.refusal = error
+
+    async def idle(self) -> None:
+        """Waits until no call is open, those of health and reflection aside."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """gRPC's hook: wraps the handler of a call that is about to start."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        original, wrapped = self._wrapped.get(method, (None, None))
+        if original is not handler:
+            wrapped = _wrap(self, method, handler)
+            self._wrapped[method] = (handler, wrapped)
+        return wrapped
+
+    def opened(self) -> None:
+        """A call has started."""
+        self.open_calls += 1
+        self._idle.clear()
+
+    def closed(self) -> None:
+        """A call has ended."""
+        self.open_calls -= 1
+        if self.open_calls == 0:
+            self._idle.set()
+
+    def answer(self, method: str, error: BaseException) -> ServiceError:
+        """The answer to a call whose handler raised `error`."""
+        if isinstance(error, Exception):
+            try:
+                known = error if isinstance(error, ServiceError) else self._translate(error)
+            except Exception as failure:
+                failure.__context__ = error
+                known, error = None, failure
+            if known is not None and known.code not in _NEVER_SENT:
+                log.debug("call refused", method=method, code=known.code.name, reason=known.reason)
+                return known
+        incident = self._new_incident()
+        log.exception("unexpected error in a call", error=error, method=method, incident=incident)
+        return ServiceError(
+            grpc.StatusCode.UNAVAILABLE,
+            "UNEXPECTED_ERROR",
+            f"unexpected error, incident {incident}: the server's log has the cause",
+            metadata={"incident": incident},
+            retry_after=1.0,
+        )
+
+
+class _Call:
+    """One call, as the context in which its handler runs."""
+
+    __slots__ = ("_calls", "_context", "_counted", "_method")
+
+    def __init__(self, calls: CallInterceptor, method: str, context: Any) -> None:
+        self._calls = calls
+        self._method = method
+        self._context = context
+        self._counted = not method.startswith(_OWN_TO_GRPC)
+
+    async def __aenter__(self) -> None:
+        if self._counted:
+            if self._calls.refusal is not None:
+                await self._abort(self._calls.refusal)
+            self._calls.opened()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not self._passes(error):
+                await self._abort(self._calls.answer(self._method, error))
+        finally:
+            if self._counted:
+                self._calls.closed()
+
+    def _passes(self, error: BaseException) -> bool:
+        if isinstance(error, asyncio.CancelledError):
+            # A cancellation of this very call passes. One that leaked out of something the handler awaited
+            # must not: gRPC would send no status at all, and the client would wait for its deadline or for ever.
+            task = asyncio.current_task()
+            return task is not None and task.cancelling() > 0
+        if not isinstance(error, Exception):
+            return True
+        # The call has its status already (aborted), or its client is gone and a write to it failed.
+        return self._context.done() or isinstance(error, grpc.aio.InternalError)
+
+    async def _abort(self, error: ServiceError) -> None:
+        status = encode(error)
+        await self._context.abort(
+            status.code, status.details, (*self._context.trailing_metadata(), *status.trailing_metadata)
+        )
+
+
+def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
+    """The same handler inside a `_Call`.
+
+    gRPC decodes a single request before the handler runs and encodes a single answer after it, both out of
+    reach of any interceptor and with UNKNOWN for what fails. So that happens in here too.
+    """
+    name, make = _KINDS[handler.request_streaming, handler.response_streaming]
+    behaviour = getattr(handler, name)
+    checked = _checked(method, handler.request_deserializer or _unchanged)
+    # A stream's messages are decoded one by one while the handler reads them, within reach of the mapping.
+    before, on_stream = (_unchanged, checked) if handler.request_streaming else (checked, None)
+    encode_ = handler.response_serializer or _unchanged
+    if not handler.response_streaming:
+        return make(_single(calls, method, behaviour, before, encode_), on_stream, None)
+    if inspect.isasyncgenfunction(behaviour):
+        return make(_generator(calls, method, behaviour, before, encode_), on_stream, None)
+    return make(_writer(calls, method, behaviour, before), on_stream, handler.response_serializer)
+
+
+def _single(
+    calls: CallInterceptor,
+    method: str,
+    behaviour: Callable[[Any, Any], Awaitable[Any]],
+    before: Callable[[Any], Any],
+    encode_: Callable[[Any], Any],
+) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def answer_once(request: Any, context: Any) -> Any:
+        async with _Call(calls, method, context):
+            answer = await behaviour(before(request), context)
+            # gRPC sends no message with a status other than OK, and such a handler may well return None.
+            return encode_(answer) if context.code() in (None, grpc.StatusCode.OK) else b""
+
+    return answer_once
+
+
+def _generator(
+    calls: CallInterceptor,
+    method: str,
+    behaviour: Callable[[Any, Any], Any],
+    before: Callable[[Any], Any],
+    encode_: Callable[[Any], Any],
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
+        async with _Call(calls, method, context), aclosing(behaviour(before(request), context)) as answers:
+            async for answer in answers:
+                yield encode_(answer)
+
+    return answer_with_each
+
+
+def _writer(
+    calls: CallInterceptor,
+    method: str,
+    behaviour: Callable[[Any, Any], Awaitable[None]],
+    before: Callable[[Any], Any],
+) -> Callable[[Any, Any], Awaitable[None]]:
+    async def let_it_write(request: Any, context: Any) -> None:
+        async with _Call(calls, method, context):
+            await behaviour(before(request), context)
+
+    return let_it_write
+
+
+def _checked(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode_or_refuse(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except Exception:
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "MALFORMED_MESSAGE",
+                f"a message of {len(data)} bytes sent to {method} is not what its .proto file says",
+            ) from None
+
+    return decode_or_refuse
+
+
+def _unchanged(value: Any) -> Any:
+    return value

@@ -1,0 +1,147 @@
+"""Errors of a service: one type on both sides of the wire, with its machine-readable details."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import cast
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+
+DOMAIN = "rallypoint"
+"""`google.rpc.ErrorInfo.domain` of every error that a service of Rallypoint answers with."""
+
+# A client drops an answer whose trailing metadata passes 8 KiB (gRPC's default), and with it the error. The
+# message travels twice, once percent-encoded (up to three bytes for one) and once with the details in base64
+# (four for three): 3 x 1000 + 4/3 x 3000 bytes stay clear of that.
+_MESSAGE_BYTES = 1000
+_DETAILS_BYTES = 3000
+_VALUE_BYTES = 256
+
+
+class ServiceError(Exception):
+    """What a service answers instead of a result, and what its client raises when it gets that answer.
+
+    Raise it in a handler: the chassis sends it. Overlong texts are cut and surplus details left out on the way.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        metadata: Mapping[str, str] = MappingProxyType({}),
+        field_violations: Sequence[tuple[str, str]] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        """Makes the error.
+
+        Args:
+            code: what a generic client should do. OK, UNKNOWN and INTERNAL are bugs when a handler raises them.
+            reason: UPPER_SNAKE, at most 63 characters; stable, for programs (`google.rpc.ErrorInfo.reason`).
+            message: one sentence for people. What was wrong, where, what was expected.
+            metadata: facts for programs (`ErrorInfo.metadata`).
+            field_violations: (field path, what is wrong with it) pairs (`google.rpc.BadRequest`).
+            retry_after: seconds, at least 0, after which to try again (`google.rpc.RetryInfo`).
+        """
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.metadata = dict(metadata)
+        self.field_violations = tuple(field_violations)
+        self.retry_after = retry_after
+
+    def __repr__(self) -> str:
+        return f"ServiceError({self.code.name}, {self.reason}, {self.message!r})"
+
+
+def invalid(field: str, description: str) -> ServiceError:
+    """The error for a request that no state of the service could make right.
+
+    Args:
+        field: path of the offending field in the request message, as in `settings.min_nodes`.
+        description: what is wrong with it and what was expected.
+    """
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_ARGUMENT",
+        f"{field}: {description}",
+        field_violations=[(field, description)],
+    )
+
+
+def encode(error: ServiceError) -> grpc.Status:
+    """The error as gRPC sends it: code, message, and a `google.rpc.Status` in the trailing metadata."""
+    status = status_pb2.Status(code=error.code.value[0], message=_clip(error.message, _MESSAGE_BYTES))
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after * 1e9))
+        status.details.add().Pack(retry)
+    info = error_details_pb2.ErrorInfo(reason=_clip(error.reason, 63), domain=DOMAIN)
+    room = _DETAILS_BYTES - status.ByteSize() - info.ByteSize()
+    for key, value in error.metadata.items():
+        entry = (_clip(key, 64), _clip(value, _VALUE_BYTES))
+        # 8: tags and lengths of a map entry and its two strings.
+        room -= len(entry[0].encode()) + len(entry[1].encode()) + 8
+        if room < 0:
+            break
+        info.metadata[entry[0]] = entry[1]
+    bad = error_details_pb2.BadRequest()
+    for field, description in error.field_violations:
+        violation = bad.FieldViolation(
+            field=_clip(field, _VALUE_BYTES), description=_clip(description, _VALUE_BYTES)
+        )
+        room -= violation.ByteSize() + 4
+        if room < 0:
+            break
+        bad.field_violations.append(violation)
+    status.details.add().Pack(info)
+    if bad.field_violations:
+        status.details.add().Pack(bad)
+    return cast(grpc.Status, rpc_status.to_status(status))
+
+
+def decode(error: grpc.aio.AioRpcError) -> ServiceError:
+    """The service's error again, on the client's side.
+
+    An answer without details (from gRPC itself: unreachable, cancelled, deadline passed; or from a service of
+    others) gives an error whose reason is the name of its code.
+    """
+    decoded = ServiceError(error.code(), error.code().name, error.details() or error.code().name)
+    try:
+        # from_call asks for a grpc.Call and touches only what AioRpcError has too.
+        status = rpc_status.from_call(error)
+        for detail in status.details if status is not None else ():
+            _unpack(detail, decoded)
+    except (ValueError, DecodeError):
+        # Details that contradict the status or are no protobuf: the code and the message still hold.
+        pass
+    return decoded
+
+
+def _unpack(detail: Any, into: ServiceError) -> None:
+    info, bad, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    if detail.Unpack(info):
+        into.reason, into.metadata = info.reason, dict(info.metadata)
+    elif detail.Unpack(bad):
+        into.field_violations = tuple((each.field, each.description) for each in bad.field_violations)
+    elif detail.Unpack(retry):
+        into.retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+
+
+def _clip(text: str, size: int) -> str:
+    """At most `size` bytes of UTF-8, whole characters; what UTF-8 cannot carry becomes question marks."""
+    data = text.encode(errors="replace")
+    if len(data) <= size:
+        return data.decode()
+    return data[: size - 3].decode(errors="ignore") + "…"

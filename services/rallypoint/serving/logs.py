@@ -1,0 +1,163 @@
+"""Structured logs: coloured lines on a terminal, one JSON object a line anywhere else, always on stderr.
+
+`get_logger` costs nothing but the standard library; structlog, which draws the lines, is imported when
+`configure_logs` runs (it takes some 50 ms). A program that never calls it sees our records like those of any
+library, through its own `logging`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class _Event:
+    """The message of our records: a fixed name for what happened, and its fields."""
+
+    __slots__ = ("fields", "name")
+
+    def __init__(self, name: str, fields: dict[str, object]) -> None:
+        self.name = name
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value!r}" for key, value in self.fields.items())])
+
+
+class Logger:
+    """Logs events: `log.info("node lost", run_id=..., reason=...)`. Fields must be what JSON or str() can show."""
+
+    __slots__ = ("_fields", "_logger")
+
+    def __init__(self, logger: logging.Logger, fields: dict[str, object]) -> None:
+        self._logger = logger
+        self._fields = fields
+
+    def bind(self, **fields: object) -> Logger:
+        """A logger that adds these fields to each event."""
+        return Logger(self._logger, {**self._fields, **fields})
+
+    def debug(self, event: str, **fields: object) -> None:
+        """For whoever debugs Rallypoint itself."""
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """A fact that an operator wants to find later."""
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Something is off and was dealt with."""
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """Something failed that a person should look at."""
+        self._log(logging.ERROR, event, fields)
+
+    def exception(self, event: str, *, error: BaseException | None = None, **fields: object) -> None:
+        """An error with its traceback: `error`'s, or that of the exception being handled."""
+        self._log(logging.ERROR, event, fields, error or sys.exc_info()[1])
+
+    def _log(
+        self, level: int, event: str, fields: dict[str, object], error: BaseException | None = None
+    ) -> None:
+        if self._logger.isEnabledFor(level):
+            # 3: the frame of whoever called info(), debug() ...
+            message = _Event(event, {**self._fields, **fields})
+            self._logger.log(level, message, exc_info=error, stacklevel=3)
+
+
+def get_logger(name: str, **fields: object) -> Logger:
+    """A logger of that name whose events carry `fields`. Cheap; call it at the top of a module."""
+    return Logger(logging.getLogger(name), fields)
+
+
+def configure_logs(level: str = "info", format: str = "auto", stream: TextIO | None = None) -> None:
+    """Sends all logs of this process, ours and the standard library's, to stderr. A second call replaces the first.
+
+    Args:
+        level: debug, info, warning or error.
+        format: human, json, or auto: human when the stream is a terminal, json otherwise.
+        stream: where to, if not to stderr.
+
+    Raises:
+        ValueError: no such level or format.
+    """
+    stream = stream or sys.stderr
+    if level not in _LEVELS:
+        raise ValueError(f"log level {level!r} is none of {', '.join(_LEVELS)}")
+    if format not in ("auto", "human", "json"):
+        raise ValueError(f"log format {format!r} is none of auto, human, json")
+    human = format == "human" or (format == "auto" and stream.isatty())
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_formatter(human, colours=stream.isatty() and not os.environ.get("NO_COLOR")))
+    handler.addFilter(_worth_showing)
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(_LEVELS[level])
+    logging.captureWarnings(True)
+    # Their debug chatter (selector choice, every cancelled call) drowns ours.
+    for name in ("asyncio", "grpc"):
+        logging.getLogger(name).setLevel(max(_LEVELS[level], logging.WARNING))
+
+
+def _formatter(human: bool, colours: bool) -> logging.Formatter:
+    # Here and not at the top: see the module's docstring.
+    import structlog  # noqa: PLC0415
+
+    drawn: list[Any] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if human:
+        drawn += [
+            structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
+        ]
+    else:
+        drawn += [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+        ]
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _spread_fields,
+        ],
+        processors=drawn,
+    )
+
+
+def _spread_fields(
+    _logger: object, _method: str, event_dict: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Turns the record of one of our events back into its name and fields."""
+    message = event_dict["_record"].msg
+    if isinstance(message, _Event):
+        event_dict["event"] = message.name
+        for key, value in message.fields.items():
+            event_dict.setdefault(key, value)
+    return event_dict
+
+
+def _worth_showing(record: logging.LogRecord) -> bool:
+    """Drops two things that grpc.aio logs as errors with tracebacks and that are daily life.
+
+    Two of its threads raced for one wake-up, and nothing is lost; or a client went away while a message was being
+    written to it, which every killed client does. (An ExecuteBatchError of another kind is a bug and stays.)
+    """
+    if record.name == "asyncio":
+        return "PollerCompletionQueue._handle_events" not in record.getMessage()
+    if record.name.startswith("grpc") and record.exc_info and record.exc_info[1]:
+        error = record.exc_info[1]
+        return not (type(error).__name__ == "ExecuteBatchError" and 'Failed "execute_batch"' in str(error))
+    return True

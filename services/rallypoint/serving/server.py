@@ -1,0 +1,275 @@
+"""One server process: from binding its port to the end of its last call."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+
+from rallypoint.serving.calls import CallInterceptor, Translate
+from rallypoint.serving.channel import MAX_MESSAGE_BYTES
+from rallypoint.serving.endpoint import Endpoint, listening_endpoint
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.listening import check_free
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.settings import ServerOptions, ServiceStartError, SettingError
+from rallypoint.serving.tls import server_credentials, transport
+
+__all__ = ["SERVER_ARGUMENTS", "Registration", "Server", "ServerOptions", "ServiceStartError"]
+
+log = get_logger(__name__)
+
+SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
+    # Otherwise two servers can share a port, each getting some of the calls.
+    ("grpc.so_reuseport", 0),
+    # Calls that arrived and were not yet picked up. With the defaults (1,000 and 3,000) a storm of connecting
+    # clients loses calls at random. Each costs a few KB while it waits.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    # Clients ping every 10 s (channel.CLIENT_ARGUMENTS); without these two they would be told to go away.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A client that vanished without a word is noticed after 20 + 10 s, which frees its connection. Leases
+    # notice it sooner and do not depend on this.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+
+# After the last call of ours, its status is still on its way to the socket, and only health watches and
+# reflection streams stay open. They are cut after this many seconds.
+_FLUSH = 0.5
+# A handler that swallows its cancellation keeps its call open for good; the process does not wait longer.
+_STUBBORN = 5.0
+_FOR_EVER = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One gRPC service of a server."""
+
+    service_name: str
+    """Full name in its .proto file, as in `rallypoint.timer.v1.TimerService`."""
+
+    add: Callable[[grpc.aio.Server], None]
+    """Adds the servicer: `functools.partial(add_TimerServiceServicer_to_server, servicer)`, for one."""
+
+    on_drain: Callable[[], Awaitable[None]] | None = None
+    """Called when the server begins to end: tell streams to go elsewhere and end them. Bounded by the grace."""
+
+
+def _know_nothing(_error: Exception) -> ServiceError | None:
+    return None
+
+
+class Server:
+    """Serves a set of services, with health, reflection, error mapping and a graceful end.
+
+    Health (`grpc.health.v1`) answers SERVING for each service's full name and for "" once started, NOT_SERVING
+    once draining. Belongs to one event loop; starts once.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        *,
+        services: Sequence[Registration],
+        translate: Translate = _know_nothing,
+    ) -> None:
+        """Makes a server that does nothing until `start`.
+
+        Args:
+            options: where and how to listen, and how long to drain.
+            services: what to serve.
+            translate: the answer to an exception of the services' own; None for those it does not know.
+        """
+        self._options = options
+        self._services = tuple(services)
+        self._calls = CallInterceptor(translate)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._endpoint: Endpoint | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as `open_channel` takes it: `host:port` with the real port, or `unix:/path`.
+
+        Raises:
+            RuntimeError: it was not started.
+        """
+        if self._endpoint is None:
+            raise RuntimeError("the server was not started")
+        return str(self._endpoint)
+
+    async def start(self) -> None:
+        """Listens and serves. When it fails, nothing is left open.
+
+        Raises:
+            ServiceStartError: the address cannot be had or is not to be served in plaintext, or a TLS file is
+                unusable. One line that says what to change.
+        """
+        try:
+            endpoint = listening_endpoint(self._options.host, self._options.port)
+            credentials = server_credentials(self._options, endpoint)
+        except SettingError as error:
+            raise ServiceStartError(str(error)) from None
+        await check_free(endpoint)
+        server = grpc.aio.server(interceptors=[self._calls], options=SERVER_ARGUMENTS)
+        try:
+            await self._register(server)
+            port = _bind(server, endpoint, credentials)
+            await server.start()
+        except BaseException:
+            # A server that was never started does not let go of what it holds when it is stopped.
+            await server.start()
+            await server.stop(None)
+            raise
+        self._server = server
+        self._endpoint = endpoint if endpoint.path is not None else Endpoint(endpoint.host, port)
+        log.info(
+            "ready",
+            services=[service.service_name for service in self._services],
+            address=self.address,
+            transport=transport(self._options),
+        )
+
+    async def _register(self, server: grpc.aio.Server) -> None:
+        for service in self._services:
+            service.add(server)
+            await self._health.set(service.service_name, health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [service.service_name for service in self._services]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+
+    async def serve_until_signal(self) -> None:
+        """Starts, unless that was done, and serves until SIGTERM or SIGINT; then drains. A second one stops at once.
+
+        Takes both signals over meanwhile, from before it is ready, so that none kills a server that looks ready.
+        Returns early when the server is drained or stopped from elsewhere. Cancelled, it leaves the server running.
+
+        Raises:
+            ServiceStartError: see `start`.
+        """
+        with _signals() as received:
+            if self._server is None:
+                await self.start()
+            ended = asyncio.create_task(self._ended())
+            try:
+                name = await _first(received, ended)
+                if name is None:
+                    # Raises what broke gRPC's own serving loop, if that is why it ended.
+                    ended.result()
+                    return
+                log.info("signal received", signal=name)
+                draining = asyncio.create_task(self.drain())
+                if await _first(received, draining) is not None:
+                    log.warning("second signal: stopping at once", open_calls=self._calls.open_calls)
+                    await self.stop()
+                await draining
+            finally:
+                ended.cancel()
+
+    async def _ended(self) -> None:
+        if self._server is not None:
+            # Without a timeout, cancelling this wait would cancel the server's own end with it.
+            await self._server.wait_for_termination(timeout=_FOR_EVER)
+
+    async def drain(self, grace: float | None = None) -> None:
+        """Ends gracefully: health says NOT_SERVING, new calls are refused, streams are told, open calls end.
+
+        Returns when the last call has ended and the port is free, at the latest some seconds after the grace.
+        Calls still open after the grace are cancelled. A second call waits for the first one's end.
+
+        Args:
+            grace: seconds; the options' `drain_grace` when None.
+        """
+        if self._server is None:
+            return
+        if self._draining is None:
+            seconds = self._options.drain_grace if grace is None else grace
+            self._draining = asyncio.create_task(self._drain(self._server, seconds))
+        await asyncio.wait({self._draining})
+        if not self._draining.cancelled():
+            self._draining.result()
+
+    async def stop(self) -> None:
+        """Ends at once: open calls are cancelled."""
+        if self._server is None:
+            return
+        if self._draining is not None:
+            self._draining.cancel()
+        await self._close(self._server, None)
+
+    async def _drain(self, server: grpc.aio.Server, grace: float) -> None:
+        log.info("draining", grace=grace, open_calls=self._calls.open_calls)
+        self._calls.refuse(
+            ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "DRAINING",
+                "this server is about to end: connect again, to another one where there is one",
+                retry_after=1.0,
+            )
+        )
+        try:
+            async with asyncio.timeout(grace):
+                told = (service.on_drain for service in self._services if service.on_drain is not None)
+                await asyncio.gather(self._health.enter_graceful_shutdown(), *(_tell(each) for each in told))
+                await self._calls.idle()
+        except TimeoutError:
+            log.warning("grace is over, cancelling open calls", open_calls=self._calls.open_calls)
+        await self._close(server, _FLUSH)
+        log.info("stopped")
+
+    async def _close(self, server: grpc.aio.Server, grace: float | None) -> None:
+        closing = asyncio.create_task(server.stop(grace))
+        _, open_still = await asyncio.wait({closing}, timeout=_STUBBORN + (grace or 0))
+        if open_still:
+            log.error("calls ignore their cancellation; leaving them", open_calls=self._calls.open_calls)
+
+
+async def _tell(on_drain: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await on_drain()
+    except Exception:
+        log.exception("a service failed to drain")
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
+    """SIGTERM and SIGINT as they come, while it lasts."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for each in handled:
+        loop.add_signal_handler(each, received.put_nowait, each)
+    try:
+        yield received
+    finally:
+        for each in handled:
+            loop.remove_signal_handler(each)
+
+
+async def _first(received: asyncio.Queue[signal.Signals], other: asyncio.Task[None]) -> str | None:
+    """The next signal's name, or None when `other` ended before one came."""
+    waiting = asyncio.create_task(received.get())
+    try:
+        await asyncio.wait({waiting, other}, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result().name if waiting.done() else None
+    finally:
+        waiting.cancel()
+
+
+def _bind(server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(str(endpoint))
+        return server.add_secure_port(str(endpoint), credentials)
+    except RuntimeError:
+        raise ServiceStartError(f"cannot listen on {endpoint}: change --host or --port") from None

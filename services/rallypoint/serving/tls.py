@@ -1,0 +1,196 @@
+"""TLS from files: checked before use, so that a wrong file is named, and read again by a server when they change."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from rallypoint.serving.endpoint import Endpoint
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+
+log = get_logger(__name__)
+
+
+class TLSFileError(SettingError):
+    """A TLS file cannot be read, is not what it should be, or does not fit another. Names file and flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate chain with its private key, and the authorities that the peer's must come from, all PEM."""
+
+    certificate: bytes | None
+    key: bytes | None
+    authorities: bytes | None
+
+
+def transport(options: ServerOptions) -> str:
+    """What a server with these options speaks, for people: `plaintext`, `TLS` or `mutual TLS`."""
+    if options.tls_cert is None:
+        return "plaintext"
+    return "TLS" if options.tls_client_ca is None else "mutual TLS"
+
+
+def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.ServerCredentials | None:
+    """What to listen with.
+
+    Args:
+        options: the TLS files, and whether plaintext is wanted.
+        endpoint: where the server is going to listen; only loopback goes without TLS by itself.
+
+    Returns:
+        None for plaintext. The credentials follow their files: a handshake that finds one changed reads all of
+        them again, and stays with the old ones while the new ones are no good (half written, for example).
+
+    Raises:
+        TLSFileError: a file is missing, unusable or does not match.
+        SettingError: plaintext outside loopback without `insecure`, or flags that contradict each other.
+    """
+    if options.tls_cert is None and options.tls_key is None:
+        if options.tls_client_ca is not None:
+            raise SettingError(
+                "--tls-client-ca asks clients for certificates, which takes --tls-cert and --tls-key"
+            )
+        if not (options.insecure or endpoint.loopback):
+            raise SettingError(
+                f"refusing to serve plaintext on {endpoint}, which other machines can reach: give --tls-cert and"
+                " --tls-key, or --host 127.0.0.1, or --insecure where the network itself is trusted"
+            )
+        return None
+    if options.insecure:
+        raise SettingError("--insecure and --tls-cert contradict each other: leave one of them out")
+    files = _Files(options.tls_cert, options.tls_key, options.tls_client_ca, "--tls-client-ca")
+    first = files.read()
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first),
+        # The stubs forget that None means "no change".
+        _reloader(files),  # type: ignore[arg-type]
+        require_client_authentication=options.tls_client_ca is not None,
+    )
+
+
+def client_credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
+    """What to connect with. The files are read once: a client that wants the new ones opens a new channel.
+
+    Raises:
+        TLSFileError: a file is missing, unusable or does not match.
+    """
+    identity = _Files(tls.certificate, tls.key, tls.ca, "--tls-ca").read()
+    return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    certificate: Path | None
+    key: Path | None
+    authorities: Path | None
+    authorities_flag: str
+
+    def read(self) -> Identity:
+        if (self.certificate is None) != (self.key is None):
+            given, missing = ("--tls-cert", "--tls-key") if self.key is None else ("--tls-key", "--tls-cert")
+            raise TLSFileError(f"{given} is of no use without {missing}: give both")
+        certificate = _content(self.certificate, "--tls-cert")
+        key = _content(self.key, "--tls-key")
+        authorities = _content(self.authorities, self.authorities_flag)
+        if self.certificate is not None and self.key is not None:
+            _check_pair(self.certificate, self.key)
+        if authorities is not None:
+            _check_authorities(authorities, f"{self.authorities_flag} {self.authorities}")
+        return Identity(certificate, key, authorities)
+
+    def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """Differs when a file was written, replaced or removed."""
+        return tuple(
+            _stamp(path) for path in (self.certificate, self.key, self.authorities) if path is not None
+        )
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    assert identity.key is not None
+    assert identity.certificate is not None
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.key, identity.certificate)], root_certificates=identity.authorities
+    )
+
+
+def _reloader(files: _Files) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    """What gRPC asks at each handshake, on a thread of its own: new credentials, or None to keep the present ones."""
+    seen = files.stamp()
+
+    def reload() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal seen
+        stamp = files.stamp()
+        if stamp == seen:
+            return None
+        seen = stamp
+        try:
+            configuration = _configuration(files.read())
+        except TLSFileError as error:
+            log.warning("TLS files changed and are unusable; staying with the old ones", cause=str(error))
+            return None
+        log.info("TLS files changed and were read again", certificate=str(files.certificate))
+        return configuration
+
+    return reload
+
+
+def _content(path: Path | None, flag: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TLSFileError(f"{flag} {path}: {error.strerror}") from None
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    # PROTOCOL_TLS_SERVER asks no peer for anything here: the context only serves to load and compare.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    encrypted = False
+
+    def no_password() -> str:
+        nonlocal encrypted
+        encrypted = True
+        return ""
+
+    try:
+        context.load_cert_chain(certificate, key, password=no_password)
+    except (ssl.SSLError, OSError, ValueError) as error:
+        if encrypted:
+            raise TLSFileError(f"--tls-key {key} is encrypted: give one without a passphrase") from None
+        if "MISMATCH" in str(error):
+            raise TLSFileError(
+                f"--tls-key {key} is not the private key of --tls-cert {certificate}"
+            ) from None
+        if not _has_certificate(certificate):
+            raise TLSFileError(f"--tls-cert {certificate} holds no PEM certificate") from None
+        raise TLSFileError(f"--tls-key {key} holds no PEM private key that can be used") from None
+
+
+def _has_certificate(path: Path) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except (ssl.SSLError, OSError):
+        return False
+    return True
+
+
+def _check_authorities(pem: bytes, what: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "replace"))
+    except (ssl.SSLError, ValueError):
+        raise TLSFileError(f"{what} holds no PEM certificate") from None

@@ -1,0 +1,33 @@
+"""Seconds as google.protobuf.Duration and back."""
+
+from __future__ import annotations
+
+import math
+
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.timer.refusals import InvalidField
+
+# What a Duration may hold, by its own definition: about 10,000 years.
+_MAX_SECONDS = 315_576_000_000
+_BILLION = 1_000_000_000
+
+
+def to_duration(seconds: float) -> Duration:
+    """A Duration of so many seconds, to the nanosecond."""
+    whole = math.trunc(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * _BILLION))
+
+
+def to_seconds(duration: Duration, field: str) -> float:
+    """The seconds of a Duration.
+
+    Raises:
+        InvalidField: it isn't a valid one; names `field`.
+    """
+    seconds, nanos = duration.seconds, duration.nanos
+    if not (-_MAX_SECONDS <= seconds <= _MAX_SECONDS and -_BILLION < nanos < _BILLION) or seconds * nanos < 0:
+        raise InvalidField(
+            field, "is no valid duration: seconds and nanos out of range, or of different sign"
+        )
+    return seconds + nanos / _BILLION

@@ -1,0 +1,60 @@
+"""The watchdog's own clock: it stands still while the watchdog was not watching.
+
+A watchdog that was paused (SIGSTOP, a starved machine, a paused VM) finds on waking that timers are overdue
+whose releases wait, unread, in its sockets. It must not accuse those workers. So deadlines are kept on a clock
+that leaves out the time of which the watchdog can tell that it slept through it. That moves every deadline at
+once, at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LagSettings:
+    """How lag is measured and forgiven. All in seconds."""
+
+    # A wake-up this late is ordinary scheduling and forgives nothing. Default 0.1: twice the lateness that
+    # expiries may have, so that a busy machine doesn't slow the clock for good. Lower accuses less readily and
+    # expires later under load.
+    tolerance: float = 0.1
+    # The watchdog wakes at least this often while it has timers, only to notice whether it was stopped.
+    # Default 0.5: two wake-ups a second cost nothing. A pause is noticed short by at most this much.
+    pulse: float = 0.5
+    # What is forgiven beyond the measured lag: the part of a pause that the pulse did not see, and time to read
+    # what waits in the sockets. Default 1: the pulse, and as much again.
+    settle: float = 1.0
+
+
+class WatchClock:
+    """Monotonic seconds, less those in which the watchdog was not watching.
+
+    It may step back, by at most `settle`. It always gets on: of the time really watched, `settle` takes back at
+    most half, so a worker that hangs is accused even by a watchdog that stumbles for ever.
+    """
+
+    def __init__(self, now: float, settings: LagSettings) -> None:
+        self._settings = settings
+        self._forgiven = 0.0
+        self._settled_at = now - 2 * settings.settle
+
+    @property
+    def forgiven(self) -> float:
+        """Seconds left out so far."""
+        return self._forgiven
+
+    def read(self, now: float) -> float:
+        """What this clock shows when the monotonic clock shows `now`."""
+        return now - self._forgiven
+
+    def observe(self, now: float, due: float) -> float:
+        """Takes note that the watchdog wakes at `now` and meant to at `due`; returns the seconds forgiven."""
+        lag = now - due
+        if lag <= self._settings.tolerance:
+            return 0.0
+        watched = self.read(due) - self._settled_at
+        grace = max(0.0, min(self._settings.settle, watched / 2))
+        self._forgiven += lag + grace
+        self._settled_at = self.read(now)
+        return lag + grace

@@ -1,0 +1,174 @@
+"""Whoever of agent, guard and spawner dies, and however, nothing of the workers' trees outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
+
+from rallypoint.agent import spawner
+from rallypoint.agent.spawner import Process, descendants, look_up, strike
+
+WORKERS = 2
+
+AGENT = """
+import asyncio, json, os, sys
+from rallypoint.agent.workers import Spawner, WorkerGroup, WorkerSpec
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+async def main():
+    spawner = Spawner.start(on_death=lambda: say(what="death"))
+    guard = spawner._guard.pid
+    group = WorkerGroup(spawner, lambda how: say(what="exit", rank=how.local_rank, inferred=how.inferred))
+    command = json.loads(sys.argv[1])
+    await group.start([
+        WorkerSpec(rank, command, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(int(sys.argv[2]))
+    ])
+    say(what="ready", guard=guard, spawner=spawner.pid)
+    while not spawner.dead:
+        await asyncio.sleep(0.01)
+    report = await group.stop()
+    say(what="stopped", left=report.left)
+    await spawner.close()
+    say(what="closed", children=len(os.listdir("/proc/self/fd")))
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+class Agent:
+    """A program with a spawner and stubborn workers, which we may kill as we like."""
+
+    def __init__(self, marker: str, folder: Path) -> None:
+        self.marker = marker
+        command = json.dumps(stubborn(marker, folder))
+        # Its own arguments hold the marker too: it counts as alive until it is told apart by its pid.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", AGENT, command, str(WORKERS)], stdout=subprocess.PIPE, text=True
+        )
+        ready = self.hear("ready")
+        self.pids = {"agent": self.process.pid, "guard": ready["guard"], "spawner": ready["spawner"]}
+        wait_until(lambda: all_there(folder, WORKERS), "all parts of the stubborn workers")
+
+    def hear(self, what: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said: dict[str, Any] = json.loads(line)
+            if said["what"] == what:
+                return said
+        raise AssertionError(f"the agent ended without saying {what!r}")
+
+    def alone(self) -> bool:
+        return gone(self.marker, besides=self.process.pid)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    with fresh_marker() as marker:
+        agent = Agent(marker, tmp_path)
+        try:
+            yield agent
+        finally:
+            agent.close()
+            wait_until(agent.alone, "the end of everything")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "victims",
+    [("agent",), ("spawner",), ("guard",), ("agent", "spawner"), ("agent", "guard"), ("guard", "spawner")],
+    ids="+".join,
+)
+def test_nothing_survives_the_death_of_any_two(agent: Agent, victims: tuple[str, ...]) -> None:
+    """SIGKILL of one or two of the three ends every worker, child, daemon and hopper, with no help from us."""
+    assert len(living(agent.marker)) > WORKERS * 5
+    for name in victims:
+        os.kill(agent.pids[name], signal.SIGKILL)
+    wait_until(agent.alone, f"the end of the tree after the death of {victims}")
+    if "agent" not in victims:
+        agent.hear("death")
+        agent.hear("stopped")
+
+
+@pytest.mark.integration
+def test_a_stopped_spawner_does_not_keep_the_tree_alive(agent: Agent) -> None:
+    """The guard acts for a spawner that is suspended when the agent dies."""
+    os.kill(agent.pids["spawner"], signal.SIGSTOP)
+    os.kill(agent.pids["agent"], signal.SIGKILL)
+    wait_until(agent.alone, "the end of the tree")
+
+
+@pytest.mark.integration
+def test_terminal_signals_leave_spawner_and_workers_to_the_agent(agent: Agent) -> None:
+    """What Ctrl-C, Ctrl-\\ or a scheduler sends to everybody ends neither spawner nor guard."""
+    for name in ("guard", "spawner"):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            os.kill(agent.pids[name], number)
+        process = look_up(agent.pids[name])
+        assert process is not None
+        assert not process.dead
+        assert process.session != os.getsid(0)
+    os.kill(agent.pids["agent"], signal.SIGKILL)
+    wait_until(agent.alone, "the end of the tree")
+
+
+def test_descendants_are_found_parents_first() -> None:
+    """A walk shows the whole tree below a process, each after its parent, and leaves out what it is told to."""
+    program = "import os, signal; os.fork() or os.fork(); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(3):
+            child.stdout.readline()
+        tree = [process.pid for process in descendants(os.getpid())]
+        below = descendants(child.pid)
+        assert child.pid in tree
+        assert len(below) == 2
+        assert below[0].parent == child.pid
+        assert below[1].parent == below[0].pid
+        spared = descendants(os.getpid(), keep=lambda process: process.pid == child.pid)
+        assert not {child.pid, *(process.pid for process in below)} & {process.pid for process in spared}
+        for process in (*below, look_up(child.pid)):
+            assert process is not None
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
+    """A process whose parent is outside the tree by the time of the blow is left alone."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        was = Process(stranger.pid, "S", parent=12345678, group=1, session=1)
+        assert strike(was, family={12345678}) is None
+        assert stranger.poll() is None
+        pidfd = strike(was, family={os.getpid()})
+        assert pidfd is not None
+        os.close(pidfd)
+        assert stranger.wait() == -signal.SIGKILL
+
+
+def test_the_program_needs_only_the_standard_library() -> None:
+    """The file runs isolated, without site-packages, and imports nothing that could not be forked."""
+    check = (
+        "import runpy, sys; runpy.run_path(sys.argv[1], run_name='looked_at'); "
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('grpc', 'google', 'asyncio', "
+        "'threading', 'rallypoint')))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", check, spawner.__file__], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,48 @@
+"""The stock PyTorch example trains and resumes under stock torchrun: it owes nothing to Rallypoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.torch, pytest.mark.integration]
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_ddp.py"
+
+
+def torchrun(checkpoint: Path, *arguments: object) -> list[str]:
+    """Two workers under stock torchrun; the lines they printed."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(SCRIPT), "--checkpoint", str(checkpoint), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.timeout(120)
+def test_it_trains_and_resumes_under_stock_torchrun(tmp_path: Path) -> None:
+    """A second launch goes on after the first one's last epoch, with its optimizer, and passes the bar."""
+    pytest.importorskip("torch")
+    checkpoint = tmp_path / "new" / "digits.pt"
+    torchrun(checkpoint, "--epochs", 3)
+    *lines, last = torchrun(checkpoint, "--epochs", 15)
+    epochs = [re.match(r"restart 0 · epoch (\d+)/15 · .* · world 2$", line) for line in lines]
+    assert [match and int(match[1]) for match in epochs] == list(range(4, 16))
+    assert float(last.removeprefix("held-out accuracy ")) >= 0.92
+    assert [entry.name for entry in checkpoint.parent.iterdir()] == ["digits.pt"]
+
+
+def test_it_knows_nothing_of_rallypoint() -> None:
+    """No import and no variable of ours: what runs here runs anywhere torch does."""
+    assert not re.search(r"import rallypoint|from rallypoint|RALLYPOINT_", SCRIPT.read_text())

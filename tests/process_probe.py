@@ -1,0 +1,119 @@
+"""What tests of supervision need: trees of processes that are hard to kill, and a way to see who is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+PATIENCE = 20.0
+"""Seconds that a test waits for what should take milliseconds, before it gives up."""
+
+STUBBORN = """
+import os, signal, sys, time
+marker, folder = sys.argv[1:3]
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+def linger(name):
+    open(f"{folder}/{name}.{os.environ.get('LOCAL_RANK', 0)}", "w").close()
+    while True:
+        signal.pause()
+
+if os.fork() == 0:
+    linger("child")
+if os.fork() == 0:  # a daemon
+    os.setsid()
+    if os.fork() == 0:
+        if os.fork() == 0:
+            linger("daemons-child")
+        linger("daemon")
+    os._exit(0)
+os.wait()
+if os.fork() == 0:  # a daemon with nothing of ours in its environment
+    os.setsid()
+    if os.fork() == 0:
+        open(f"{folder}/stranger.{os.environ.get('LOCAL_RANK', 0)}", "w").close()
+        program = "import signal, sys; signal.signal(15, 1); signal.pause()"
+        os.execve(sys.executable, [sys.executable, "-c", program, marker], {})
+    os._exit(0)
+os.wait()
+if os.fork() == 0:  # one that is never the same process for long
+    open(f"{folder}/hopper.{os.environ.get('LOCAL_RANK', 0)}", "w").close()
+    while True:
+        time.sleep(0.005)
+        if os.fork():
+            os._exit(0)
+linger("main")
+"""
+"""A worker that ignores SIGTERM, forks, daemonises and hops: arguments are a marker, and a folder to say in what
+has started."""
+
+STUBBORN_PARTS = ("child", "daemon", "daemons-child", "stranger", "hopper", "main")
+
+
+def stubborn(marker: str, folder: Path) -> list[str]:
+    """The command of a stubborn worker."""
+    return [sys.executable, "-c", STUBBORN, marker, str(folder)]
+
+
+def all_there(folder: Path, workers: int) -> bool:
+    """Whether every part of that many stubborn workers has started."""
+    return all((folder / f"{part}.{rank}").exists() for part in STUBBORN_PARTS for rank in range(workers))
+
+
+def living(marker: str) -> list[int]:
+    """Pids of the processes, zombies left out, that have the marker in their arguments or environment."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            folder = Path("/proc", name)
+            text = folder.joinpath("cmdline").read_bytes() + folder.joinpath("environ").read_bytes()
+            if marker.encode() in text:  # both are empty for a zombie
+                found.append(int(name))
+    return found
+
+
+def gone(marker: str, besides: int = 0) -> bool:
+    """Whether nobody has the marker. Looks several times: a hopper can be between two processes at a glance."""
+    return not any(set(living(marker)) - {besides} for _ in range(5))
+
+
+@contextlib.contextmanager
+def fresh_marker() -> Iterator[str]:
+    """A marker that no other process has; whoever has it at the end is killed."""
+    marker = f"marker-{uuid.uuid4().hex}"
+    try:
+        yield marker
+    finally:
+        while left := living(marker):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> float:
+    """Waits for a condition; returns the seconds it took."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > PATIENCE:
+            raise AssertionError(f"waited {PATIENCE} s in vain for: {what}")
+        time.sleep(0.002)
+    return time.monotonic() - began
+
+
+async def until(condition: Callable[[], bool], what: str) -> float:
+    """The same, letting the event loop run."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > PATIENCE:
+            raise AssertionError(f"waited {PATIENCE} s in vain for: {what}")
+        await asyncio.sleep(0.002)
+    return time.monotonic() - began

@@ -1,0 +1,119 @@
+"""A journal that a test owns, and a store service on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+from rallypoint.rendezvous.store.core import StoreLimits
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.servicer import store_registration
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Server, ServerOptions
+
+RUN = "digits"
+
+
+class TestJournal:
+    """Keeps entries as SQLite does, one per key; commits are held back, or fail, when a test says so."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, int, str], bytes] = {}
+        self.commits: list[list[StoreChange]] = []
+        self.fails_with: Exception | None = None
+        self.held_before = 0
+        self.held_after = 0
+        self._may_commit = asyncio.Event()
+        self._may_return = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self.release()
+
+    def hold(self) -> None:
+        """Make nothing durable from now on."""
+        self._may_commit.clear()
+
+    def hold_after(self) -> None:
+        """Make things durable, but say so to nobody."""
+        self._may_return.clear()
+
+    def release(self) -> None:
+        """Let everything go on."""
+        self._may_commit.set()
+        self._may_return.set()
+
+    async def until_held(self) -> None:
+        """Return when an append is held back."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.held_before + self.held_after > 0)
+
+    async def until_commits(self, count: int) -> None:
+        """Return when there are so many commits."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.commits) >= count)
+
+    async def append(self, entries: Sequence[StoreChange]) -> None:
+        self.held_before += 1
+        await self._notify()
+        await self._may_commit.wait()
+        self.held_before -= 1
+        if self.fails_with is not None:
+            raise self.fails_with
+        self.commits.append(list(entries))
+        for entry in entries:
+            if entry.value is None:
+                self.rows.pop((entry.run_id, entry.round, entry.key), None)
+            else:
+                self.rows[entry.run_id, entry.round, entry.key] = entry.value
+        self.held_after += 1
+        await self._notify()
+        await self._may_return.wait()
+        self.held_after -= 1
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def entries(self) -> list[StoreChange]:
+        """What a restarted service finds."""
+        return [StoreChange(*place, value) for place, value in self.rows.items()]
+
+
+class Rounds:
+    """The current rounds of runs, as the rest of the service would know them."""
+
+    def __init__(self, rounds: Mapping[str, int] | None = None) -> None:
+        self.of = dict(rounds or {RUN: 1})
+
+    def __call__(self, run_id: str) -> int | None:
+        return self.of.get(run_id)
+
+
+def open_store(
+    journal: TestJournal, rounds: Callable[[str], int | None] | None = None, limits: StoreLimits | None = None
+) -> StoreService:
+    """A service over what the journal holds, as after a restart."""
+    return StoreService(journal, rounds or Rounds(), journal.entries(), limits=limits)
+
+
+@asynccontextmanager
+async def serving(store: StoreService, path: str) -> AsyncIterator[Server]:
+    """The store on a server at a Unix socket, gone without a farewell at the end."""
+    server = Server(ServerOptions(host=f"unix:{path}"), services=[store_registration(store)])
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def channel_to(path: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to such a server."""
+    async with open_channel(f"unix:{path}") as channel:
+        yield channel

@@ -1,0 +1,27 @@
+"""A process with nothing but a store in it, to be killed: store_server.py JOURNAL ENDPOINT."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.servicer import store_registration
+from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.store.store_fakes import RUN
+
+
+async def serve(journal_path: str, endpoint: str) -> None:
+    journal = SqliteJournal(Path(journal_path))
+    recovered = await journal.open()
+    store = StoreService(journal, {RUN: 1}.get, recovered.store_entries)
+    server = Server(ServerOptions(host=endpoint), services=[store_registration(store)])
+    await server.start()
+    await server.serve_until_signal()
+    await journal.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))

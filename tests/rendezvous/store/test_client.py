@@ -1,0 +1,199 @@
+"""Calls go on over a restart of the service, and every write takes effect exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.rendezvous.store.client import LONGEST_BACKOFF, OperationSlots, StoreClient
+from rallypoint.rendezvous.store.writes import Comparison
+from rallypoint.serving.errors import ServiceError
+from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, open_store, serving
+
+Write = Callable[[StoreClient], Awaitable[Any]]
+
+WRITES: dict[str, tuple[Write, object, dict[str, bytes]]] = {
+    "set": (lambda client: client.set("k", b"new"), None, {"k": b"new", "n": b"1"}),
+    "add": (lambda client: client.add("n", 1), 2, {"k": b"old", "n": b"2"}),
+    "compare_set": (
+        lambda client: client.compare_set("k", b"old", b"new"),
+        Comparison(True, b"new"),
+        {"k": b"new", "n": b"1"},
+    ),
+    "delete": (lambda client: client.delete("k"), True, {"n": b"1"}),
+}
+
+
+def values(journal: TestJournal) -> dict[str, bytes]:
+    return {key: value for (_, _, key), value in journal.rows.items() if not key.startswith("\x01")}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("durable", [True, False], ids=["killed-after-commit", "killed-before-commit"])
+async def test_a_write_over_a_restart_takes_effect_once(tmp_path: Path, name: str, durable: bool) -> None:
+    """The service dies with the write unanswered, made durable or not; the client notices nothing."""
+    write, answer, expected = WRITES[name]
+    journal, path = TestJournal(), f"{tmp_path}/store.sock"
+    async with channel_to(path) as channel:
+        client = StoreClient(channel, RUN)
+        async with serving(open_store(journal), path):
+            await client.set("k", b"old")
+            await client.add("n", 1)
+            (journal.hold_after if durable else journal.hold)()
+            writing = asyncio.ensure_future(write(client))
+            await journal.until_held()
+        rows = dict(journal.rows)
+        # What the dead service still had in hand reaches no disk.
+        journal.fails_with = OSError("dead")
+        journal.release()
+        assert not writing.done()
+        restarted = TestJournal()
+        restarted.rows = rows
+        async with serving(open_store(restarted), path):
+            assert await writing == answer
+            assert values(restarted) == expected
+
+
+async def test_a_wait_goes_on_over_a_restart(tmp_path: Path) -> None:
+    journal, path = TestJournal(), f"{tmp_path}/store.sock"
+    async with channel_to(path) as channel:
+        client = StoreClient(channel, RUN)
+        async with serving(open_store(journal), path):
+            waiting = asyncio.ensure_future(client.get("k"))
+            both = asyncio.ensure_future(client.wait(["k", "j"]))
+            await client.set("j", b"")
+        async with serving(open_store(journal), path):
+            await client.set("k", b"1")
+            assert await waiting == b"1"
+            await both
+
+
+async def test_a_wait_goes_on_over_a_drain(tmp_path: Path) -> None:
+    journal, path = TestJournal(), f"{tmp_path}/store.sock"
+    async with channel_to(path) as channel:
+        client = StoreClient(channel, RUN)
+        async with serving(open_store(journal), path) as server:
+            waiting = asyncio.ensure_future(client.get("k"))
+            await client.set("j", b"")
+            await server.drain(30.0)
+        async with serving(open_store(journal), path):
+            await client.set("k", b"1")
+            assert await waiting == b"1"
+
+
+async def test_adders_over_restarts_add_up(tmp_path: Path) -> None:
+    """Many adders, the service killed again and again at any point: the sum is the number of additions, and
+    each adder saw another sum."""
+    journal, path = TestJournal(), f"{tmp_path}/store.sock"
+    adders, each = 8, 25
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(channel_to(path)) for _ in range(2)]
+        clients = [StoreClient(channel, RUN) for channel in channels]
+
+        async def add(number: int) -> list[int]:
+            client = clients[number % len(clients)]
+            return [await client.add("n", 1, round=number % 2) for _ in range(each)]
+
+        adding: asyncio.Future[list[list[int]]] = asyncio.gather(*(add(number) for number in range(adders)))
+        lives = 0
+        while not adding.done():
+            lives += 1
+            async with serving(open_store(journal), path):
+                enough: asyncio.Future[Any] = asyncio.ensure_future(journal.until_commits(8))
+                await asyncio.wait([adding, enough], return_when=asyncio.FIRST_COMPLETED)
+                enough.cancel()
+                # Every other life ends before a commit, the others after one that nobody was told of.
+                (journal.hold if lives % 2 else journal.hold_after)()
+            # Whatever the dead service still had in hand is lost.
+            journal, dead = TestJournal(), journal
+            journal.rows = dict(dead.rows)
+            dead.fails_with = OSError("dead")
+            dead.release()
+        sums = await adding
+    for round in (0, 1):
+        seen = sorted(total for number, totals in enumerate(sums) for total in totals if number % 2 == round)
+        assert seen == list(range(1, adders // 2 * each + 1))
+    assert lives > 3
+
+
+async def test_an_unreachable_service_is_reported_in_time(tmp_path: Path) -> None:
+    async with channel_to(f"{tmp_path}/nobody.sock") as channel:
+        with pytest.raises(ServiceError, match=r"gave no answer for 0\.05 s") as refused:
+            await StoreClient(channel, RUN).add("n", 1, timeout=0.05)
+    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE")
+
+
+async def test_the_end_of_a_wait_is_the_services_word(tmp_path: Path) -> None:
+    """Also with a timeout of 0: the service is asked, and names what is missing."""
+    path = f"{tmp_path}/store.sock"
+    async with serving(open_store(TestJournal()), path), channel_to(path) as channel:
+        client = StoreClient(channel, RUN)
+        for timeout in (0.0, 0.01):
+            with pytest.raises(ServiceError, match="key 'k' was not set") as refused:
+                await client.get("k", timeout=timeout)
+            assert refused.value.reason == "KEY_WAIT_TIMED_OUT"
+
+
+async def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
+    path = f"{tmp_path}/store.sock"
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async with serving(open_store(TestJournal(), Rounds({RUN: 2})), path), channel_to(path) as channel:
+        client = StoreClient(channel, RUN, sleep=sleep)
+        for call in (
+            client.set("k", b"", round=1),
+            client.set("k", b"", writer_round=1),
+            client.get("k", round=1),
+            StoreClient(channel, "other", sleep=sleep).check(["k"]),
+        ):
+            with pytest.raises(ServiceError):
+                await call
+    assert not slept
+
+
+async def test_backing_off_grows_jittered_to_a_bound(tmp_path: Path) -> None:
+    """Between attempts at a service that can't write: drawn from a range that doubles up to its bound."""
+    journal, path = TestJournal(), f"{tmp_path}/store.sock"
+    journal.fails_with = OSError("disk on fire")
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 9:
+            journal.fails_with = None
+
+    async with serving(open_store(journal), path), channel_to(path) as channel:
+        assert await StoreClient(channel, RUN, sleep=sleep, draw=lambda: 0.5).add("n", 1) == 1
+    assert slept == [min(LONGEST_BACKOFF, 0.05 * 2**attempt) / 2 for attempt in range(9)]
+
+
+async def test_keys_come_in_pages(tmp_path: Path) -> None:
+    path = f"{tmp_path}/store.sock"
+    async with serving(open_store(TestJournal()), path), channel_to(path) as channel:
+        client = StoreClient(channel, RUN)
+        await asyncio.gather(*(client.set(f"k/{n:04}", b"") for n in range(1_001)))
+        first, page = await client.list_keys("k/")
+        rest, end = await client.list_keys("k/", page)
+        assert first + rest == [f"k/{n:04}" for n in range(1_001)]
+        assert not end
+
+
+def test_slots_are_reused_and_never_shared() -> None:
+    """As many slots as there were concurrent writes, each with numbers that grow."""
+    slots = OperationSlots("c")
+    with slots.operation() as first:
+        with slots.operation() as second:
+            assert (first.slot, second.slot) == (0, 1)
+        with slots.operation() as third:
+            assert (third.slot, third.sequence) == (1, 2)
+    with slots.operation() as fourth:
+        assert (fourth.slot, fourth.sequence) == (0, 2)

@@ -1,0 +1,216 @@
+"""Properties of the spaces: what is durable is all there is to them, and a batch is its writes one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.rendezvous.store.core import Draft, RunSpaces, StoreLimits, entry_bytes
+from rallypoint.rendezvous.store.operations import RESERVED, Operation
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.refusals import (
+    IntegerOverflow,
+    NotAnInteger,
+    RoundNotBegun,
+    RoundOver,
+    RunStoreFull,
+    StoreRefusal,
+)
+from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set, Write, decide
+
+RUN, ROUND = "run", 3
+LIMITS = StoreLimits()
+
+keys = st.sampled_from(["a", "b", "ä"])
+rounds = st.sampled_from([0, ROUND])
+values = st.sampled_from([b"", b"1", b"-7", b"x" * 300])
+operations = st.none() | st.builds(
+    Operation,
+    client_id=st.sampled_from(["one", "two"]),
+    slot=st.integers(0, 2),
+    sequence=st.integers(1, 9),
+)
+writes: st.SearchStrategy[Write[object]] = st.one_of(
+    st.builds(Set, round=rounds, key=keys, value=values, operation=operations),
+    st.builds(Add, round=rounds, key=keys, amount=st.integers(-3, 3), operation=operations),
+    st.builds(CompareSet, round=rounds, key=keys, expected=values, desired=values, operation=operations),
+    st.builds(Delete, round=rounds, key=keys, operation=operations),
+)
+
+
+def commit(run: RunSpaces, batch: list[Write[object]], limits: StoreLimits = LIMITS) -> list[object]:
+    """Carry a batch out; return the answers, refusals by their text."""
+    draft = Draft(run, limits)
+    answers: list[object] = []
+    for write in batch:
+        try:
+            answers.append(decide(draft, write, ROUND))
+        except StoreRefusal as refusal:
+            answers.append(f"{type(refusal).__name__}: {refusal}")
+    records = draft.records()
+    for change in [*draft.steps(), *records]:
+        run.apply(change)
+    return answers
+
+
+def contents(run: RunSpaces) -> dict[int, tuple[dict[str, bytes], list[tuple[str, bytes]]]]:
+    """All that is in the spaces, records in their order of use."""
+    found = {}
+    for round in run.rounds:
+        listed = {key: run.value(round, key) or b"" for key in run.keys(round, "", "", 100)}
+        found[round] = (listed, [(key, record.encode()) for key, record in run.operations(round).items()])
+    return found
+
+
+@given(batch=st.lists(writes, max_size=25), data=st.data())
+def test_a_batch_is_its_writes_one_by_one(batch: list[Write[object]], data: st.DataObject) -> None:
+    """However writes are cut into batches, answers and contents are the same."""
+    limits = StoreLimits(run_bytes=1_000)
+    together, cut = RunSpaces(RUN), RunSpaces(RUN)
+    answers = commit(together, batch, limits)
+    apart: list[object] = []
+    rest = batch
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        apart += commit(cut, rest[:size], limits)
+        rest = rest[size:]
+    assert apart == answers
+    assert contents(cut) == contents(together)
+
+
+@given(batches=st.lists(st.lists(writes, max_size=8), max_size=5), data=st.data())
+def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data: st.DataObject) -> None:
+    """From one row per key, in any order, everything comes back: values, records, their order of use, bytes."""
+    run = RunSpaces(RUN)
+    rows: dict[tuple[int, str], StoreChange] = {}
+    for batch in batches:
+        draft = Draft(run, LIMITS)
+        for write in batch:
+            try:
+                decide(draft, write, ROUND)
+            except StoreRefusal:
+                continue
+        entries = draft.values() + draft.records()
+        for change in [*draft.steps(), *draft.records()]:
+            run.apply(change)
+        for entry in entries:
+            rows.pop((entry.round, entry.key), None)
+            if entry.value is not None:
+                rows[entry.round, entry.key] = entry
+    restored = RunSpaces.restore(RUN, data.draw(st.permutations(list(rows.values()))))
+    assert contents(restored) == contents(run)
+    assert restored.used_bytes == run.used_bytes
+    assert run.used_bytes == sum(
+        entry_bytes(row.key, row.value) for row in rows.values() if not row.key.startswith(RESERVED)
+    )
+    assert restored.stamp <= run.stamp
+
+
+@given(batch=st.lists(writes, max_size=20), repeated=st.data())
+def test_a_repeated_write_takes_effect_once(batch: list[Write[object]], repeated: st.DataObject) -> None:
+    """To send any write again right after it, in its batch or a later one, changes nothing and is answered the
+    same."""
+    run = RunSpaces(RUN)
+    for number, write in enumerate(batch):
+        named = replace(write, operation=Operation("client", 0, number + 1))
+        copies = repeated.draw(st.integers(1, 3))
+        answers = commit(run, [named] * copies)
+        before = contents(run)
+        answers += commit(run, [named])
+        assert contents(run) == before
+        assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_refused_write_leaves_no_trace() -> None:
+    run = RunSpaces(RUN)
+    commit(run, [Set(round=0, key="a", value=b"text")])
+    before = contents(run)
+    draft = Draft(run, StoreLimits(run_bytes=200))
+    operation = Operation("client", 0, 1)
+    with pytest.raises(NotAnInteger, match="'a' holds b'text'"):
+        decide(draft, Add(round=0, key="a", amount=1, operation=operation), ROUND)
+    with pytest.raises(RunStoreFull, match="past its limit of 200"):
+        decide(draft, Set(round=0, key="b", value=b"x" * 100, operation=operation), ROUND)
+    with pytest.raises(IntegerOverflow):
+        decide(draft, Add(round=0, key="c", amount=2**63, operation=operation), ROUND)
+    assert not draft.steps()
+    assert not draft.values()
+    assert not draft.records()
+    assert contents(run) == before
+
+
+def test_a_full_store_still_shrinks() -> None:
+    """What doesn't grow is never refused for want of room; a record of a deletion counts nothing."""
+    run = RunSpaces(RUN)
+    commit(run, [Set(round=0, key="a", value=b"12345678")])
+    full = StoreLimits(run_bytes=run.used_bytes)
+    operation = Operation("client" * 10, 0, 1)
+    assert commit(run, [Set(round=0, key="a", value=b"87654321")], full) == [None]
+    assert commit(run, [Delete(round=0, key="a", operation=operation)], full) == [True]
+    assert run.used_bytes == 0
+
+
+def test_rounds_bound_who_may_work_where() -> None:
+    run = RunSpaces(RUN)
+    run.check_round(0, ROUND)
+    run.check_round(ROUND, ROUND)
+    with pytest.raises(RoundOver, match="round 2 of run 'run' is over; its current round is 3"):
+        run.check_round(2, ROUND)
+    with pytest.raises(RoundNotBegun):
+        run.check_round(4, ROUND)
+    with pytest.raises(RoundNotBegun):
+        run.check_round(1, 0)
+    with pytest.raises(RoundOver):  # a writer of an old round, in the run's own space
+        decide(Draft(run, LIMITS), Set(round=0, key="a", value=b"", writer_round=2), ROUND)
+
+
+def test_a_round_that_is_over_is_gone_for_good() -> None:
+    run = RunSpaces(RUN)
+    operation = Operation("client", 0, 1)
+    commit(
+        run,
+        [Set(round=0, key="kept", value=b"1"), Set(round=ROUND, key="a", value=b"2", operation=operation)],
+    )
+    deletions = run.forget_rounds_before(ROUND + 1)
+    assert {(change.round, change.key, change.value) for change in deletions} == {
+        (ROUND, "a", None),
+        (ROUND, operation.record_key, None),
+    }
+    assert run.rounds == [0]
+    with pytest.raises(RoundOver):  # also for a caller that still thinks the round current
+        run.check_round(ROUND, ROUND)
+    run.apply(StoreChange(RUN, ROUND, "late", b"3"))
+    assert run.rounds == [0]
+
+
+def test_records_are_bounded_and_the_longest_unused_go() -> None:
+    run, limits = RunSpaces(RUN), StoreLimits(operations=3)
+
+    def write(slot: int, sequence: int) -> Write[object]:
+        return Add(round=0, key="a", amount=1, operation=Operation("c", slot, sequence))
+
+    commit(run, [write(0, 1), write(1, 1), write(2, 1)], limits)
+    commit(run, [write(0, 2)], limits)  # slot 1 is now the one unused for longest
+    commit(run, [write(3, 1), write(0, 3)], limits)
+    assert [key.rpartition("/")[2] for key in run.operations(0)] == ["2", "3", "0"]
+    restored = RunSpaces.restore(
+        RUN, [StoreChange(RUN, 0, k, r.encode()) for k, r in run.operations(0).items()]
+    )
+    commit(restored, [write(4, 1)], limits)
+    assert [key.rpartition("/")[2] for key in restored.operations(0)] == ["3", "0", "4"]
+
+
+def test_keys_come_in_pages_in_order() -> None:
+    run = RunSpaces(RUN)
+    names = ["b/2", "a", "b/10", "b/1", "c"]
+    commit(
+        run,
+        [Set(round=0, key=key, value=b"", operation=Operation("c", 0, n + 1)) for n, key in enumerate(names)],
+    )
+    assert run.keys(0, "", "", 10) == ["a", "b/1", "b/10", "b/2", "c"]
+    assert run.keys(0, "b/", "", 2) == ["b/1", "b/10"]
+    assert run.keys(0, "b/", "b/10", 2) == ["b/2"]
+    assert run.keys(1, "", "", 10) == []

@@ -1,0 +1,131 @@
+"""What writes decide: the semantics of torch's stores, and repetition."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.store.core import Draft, RunSpaces, StoreLimits
+from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.refusals import NotAnInteger, OperationReused, OperationSuperseded
+from rallypoint.rendezvous.store.writes import Add, CompareSet, Comparison, Delete, Set, Write, decide
+
+
+class Space:
+    """One space, to write to directly."""
+
+    def __init__(self) -> None:
+        self.draft = Draft(RunSpaces("run"), StoreLimits())
+
+    def do(self, write: Write[object]) -> object:
+        return decide(self.draft, write, 1)
+
+    def get(self, key: str) -> bytes | None:
+        return self.draft.value(0, key)
+
+
+def named(slot: int, sequence: int) -> Operation:
+    return Operation("client", slot, sequence)
+
+
+def test_add_counts_from_nothing_and_keeps_decimal_ascii() -> None:
+    space = Space()
+    assert space.do(Add(round=0, key="n", amount=5)) == 5
+    assert space.do(Add(round=0, key="n", amount=-7)) == -2
+    assert space.get("n") == b"-2"
+    space.do(Set(round=0, key="n", value=b"41"))
+    assert space.do(Add(round=0, key="n", amount=1)) == 42
+    assert space.do(Add(round=0, key="n", amount=0)) == 42
+    assert space.do(Add(round=0, key="edge", amount=2**63 - 1)) == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"1.5", b" 1", b"1_000", "\u0661".encode(), b"9" * 19, b"0x1", b"\xff"]
+)
+def test_add_refuses_what_is_no_integer(value: bytes) -> None:
+    space = Space()
+    space.do(Set(round=0, key="n", value=value))
+    with pytest.raises(NotAnInteger):
+        space.do(Add(round=0, key="n", amount=1))
+    assert space.get("n") == value
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "swapped", "after"),
+    [
+        (None, b"", True, b"new"),
+        (None, b"old", False, None),
+        (b"", b"", True, b"new"),
+        (b"old", b"old", True, b"new"),
+        (b"old", b"", False, b"old"),
+        (b"old", b"other", False, b"old"),
+    ],
+)
+def test_compare_set_is_that_of_torch(
+    present: bytes | None, expected: bytes, swapped: bool, after: bytes | None
+) -> None:
+    space = Space()
+    if present is not None:
+        space.do(Set(round=0, key="k", value=present))
+    answer = space.do(CompareSet(round=0, key="k", expected=expected, desired=b"new"))
+    assert answer == Comparison(swapped, after)
+    assert space.get("k") == after
+
+
+def test_delete_says_what_was_there() -> None:
+    space = Space()
+    assert space.do(Delete(round=0, key="k")) is False
+    space.do(Set(round=0, key="k", value=b""))
+    assert space.do(Delete(round=0, key="k")) is True
+    assert space.get("k") is None
+
+
+def test_a_repeated_write_is_answered_as_before_whatever_came_between() -> None:
+    space = Space()
+    add = Add(round=0, key="n", amount=1, operation=named(0, 1))
+    assert space.do(add) == 1
+    assert space.do(Add(round=0, key="n", amount=1, operation=named(1, 1))) == 2
+    assert space.do(add) == 1
+    assert space.get("n") == b"2"
+    delete = Delete(round=0, key="n", operation=named(0, 2))
+    assert space.do(delete) is True
+    space.do(Set(round=0, key="n", value=b"7"))
+    assert space.do(delete) is True
+    assert space.get("n") == b"7"
+
+
+def test_a_write_that_comes_after_a_later_one_of_its_slot_is_refused() -> None:
+    space = Space()
+    space.do(Add(round=0, key="n", amount=1, operation=named(0, 2)))
+    with pytest.raises(OperationSuperseded, match="operation 1 of slot client/0 comes too late"):
+        space.do(Add(round=0, key="n", amount=1, operation=named(0, 1)))
+    assert space.get("n") == b"1"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Set(round=0, key="n", value=b"1", operation=named(0, 1)),
+        Add(round=0, key="n", amount=2, operation=named(0, 1)),
+        Add(round=0, key="m", amount=1, operation=named(0, 1)),
+        Delete(round=0, key="n", operation=named(0, 1)),
+    ],
+)
+def test_a_client_that_forgets_to_count_is_told(other: Write[object]) -> None:
+    """The same number for another request would otherwise lose that request without a word."""
+    space = Space()
+    space.do(Add(round=0, key="n", amount=1, operation=named(0, 1)))
+    with pytest.raises(OperationReused):
+        space.do(other)
+
+
+def test_slots_and_clients_and_spaces_count_apart() -> None:
+    space = Space()
+    for operation, round in [
+        (named(0, 1), 0),
+        (named(1, 1), 0),
+        (Operation("other", 0, 1), 0),
+        (named(0, 1), 1),
+    ]:
+        space.do(Add(round=round, key="n", amount=1, operation=operation))
+    assert space.get("n") == b"3"
+    assert space.draft.value(1, "n") == b"1"

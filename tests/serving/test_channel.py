@@ -1,0 +1,117 @@
+"""A channel connects only where it was told to, finds a restarted server again, and says no to what is no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.serving.channel import CLIENT_ARGUMENTS, EndpointError, open_channel
+from rallypoint.serving.server import SERVER_ARGUMENTS, ServerOptions
+
+Start = Callable[..., Any]
+METHOD = "/tiny.v1.TinyService/Echo"
+
+
+async def echo(request: bytes, _context: Any) -> bytes:
+    return request
+
+
+HANDLERS = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+
+
+def test_what_is_no_endpoint_opens_no_channel() -> None:
+    with pytest.raises(EndpointError, match="no port"):
+        open_channel("localhost")
+
+
+def test_the_server_permits_the_pings_that_clients_send() -> None:
+    client, server = dict(CLIENT_ARGUMENTS), dict(SERVER_ARGUMENTS)
+    permitted = server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert permitted * 2 <= client["grpc.keepalive_time_ms"]
+    assert server["grpc.keepalive_permit_without_calls"] == 1
+
+
+async def test_ipv6_works(serve: Start, connect: Start) -> None:
+    server = await serve(HANDLERS, options=ServerOptions(host="::1"))
+    assert server.address.startswith("[::1]:")
+    assert await connect(server).unary_unary(METHOD)(b"over six", timeout=20) == b"over six"
+
+
+async def test_a_name_works(serve: Start, connect: Start) -> None:
+    server = await serve(HANDLERS, options=ServerOptions(host="localhost"))
+    assert server.address.startswith("localhost:")
+    assert await connect(server).unary_unary(METHOD)(b"by name", timeout=20) == b"by name"
+
+
+async def test_no_proxy_stands_between(serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    server = await serve(HANDLERS, options=ServerOptions(host="localhost"))
+    assert await connect(server).unary_unary(METHOD)(b"direct", timeout=20) == b"direct"
+
+
+async def test_a_restarted_server_is_found_again(serve: Start, connect: Start) -> None:
+    server = await serve(HANDLERS)
+    call = connect(server).unary_unary(METHOD)
+    assert await call(b"one", timeout=20) == b"one"
+    await server.stop()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(b"two", timeout=20)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    port = int(server.address.rpartition(":")[2])
+    await serve(HANDLERS, options=dataclasses.replace(ServerOptions(), port=port))
+    assert await call(b"three", timeout=20, wait_for_ready=True) == b"three"
+
+
+async def test_two_channels_share_no_connection(serve: Start, connect: Start) -> None:
+    peers = set()
+
+    async def peer(_request: bytes, context: Any) -> bytes:
+        peers.add(context.peer())
+        return b""
+
+    server = await serve({"Echo": grpc.unary_unary_rpc_method_handler(peer)})
+    await asyncio.gather(*(connect(server).unary_unary(METHOD)(b"", timeout=20) for _ in range(3)))
+    assert len(peers) == 3
+
+
+async def test_a_message_past_the_limit_is_refused_as_such(serve: Start, connect: Start) -> None:
+    async def much(_request: bytes, _context: Any) -> bytes:
+        return bytes(5 * 1024 * 1024)
+
+    server = await serve({**HANDLERS, "Much": grpc.unary_unary_rpc_method_handler(much)})
+    channel = connect(server)
+    for method, request in ((METHOD, bytes(5 * 1024 * 1024)), ("/tiny.v1.TinyService/Much", b"")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(method)(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    nearly = bytes(4 * 1024 * 1024 - 1024)
+    assert await channel.unary_unary(METHOD)(nearly, timeout=20) == nearly
+
+
+async def test_a_subscriber_that_stops_reading_makes_its_server_queue_little(
+    serve: Start, connect: Start
+) -> None:
+    written = 0
+
+    async def pour(_request: bytes, context: Any) -> None:
+        nonlocal written
+        while written < 2_000_000:
+            try:
+                async with asyncio.timeout(1):
+                    await context.write(bytes(1000))
+            except TimeoutError:
+                return
+            written += 1000
+
+    server = await serve({"Pour": grpc.unary_stream_rpc_method_handler(pour)})
+    call = connect(server).unary_stream("/tiny.v1.TinyService/Pour")(b"", timeout=20)
+    await call.initial_metadata()
+    await server.drain(20)
+    assert written < 200_000
+    call.cancel()

@@ -1,0 +1,176 @@
+"""Logs are one JSON object a line unless a person watches, whoever wrote them, and cost nothing until set up."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.serving.logs import configure_logs, get_logger
+
+pytestmark = pytest.mark.usefixtures("logging_restored")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def objects(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def fail(text: str) -> None:
+    raise RuntimeError(text)
+
+
+def test_an_event_is_one_json_object_with_its_fields() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    get_logger("rallypoint.x", run_id="r1").bind(node_id="n1").info(
+        "node lost", reason="no heartbeat", after=15.5
+    )
+    [line] = objects(stream)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", line.pop("timestamp"))
+    assert line == {
+        "event": "node lost",
+        "level": "info",
+        "logger": "rallypoint.x",
+        "run_id": "r1",
+        "node_id": "n1",
+        "reason": "no heartbeat",
+        "after": 15.5,
+    }
+
+
+def test_fields_cannot_forge_the_event_and_need_not_be_json() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    get_logger("rallypoint.x").info("said", level="fake", text='two\nlines "quoted"', path={1, 2}.__class__)
+    [line] = objects(stream)
+    assert (line["level"], line["text"], line["path"]) == ("info", 'two\nlines "quoted"', "<class 'set'>")
+
+
+def test_a_traceback_stays_within_its_line() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    try:
+        fail("on purpose")
+    except RuntimeError as error:
+        get_logger("rallypoint.x").exception("failed")
+        later = error
+    get_logger("rallypoint.x").exception("failed", error=later)
+    first, second = objects(stream)
+    for line in (first, second):
+        assert line["level"] == "error"
+        assert "RuntimeError: on purpose" in line["exception"]
+        assert "in fail" in line["exception"]
+
+
+def test_logs_of_libraries_and_warnings_come_out_alike() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    logging.getLogger("some.library").warning("%d of %d", 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old way", UserWarning, stacklevel=1)
+    library, warning = objects(stream)
+    assert (library["event"], library["logger"]) == ("1 of 2", "some.library")
+    assert "old way" in warning["event"]
+
+
+def test_the_level_holds_for_all() -> None:
+    stream = io.StringIO()
+    configure_logs("warning", stream=stream)
+    for name in ("rallypoint.x", "some.library"):
+        get_logger(name).info("not shown")
+        get_logger(name).warning("shown")
+    assert [line["event"] for line in objects(stream)] == ["shown", "shown"]
+
+
+def test_configuring_again_replaces_the_first() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logs(stream=first)
+    configure_logs(stream=second)
+    get_logger("rallypoint.x").info("once")
+    assert first.getvalue() == ""
+    assert len(objects(second)) == 1
+
+
+@pytest.mark.parametrize(
+    ("format", "stream", "json_expected", "colour_expected"),
+    [
+        ("auto", io.StringIO, True, False),
+        ("auto", Terminal, False, True),
+        ("json", Terminal, True, False),
+        ("human", io.StringIO, False, False),
+        ("human", Terminal, False, True),
+    ],
+)
+def test_format(
+    format: str,
+    stream: type[io.StringIO],
+    json_expected: bool,
+    colour_expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = stream()
+    configure_logs(format=format, stream=out)
+    get_logger("rallypoint.x").info("node lost", node_id="n1")
+    text = out.getvalue()
+    assert text.startswith("{") == json_expected
+    assert ("\x1b[" in text) == colour_expected
+    assert "node lost" in text
+    assert "n1" in text
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = Terminal()
+    configure_logs(stream=out)
+    get_logger("rallypoint.x").error("node lost")
+    assert "\x1b[" not in out.getvalue()
+
+
+@pytest.mark.parametrize("settings", [{"level": "loud"}, {"format": "xml"}])
+def test_what_cannot_be_set_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="is none of"):
+        configure_logs(**settings)  # type: ignore[arg-type]
+
+
+def test_daily_life_of_grpc_is_left_out_and_its_bugs_are_not() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    failed_write = type("ExecuteBatchError", (grpc.aio.InternalError,), {})
+    noise = logging.getLogger("grpc._cython.cygrpc")
+    noise.error("client gone", exc_info=failed_write('Failed "execute_batch": (...)'))
+    noise.debug("[_cygrpc] Loaded running loop")
+    logging.getLogger("asyncio").error(
+        "Exception in callback %s", "PollerCompletionQueue._handle_events(<_UnixSelectorEventLoop>)"
+    )
+    noise.error("a bug", exc_info=failed_write("Failed grpc_call_start_batch: 8"))
+    logging.getLogger("asyncio").error("Task exception was never retrieved")
+    assert [line["event"] for line in objects(stream)] == ["a bug", "Task exception was never retrieved"]
+
+
+def test_without_set_up_events_read_well_in_any_logging(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("rallypoint.x", run_id="r1").warning("node lost", reason="100% silent")
+    assert caplog.messages == ["node lost run_id='r1' reason='100% silent'"]
+
+
+def test_modules_that_a_command_line_loads_first_are_light() -> None:
+    program = (
+        "import sys, rallypoint.serving.logs, rallypoint.serving.options\n"
+        "print([name for name in ('grpc', 'structlog', 'asyncio', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,360 @@
+"""A server starts wholly or not at all, is alone on its address, tells how it is, and ends without a surprise."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rallypoint.serving.errors import decode
+from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
+
+Start = Callable[..., Any]
+SERVICE = "tiny.v1.TinyService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def echo(request: bytes, _context: Any) -> bytes:
+    return request
+
+
+ECHO = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+
+
+class Hall:
+    """A service with one stream, `Wait`, that says "in" and ends when the doors open."""
+
+    def __init__(self) -> None:
+        self.doors = asyncio.Event()
+        self.inside = 0
+        self.full = asyncio.Event()
+        self.capacity = 1
+        self.handlers = {**ECHO, "Wait": grpc.unary_stream_rpc_method_handler(self._wait)}
+
+    async def _wait(self, _request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        self.inside += 1
+        if self.inside == self.capacity:
+            self.full.set()
+        yield b"in"
+        await self.doors.wait()
+        yield b"draining"
+
+    async def open_doors(self) -> None:
+        self.doors.set()
+
+
+def wait_call(channel: grpc.aio.Channel) -> Any:
+    return channel.unary_stream(f"/{SERVICE}/Wait")(b"", timeout=50)
+
+
+async def read_all(call: Any) -> list[bytes]:
+    return [answer async for answer in call]
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+    return int(answer.status)
+
+
+async def soon(awaitable: Awaitable[Any]) -> Any:
+    """Well before the grace of a minute that these tests drain with, and well after what a slow machine needs."""
+    return await asyncio.wait_for(awaitable, 25)
+
+
+def can_listen(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def port_of(server: Server) -> int:
+    return int(server.address.rpartition(":")[2])
+
+
+async def test_a_started_server_answers_at_its_address(serve: Start, connect: Start) -> None:
+    server = await serve(ECHO)
+    assert server.address.startswith("127.0.0.1:")
+    assert port_of(server) > 0
+    assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=20) == b"hello"
+
+
+async def test_the_ready_line_says_what_is_served_where_and_how(
+    serve: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = await serve(ECHO)
+    [ready] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("ready")]
+    assert SERVICE in ready
+    assert server.address in ready
+    assert "plaintext" in ready
+
+
+def test_a_server_that_was_not_started_has_no_address() -> None:
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = Server(ServerOptions(), services=[]).address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+async def test_an_address_in_use_is_refused_and_named(serve: Start, host: str) -> None:
+    first = await serve(ECHO, options=ServerOptions(host=host))
+    with pytest.raises(ServiceStartError) as caught:
+        await serve(ECHO, options=ServerOptions(host=host, port=port_of(first)))
+    assert first.address in str(caught.value)
+    assert "--port" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_name_with_one_of_its_addresses_in_use_is_refused(serve: Start) -> None:
+    # gRPC alone would listen on ::1 and leave 127.0.0.1, where clients may look first, to whoever has it.
+    first = await serve(ECHO)
+    with pytest.raises(ServiceStartError, match="in use"):
+        await serve(ECHO, options=ServerOptions(host="localhost", port=port_of(first)))
+
+
+@pytest.mark.parametrize(
+    ("host", "complaint"),
+    [
+        ("192.0.2.1", "is no address of this machine"),
+        ("nowhere.invalid", "cannot find the address"),
+        ("two words", "--host 'two words'"),
+        ("unix:/no/such/folder/socket", "/no/such/folder"),
+    ],
+)
+async def test_an_address_that_cannot_be_had_is_refused_and_named(host: str, complaint: str) -> None:
+    with pytest.raises(ServiceStartError) as caught:
+        await Server(ServerOptions(host=host, insecure=True), services=[]).start()
+    assert complaint in str(caught.value)
+    assert "--host" in str(caught.value)
+
+
+async def test_a_failed_start_leaves_nothing_behind(serve: Start) -> None:
+    first = await serve(ECHO)
+
+    def broken(_server: grpc.aio.Server) -> None:
+        raise RuntimeError("cannot be registered")
+
+    async def fail_twice() -> None:
+        with pytest.raises(ServiceStartError):
+            await serve(ECHO, options=ServerOptions(port=port_of(first)))
+        with pytest.raises(RuntimeError, match="cannot be registered"):
+            await Server(ServerOptions(), services=[Registration(SERVICE, broken)]).start()
+
+    me = psutil.Process()
+    await fail_twice()
+    descriptors, threads = me.num_fds(), me.num_threads()
+    for _ in range(5):
+        await fail_twice()
+    assert me.num_fds() <= descriptors
+    assert me.num_threads() <= threads + 1
+
+
+async def test_a_start_that_fails_after_binding_gives_the_port_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = []
+
+    def bind_then_fail(server: grpc.aio.Server, *_: object) -> int:
+        bound.append(server.add_insecure_port("127.0.0.1:0"))
+        raise ServiceStartError("on purpose")
+
+    monkeypatch.setattr("rallypoint.serving.server._bind", bind_then_fail)
+    with pytest.raises(ServiceStartError, match="on purpose"):
+        await Server(ServerOptions(), services=[]).start()
+    assert can_listen(bound[0])
+
+
+async def test_a_unix_socket_is_served_alone_and_cleaned_up(
+    serve: Start, connect: Start, tmp_path: Path
+) -> None:
+    path = tmp_path / "rallypoint.sock"
+    # What a killed server leaves behind is no obstacle.
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    options = ServerOptions(host=f"unix:{path}")
+    server = await serve(ECHO, options=options)
+    assert server.address == f"unix:{path}"
+    assert await connect(server).unary_unary(f"/{SERVICE}/Echo")(b"hello", timeout=20) == b"hello"
+    with pytest.raises(ServiceStartError, match="in use"):
+        await serve(ECHO, options=options)
+    await server.stop()
+    assert not path.is_socket()
+
+
+async def test_what_is_no_socket_is_not_replaced(serve: Start, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    with pytest.raises(ServiceStartError, match=str(precious)):
+        await serve(ECHO, options=ServerOptions(host=f"unix:{precious}"))
+    assert precious.read_text() == "data"
+
+
+async def test_health_answers_for_each_service_and_for_the_whole(serve: Start, connect: Start) -> None:
+    channel = connect(await serve(ECHO))
+    assert await health_of(channel, "") == SERVING
+    assert await health_of(channel, SERVICE) == SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health_of(channel, "tiny.v1.NoSuchService")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_services(serve: Start, connect: Start) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(connect(await serve(ECHO)))
+
+    async def ask() -> AsyncIterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    async for answer in stub.ServerReflectionInfo(ask(), timeout=20):
+        names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_drain_tells_streams_refuses_new_calls_and_lets_open_ones_end(
+    serve: Start, connect: Start
+) -> None:
+    hall, told = Hall(), asyncio.Event()
+
+    async def on_drain() -> None:
+        told.set()
+
+    server = await serve(hall.handlers, on_drain=on_drain)
+    port, channel = port_of(server), connect(server)
+    stream = wait_call(channel)
+    assert await stream.read() == b"in"
+    draining = asyncio.create_task(server.drain(60))
+    await soon(told.wait())
+    assert await health_of(channel, SERVICE) == NOT_SERVING
+    assert await health_of(channel, "") == NOT_SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary(f"/{SERVICE}/Echo")(b"too late", timeout=20)
+    refusal = decode(caught.value)
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert refusal.retry_after is not None
+    assert not draining.done()
+    await hall.open_doors()
+    assert await stream.read() == b"draining"
+    assert await stream.read() is grpc.aio.EOF
+    assert await stream.code() is grpc.StatusCode.OK
+    await soon(draining)
+    assert can_listen(port)
+
+
+async def test_a_drain_waits_for_nobody_but_open_calls_of_ours(serve: Start, connect: Start) -> None:
+    server = await serve(ECHO)
+    watch = health_pb2_grpc.HealthStub(connect(server)).Watch(
+        health_pb2.HealthCheckRequest(service=SERVICE), timeout=50
+    )
+    assert (await watch.read()).status == SERVING
+    draining = asyncio.create_task(server.drain(60))
+    assert (await watch.read()).status == NOT_SERVING
+    await soon(draining)
+
+
+async def test_a_drain_ends_with_its_grace(
+    serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    hall, cancelled = Hall(), asyncio.Event()
+
+    async def never_ends() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    server = await serve(hall.handlers, on_drain=never_ends)
+    stream = wait_call(connect(server))
+    assert await stream.read() == b"in"
+    await soon(server.drain(0.05))
+    assert cancelled.is_set()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    assert "open_calls=1" in caplog.text
+
+
+async def test_a_service_that_fails_to_drain_stops_no_other(
+    serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails() -> None:
+        raise RuntimeError("on purpose")
+
+    hall = Hall()
+    server = Server(
+        ServerOptions(),
+        services=[
+            Registration("tiny.v1.Failing", lambda server: None, fails),
+            Registration(
+                SERVICE,
+                lambda server: server.add_generic_rpc_handlers(
+                    (grpc.method_handlers_generic_handler(SERVICE, hall.handlers),)
+                ),
+                hall.open_doors,
+            ),
+        ],
+    )
+    await server.start()
+    stream = wait_call(connect(server))
+    assert await stream.read() == b"in"
+    await soon(server.drain(60))
+    assert [await stream.read(), await stream.read()] == [b"draining", grpc.aio.EOF]
+    assert "on purpose" in caplog.text
+
+
+async def test_draining_twice_is_draining_once(serve: Start) -> None:
+    calls = 0
+
+    async def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    server = await serve(ECHO, on_drain=count)
+    await soon(asyncio.gather(server.drain(60), server.drain(60)))
+    await soon(server.drain(60))
+    assert calls == 1
+
+
+async def test_a_stop_cuts_a_drain_short(serve: Start, connect: Start) -> None:
+    hall = Hall()
+    server = await serve(hall.handlers)
+    stream = wait_call(connect(server))
+    assert await stream.read() == b"in"
+    draining = asyncio.create_task(server.drain(60))
+    await asyncio.sleep(0)
+    await soon(server.stop())
+    await soon(draining)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stream.read()
+
+
+async def test_stopping_what_was_not_started_does_nothing() -> None:
+    server = Server(ServerOptions(), services=[])
+    await server.stop()
+    await server.drain()
+
+
+async def test_a_storm_of_streams_loses_none(serve: Start, connect: Start) -> None:
+    """With gRPC's own limits, 20 to 120 of 2,000 streams opened at once end as CANCELLED."""
+    hall = Hall()
+    hall.capacity = 2000
+    server = await serve(hall.handlers, on_drain=hall.open_doors)
+    channels = [connect(server) for _ in range(4)]
+    streams = [wait_call(channels[number % 4]) for number in range(2000)]
+    await soon(hall.full.wait())
+    draining = asyncio.create_task(server.drain(60))
+    answers = await soon(asyncio.gather(*(read_all(stream) for stream in streams)))
+    assert answers == [[b"in", b"draining"]] * 2000
+    await soon(draining)

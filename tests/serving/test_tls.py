@@ -1,0 +1,223 @@
+"""TLS and mutual TLS with real certificates: who is let in, who is not, and files that are wrong or change."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Server, ServerOptions, ServiceStartError
+from rallypoint.serving.settings import ClientTLS
+from rallypoint.serving.tls import TLSFileError, transport
+
+# The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
+Certificates = Any
+Start = Callable[..., Any]
+
+
+async def whoami(_request: bytes, context: Any) -> bytes:
+    names = context.auth_context().get("x509_common_name", [b"nobody"])
+    return bytes(names[0])
+
+
+HANDLERS = {"WhoAmI": grpc.unary_unary_rpc_method_handler(whoami)}
+
+
+async def ask(channel: grpc.aio.Channel) -> bytes:
+    """The name that the server sees, or AioRpcError UNAVAILABLE when no connection comes about."""
+    return bytes(await channel.unary_unary("/tiny.v1.TinyService/WhoAmI")(b"", timeout=20))
+
+
+def options_for(certificates: Certificates, **changes: Any) -> ServerOptions:
+    return dataclasses.replace(
+        ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key), **changes
+    )
+
+
+async def assert_refused(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(channel)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_client_that_trusts_the_authority_is_served(
+    serve: Start, connect: Start, certificates: Certificates
+) -> None:
+    server = await serve(HANDLERS, options=options_for(certificates))
+    assert await ask(connect(server, ClientTLS(ca=certificates.ca))) == b"nobody"
+
+
+async def test_a_client_that_trusts_another_authority_does_not_connect(
+    serve: Start, connect: Start, certificates: Certificates, other_certificates: Certificates
+) -> None:
+    server = await serve(HANDLERS, options=options_for(certificates))
+    await assert_refused(connect(server, ClientTLS(ca=other_certificates.ca)))
+
+
+async def test_a_plaintext_client_does_not_get_in(
+    serve: Start, connect: Start, certificates: Certificates
+) -> None:
+    server = await serve(HANDLERS, options=options_for(certificates))
+    await assert_refused(connect(server))
+
+
+async def test_mutual_tls_tells_the_service_who_calls(
+    serve: Start, connect: Start, certificates: Certificates
+) -> None:
+    server = await serve(HANDLERS, options=options_for(certificates, tls_client_ca=certificates.ca))
+    tls = ClientTLS(certificates.ca, certificates.client, certificates.client_key)
+    assert await ask(connect(server, tls)) == b"first client"
+
+
+async def test_mutual_tls_refuses_clients_without_a_certificate_or_with_a_foreign_one(
+    serve: Start, connect: Start, certificates: Certificates, other_certificates: Certificates
+) -> None:
+    server = await serve(HANDLERS, options=options_for(certificates, tls_client_ca=certificates.ca))
+    await assert_refused(connect(server, ClientTLS(ca=certificates.ca)))
+    foreign = ClientTLS(certificates.ca, other_certificates.client, other_certificates.client_key)
+    await assert_refused(connect(server, foreign))
+
+
+async def test_changed_files_count_from_the_next_connection_on(
+    serve: Start,
+    connect: Start,
+    certificates: Certificates,
+    other_certificates: Certificates,
+    tmp_path: Path,
+) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    shutil.copy(certificates.server, certificate)
+    shutil.copy(certificates.server_key, key)
+    server = await serve(HANDLERS, options=ServerOptions(tls_cert=certificate, tls_key=key))
+    before = connect(server, ClientTLS(ca=certificates.ca))
+    assert await ask(before) == b"nobody"
+    shutil.copy(other_certificates.server, certificate)
+    shutil.copy(other_certificates.server_key, key)
+    assert await ask(connect(server, ClientTLS(ca=other_certificates.ca))) == b"nobody"
+    await assert_refused(connect(server, ClientTLS(ca=certificates.ca)))
+    # A connection that stands is not touched.
+    assert await ask(before) == b"nobody"
+
+
+async def test_half_written_files_leave_the_old_ones_in_force(
+    serve: Start,
+    connect: Start,
+    certificates: Certificates,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    shutil.copy(certificates.server, certificate)
+    shutil.copy(certificates.server_key, key)
+    server = await serve(HANDLERS, options=ServerOptions(tls_cert=certificate, tls_key=key))
+    certificate.write_text("-----BEGIN CERTIF")
+    assert await ask(connect(server, ClientTLS(ca=certificates.ca))) == b"nobody"
+    assert await ask(connect(server, ClientTLS(ca=certificates.ca))) == b"nobody"
+    [record] = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert str(certificate) in record.getMessage()
+
+
+def files_that_do_not_work(certificates: Certificates, folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Options that must be refused, with what the refusal must say."""
+    junk, encrypted = folder / "junk", folder / "encrypted.key"
+    junk.write_text("hello")
+    subprocess.run(
+        [
+            "openssl",
+            "pkey",
+            "-in",
+            certificates.server_key,
+            "-aes256",
+            "-passout",
+            "pass:secret",
+            "-out",
+            encrypted,
+        ],
+        check=True,
+    )
+    cert, key, absent = certificates.server, certificates.server_key, folder / "absent.pem"
+    return {
+        "no certificate file": ({"tls_cert": absent, "tls_key": key}, f"--tls-cert {absent}: No such file"),
+        "no key file": ({"tls_cert": cert, "tls_key": absent}, f"--tls-key {absent}: No such file"),
+        "a folder": ({"tls_cert": folder, "tls_key": key}, f"--tls-cert {folder}: Is a directory"),
+        "no certificate in it": ({"tls_cert": junk, "tls_key": key}, f"--tls-cert {junk} holds no PEM cert"),
+        "a key for a certificate": ({"tls_cert": key, "tls_key": key}, f"--tls-cert {key} holds no PEM cert"),
+        "no key in it": ({"tls_cert": cert, "tls_key": junk}, f"--tls-key {junk} holds no PEM private key"),
+        "foreign key": (
+            {"tls_cert": cert, "tls_key": certificates.client_key},
+            f"--tls-key {certificates.client_key} is not the private key of --tls-cert {cert}",
+        ),
+        "encrypted key": ({"tls_cert": cert, "tls_key": encrypted}, f"--tls-key {encrypted} is encrypted"),
+        "no authority file": (
+            {"tls_cert": cert, "tls_key": key, "tls_client_ca": absent},
+            f"--tls-client-ca {absent}: No such file",
+        ),
+        "no authority in it": (
+            {"tls_cert": cert, "tls_key": key, "tls_client_ca": junk},
+            f"--tls-client-ca {junk} holds no PEM certificate",
+        ),
+        "certificate alone": ({"tls_cert": cert}, "--tls-cert is of no use without --tls-key"),
+        "key alone": ({"tls_key": key}, "--tls-key is of no use without --tls-cert"),
+        "authority alone": ({"tls_client_ca": cert}, "takes --tls-cert and --tls-key"),
+        "contradiction": ({"tls_cert": cert, "tls_key": key, "insecure": True}, "contradict each other"),
+    }
+
+
+async def test_files_that_do_not_work_are_named_in_one_line(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    for what, (fields, complaint) in files_that_do_not_work(certificates, tmp_path).items():
+        with pytest.raises(ServiceStartError) as caught:
+            await Server(ServerOptions(**fields), services=[]).start()
+        assert complaint in str(caught.value), what
+        assert "\n" not in str(caught.value), what
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+async def test_a_file_without_read_permission_is_named(certificates: Certificates, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.key"
+    shutil.copy(certificates.server_key, secret)
+    secret.chmod(0)
+    with pytest.raises(ServiceStartError, match="Permission denied"):
+        await Server(ServerOptions(tls_cert=certificates.server, tls_key=secret), services=[]).start()
+
+
+async def test_a_clients_files_are_checked_too(certificates: Certificates, tmp_path: Path) -> None:
+    absent = tmp_path / "absent.pem"
+    with pytest.raises(TLSFileError, match=f"--tls-ca {absent}: No such file"):
+        open_channel("localhost:1", ClientTLS(ca=absent))
+    with pytest.raises(TLSFileError, match="--tls-cert is of no use without --tls-key"):
+        open_channel("localhost:1", ClientTLS(ca=certificates.ca, certificate=certificates.client))
+    with pytest.raises(TLSFileError, match="is not the private key"):
+        open_channel("localhost:1", ClientTLS(certificates.ca, certificates.client, certificates.server_key))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "somewhere.example"])  # noqa: S104
+async def test_plaintext_is_refused_where_others_can_reach_it(host: str) -> None:
+    with pytest.raises(ServiceStartError) as caught:
+        await Server(ServerOptions(host=host, port=29400), services=[]).start()
+    assert "refusing to serve plaintext" in str(caught.value)
+    assert "--tls-cert" in str(caught.value)
+    assert "--insecure" in str(caught.value)
+
+
+async def test_plaintext_is_served_there_when_asked_for(serve: Start, connect: Start) -> None:
+    server = await serve(HANDLERS, options=ServerOptions(host="0.0.0.0", insecure=True))  # noqa: S104
+    channel = open_channel(server.address.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104
+    assert await ask(channel) == b"nobody"
+    await channel.close()
+
+
+def test_the_transport_has_a_name(certificates: Certificates) -> None:
+    assert transport(ServerOptions()) == "plaintext"
+    assert transport(options_for(certificates)) == "TLS"
+    assert transport(options_for(certificates, tls_client_ca=certificates.ca)) == "mutual TLS"

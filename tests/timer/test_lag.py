@@ -1,0 +1,53 @@
+"""The watch clock leaves out what the watchdog slept through, and gets on however often it stumbles."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rallypoint.timer.lag import LagSettings, WatchClock
+
+SETTINGS = LagSettings(tolerance=0.1, pulse=0.5, settle=1.0)
+
+
+def test_ordinary_lateness_forgives_nothing() -> None:
+    """Waking within the tolerance leaves every deadline where it was."""
+    clock = WatchClock(0.0, SETTINGS)
+    assert clock.observe(10.1, due=10.0) == 0.0
+    assert clock.read(10.1) == 10.1
+
+
+@given(
+    began=st.floats(0, 1e6),
+    asleep=st.floats(1, 1e4),
+    until_due=st.floats(0, SETTINGS.pulse),
+)
+def test_a_pause_is_forgiven_whole(began: float, asleep: float, until_due: float) -> None:
+    """Wherever in a pulse the pause begins, the clock wakes no later than it fell asleep, settle time included."""
+    clock = WatchClock(0.0, SETTINGS)
+    before = clock.read(began)
+    clock.observe(began + asleep, due=began + until_due)
+    left = before - clock.read(began + asleep)
+    assert left >= SETTINGS.settle - SETTINGS.pulse - 1e-6 * max(1.0, began)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), min_size=1, max_size=50))
+def test_a_watchdog_that_stumbles_for_ever_still_gets_on(cycles: list[tuple[float, float]]) -> None:
+    """Of the time really watched, at least half shows on the clock, less one settle time."""
+    clock = WatchClock(0.0, SETTINGS)
+    now = watched = 0.0
+    for watching, lag in cycles:
+        due = now + watching
+        now = due + lag
+        watched += watching + (lag if lag <= SETTINGS.tolerance else 0.0)
+        clock.observe(now, due)
+    assert clock.read(now) >= watched / 2 - SETTINGS.settle - 1e-9
+    assert clock.read(now) <= watched + 1e-9
+
+
+def test_what_is_forgiven_is_told() -> None:
+    """The sum of what observe returned is what reading the clock leaves out."""
+    clock = WatchClock(0.0, SETTINGS)
+    total = clock.observe(20.0, due=0.5) + clock.observe(50.0, due=40.0)
+    assert clock.forgiven == pytest.approx(total)
+    assert clock.read(60.0) == pytest.approx(60.0 - total)
