@@ -15,7 +15,7 @@ GENERATOR := $(VENV)/generator
 GENERATOR_PACKAGES := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
 PROTOS := $(shell cd protos && find rallypoint -name '*.proto' | sort)
 
-.PHONY: help setup protos
+.PHONY: help setup protos lint test test-torch wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,3 +35,28 @@ setup: $(VENV)/.ready ## make .venv with Rallypoint in it, editable, and everyth
 protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos/
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services rendezvous timer
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
+
+lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generated code up to date, rules of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy services agent
+	$(BIN)/mypy examples tests
+	cd protos && ../$(BIN)/buf lint
+	.ci/check-drift
+	$(BIN)/pytest -q tests/test_house.py
+
+test: $(VENV)/.ready ## the whole suite, with what it needs
+	$(BIN)/pytest
+
+TORCH := $(VENV)/torch
+$(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
+	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==2.13.0
+	touch $@
+
+test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
+	$(TORCH)/bin/pytest -m torch
+
+wheel: $(VENV)/.ready ## dist/rallypoint-*.whl
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+

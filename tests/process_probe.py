@@ -93,10 +93,12 @@ def fresh_marker() -> Iterator[str]:
     try:
         yield marker
     finally:
-        while left := living(marker):
-            for pid in left:
+        while not gone(marker):
+            for pid in living(marker):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+                    if os.getpgid(pid) != os.getpgid(0):  # a hopper can't be hit otherwise
+                        os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> float:

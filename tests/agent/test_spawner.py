@@ -169,6 +169,9 @@ def test_the_program_needs_only_the_standard_library() -> None:
         "'threading', 'rallypoint')))"
     )
     ran = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", check, spawner.__file__], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-S", "-c", check, spawner.__file__],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.strip() == "[]"

@@ -109,15 +109,18 @@ def look_up(pid: int) -> Process | None:
 def descendants(root: int, keep: Callable[[Process], bool] | None = None) -> list[Process]:
     """Lists the descendants of a process, parents before children, zombies included.
 
+    A process that forks and exits all the time may be missed: it is gone before it is looked at, and its child
+    was not yet there when the list was made. `watch_forks` tells whether that may have happened.
+
     Args:
         root: whose descendants; not itself in the list.
         keep: a process for which this is true is left out, with everything below it.
     """
     # One pass over /proc rather than /proc/<pid>/task/<tid>/children: not every kernel has those files, and a
-    # trainer has hundreds of threads, each with a list of its own.
+    # trainer has hundreds of threads, each with a list of its own. Youngest first: they go the soonest.
     children: dict[int, list[Process]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (process := look_up(int(name))) is not None:
+    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+        if (process := look_up(pid)) is not None:
             children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
     frontier = [root]
@@ -129,38 +132,65 @@ def descendants(root: int, keep: Callable[[Process], bool] | None = None) -> lis
     return found
 
 
-def strike(victim: Process, family: Iterable[int]) -> int | None:
-    """Sends SIGKILL to a process if it still is who it was.
+def watch_forks() -> bytes:
+    """What /proc/loadavg says was the last pid given out: the same before and after means no fork between."""
+    with open("/proc/loadavg", "rb") as file:
+        return file.read().rsplit(None, 1)[-1]
 
-    A pid seen a moment ago may belong to a stranger by now. The pidfd pins one process; if the stat line that
-    is read *after* it was opened shows a parent out of the family, it is one of ours: had the number been
-    handed on in between, the pidfd would refer to a dead process and the signal would go nowhere.
+
+def strike(victims: Iterable[Process], family: set[int]) -> dict[int, int]:
+    """Sends SIGKILL to processes and to the process groups they are in.
+
+    The groups, because a signal to a group and a fork exclude one another in the kernel: a process that forks
+    faster than we can look still can't leave its group that way. A group's number stays taken while it has a
+    member, and its members all descend from the process that made it. Spared are the groups of our own session
+    (a fork that has not become a worker yet is in one) and, should the number have been handed on since, a
+    group whose leader is no relative.
+
+    Then each process, in case it is in such a group. The pidfd pins one process; if the stat line read *after*
+    it was opened shows a parent in the family, it is one of ours: had the pid been handed on in between, the
+    pidfd would refer to a dead process and the signal would go nowhere.
 
     Args:
-        victim: whom.
+        victims: whom.
         family: pids of the tree's processes, its root included: the parents that prove kinship.
 
     Returns:
-        The pidfd, readable once the process is dead, for the caller to close; None if it is gone already or
-        may not be killed (it runs as another user).
+        By pid, the pidfd of each process struck, readable once it is dead, for the caller to close. At most
+        _PIDFDS_HELD have one: a fork bomb must not use up our descriptors. The others have -1.
     """
-    try:
-        pidfd = os.pidfd_open(victim.pid)
-    except OSError:
-        return None
-    now = look_up(victim.pid)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if now is not None and now.parent in family:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            return pidfd
-    os.close(pidfd)
-    return None
+    victims = list(victims)
+    session = os.getsid(0)
+    for group in {victim.group for victim in victims if victim.session != session}:
+        leader = look_up(group)
+        if leader is None or leader.parent in family:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+    struck: dict[int, int] = {}
+    for victim in victims:
+        try:
+            pidfd = os.pidfd_open(victim.pid)
+        except OSError:
+            continue
+        now = look_up(victim.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if now is not None and now.parent in family:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                struck[victim.pid] = pidfd if len(struck) < _PIDFDS_HELD else -1
+        if struck.get(victim.pid, -1) < 0:
+            os.close(pidfd)
+    return struck
+
+
+_PIDFDS_HELD = 64
 
 
 def kill_descendants(timeout: float, keep: Callable[[Process], bool] | None = None) -> list[int]:
     """Kills every descendant of the calling process, a subreaper, and waits until all are dead.
 
-    Children among them are reaped; others' children never are. New processes that appear meanwhile die too.
+    New processes that appear meanwhile die too. With nobody to keep, the end is exact: all children are reaped,
+    and there are no more. Else only children that are dead and not to be kept are reaped, and the end is when
+    nobody is found, by a look during which nobody has forked, or by several.
 
     Args:
         timeout: seconds after which to give up on processes that SIGKILL doesn't end (uninterruptible sleep).
@@ -171,41 +201,48 @@ def kill_descendants(timeout: float, keep: Callable[[Process], bool] | None = No
     """
     me = os.getpid()
     deadline = time.monotonic() + timeout
+    vain_looks = 0
     while True:
+        before = watch_forks()
         tree = descendants(me, keep)
+        undisturbed = watch_forks() == before
         for process in tree:
             if process.dead and process.parent == me:
-                _reap_one(process.pid)
+                _reap(process.pid)
         # A dead process below a living one waits for its parent, which is about to die too.
         living = [process for process in tree if not process.dead]
-        if not living:
-            return []
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return [process.pid for process in living]
-        family = {me, *(process.pid for process in tree)}
+        if not living:
+            vain_looks += 1
+            if _reap(-1) if keep is None else (undisturbed or vain_looks > _VAIN_LOOKS):
+                return []
+            continue
+        vain_looks = 0
+        struck = strike(living, {me, *(process.pid for process in tree)})
         poll = select.poll()
-        struck: list[int] = []
-        for process in living:
-            if (pidfd := strike(process, family)) is None:
-                continue
-            if len(struck) == _PIDFDS_HELD:
+        for pidfd in struck.values():
+            if pidfd >= 0:
+                poll.register(pidfd, select.POLLIN)
+        # Nothing to wait for: it has hopped on meanwhile, or is another user's and may not be killed.
+        poll.poll(min(remaining, 1.0 if struck else 0.02) * 1000)
+        for pidfd in struck.values():
+            if pidfd >= 0:
                 os.close(pidfd)
-                continue
-            poll.register(pidfd, select.POLLIN)
-            struck.append(pidfd)
-        # Where nothing could be struck (another user's processes), look again once a second.
-        poll.poll(min(remaining, 1.0) * 1000)
-        for pidfd in struck:
-            os.close(pidfd)
 
 
-_PIDFDS_HELD = 64  # enough to wait on; a fork bomb must not run us out of descriptors
+_VAIN_LOOKS = 10  # on a host that forks all the time no look is undisturbed
 
 
-def _reap_one(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG | WAIT_ALL)
+def _reap(pid: int) -> bool:
+    """Reaps one child if it is dead, or for -1 all that are; true if there is no such child, or none at all."""
+    try:
+        while os.waitpid(pid, os.WNOHANG | WAIT_ALL)[0] != 0:
+            pass
+    except ChildProcessError:
+        return True
+    return False
 
 
 def _wake_on_signals(*numbers: int) -> int:
@@ -240,13 +277,14 @@ class _Worker:
 class _Hunt:
     """A request to kill until nothing is left: of one worker, or of all."""
 
-    __slots__ = ("deadline", "request", "struck", "worker")
+    __slots__ = ("deadline", "request", "struck", "vain_looks", "worker")
 
     def __init__(self, request: int, worker: int | None, deadline: float) -> None:
         self.request = request
         self.worker = worker
         self.deadline = deadline
         self.struck: set[int] = set()
+        self.vain_looks = 0
 
 
 class _Spawner:
@@ -455,20 +493,27 @@ class _Spawner:
         if not (childless or overdue or (self._look_due and now >= self._look_not_before)):
             return
         self._look_due = False
+        before = watch_forks()
         tree = [] if childless else descendants(os.getpid())
+        undisturbed = watch_forks() == before
         family = {os.getpid(), *(process.pid for process in tree)}
         for hunt in list(self._hunts):
             victims = [process for process in self._tree_of(hunt.worker, tree) if not process.dead]
-            # A sweep is over when the kernel says so: a dead child not yet reaped may still have living ones.
-            if now >= hunt.deadline or (childless if hunt.worker is None else not victims):
+            hunt.vain_looks = 0 if victims else hunt.vain_looks + 1
+            # A sweep is over when the kernel says so; of a single worker's tree only looking can tell.
+            found_none = hunt.vain_looks > 0 and (undisturbed or hunt.vain_looks > _VAIN_LOOKS)
+            if now >= hunt.deadline or (childless if hunt.worker is None else found_none):
                 self._hunts.remove(hunt)
                 left = [process.pid for process in victims]
                 self._say(event="killed", request=hunt.request, count=len(hunt.struck), left=left)
                 continue
-            for victim in victims:
-                if (pidfd := strike(victim, family)) is not None:
+            struck = strike(victims, family)
+            hunt.struck.update(struck)
+            for pidfd in struck.values():
+                if pidfd >= 0:
                     os.close(pidfd)
-                    hunt.struck.add(victim.pid)
+            # Somebody may have hopped on; and without a victim no death will remind us to look.
+            self._look_due = self._look_due or len(struck) < max(1, len(victims))
         # Looking costs some 10 µs for each process of the host, ours or not: spend at most half the time so.
         finished = time.monotonic()
         self._look_not_before = finished + (finished - now)

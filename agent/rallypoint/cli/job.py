@@ -98,6 +98,7 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str) -> No
     server = Server(options, services=[supervisor_registration(lambda: job)])
     await server.start()
     stack.push_async_callback(server.stop)
+    _log.info("supervisor ready", supervisor=server.address, rendezvous=job.config.rendezvous.endpoint)
 
 
 async def _run_until_signalled(job: Job) -> JobResult:

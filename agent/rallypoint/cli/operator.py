@@ -8,10 +8,7 @@ from typing import TypeVar
 
 import grpc
 
-from rallypoint.rendezvous.v1.rendezvous_service_pb2_grpc import (
-    RendezvousServiceAsyncStub,
-    RendezvousServiceStub,
-)
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import decode
 from rallypoint.serving.loop import run
@@ -24,7 +21,7 @@ def ask(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
-    question: Callable[[RendezvousServiceAsyncStub], Awaitable[_T]],
+    question: Callable[[pb_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
 ) -> _T:
     """Ask a rendezvous service, within `timeout` seconds.
 
@@ -36,7 +33,7 @@ def ask(
         channel = open_channel(endpoint, tls)
         try:
             async with asyncio.timeout(timeout):
-                return await question(RendezvousServiceStub(channel))
+                return await question(pb_grpc.RendezvousServiceStub(channel))
         except TimeoutError:
             raise SettingError(f"no rendezvous service answered at {endpoint} within {timeout:g} s") from None
         except grpc.aio.AioRpcError as rpc_error:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-
 from rallypoint.agent.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.rendezvous.errors import translate as translate_rendezvous
@@ -15,6 +14,8 @@ from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.service import open_journal, rendezvous_services
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+from rallypoint.timer.errors import translate as translate_timer
+from rallypoint.timer.service import timer_registration
 
 
 async def serve_rendezvous_role(options: ServerOptions, journal_url: str) -> None:
@@ -43,7 +44,7 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str) -> Non
 
 async def serve_timer_role(options: ServerOptions) -> None:
     """Serve timers until a signal."""
-    server = Server(options, services=[])
+    server = Server(options, services=[timer_registration()], translate=translate_timer)
     await server.start()
     await server.serve_until_signal()
 
@@ -70,7 +71,7 @@ async def embedded_rendezvous() -> AsyncIterator[str]:
 @asynccontextmanager
 async def embedded_timer() -> AsyncIterator[str]:
     """A timer service inside this process, for as long as the context lasts; yields its endpoint."""
-    server = Server(ServerOptions(), services=[])
+    server = Server(ServerOptions(), services=[timer_registration()], translate=translate_timer)
     await server.start()
     try:
         yield server.address

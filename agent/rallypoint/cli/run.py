@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -121,6 +122,10 @@ def _run(command: tuple[str, ...], *, log_level: str, log_format: str, **flags: 
     from rallypoint.serving.loop import run as run_loop  # noqa: PLC0415
 
     configure_logs(log_level, log_format)
+    if log_level == "info":
+        # Of the services inside this process the agent's user needs to hear only what goes wrong.
+        for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
+            logging.getLogger(service).setLevel(logging.WARNING)
     return run_loop(run_job(spawner, command=command, environment=ENVIRONMENT, **flags))
 
 

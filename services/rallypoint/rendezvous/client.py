@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
+
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.errors import ServiceError, decode
@@ -167,7 +168,8 @@ class Membership:
             raise error
         if not self._ever_admitted and asyncio.get_running_loop().time() >= deadline:
             raise RendezvousUnreachable(
-                f"no rendezvous service answered at {self._endpoint} within {self._connect_timeout:g} s: {error.message}"
+                f"no rendezvous service answered at {self._endpoint} within {self._connect_timeout:g} s: "
+                f"{error.message}"
             )
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:

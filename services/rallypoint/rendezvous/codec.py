@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+
 from rallypoint.rendezvous.core import facts, state
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
 

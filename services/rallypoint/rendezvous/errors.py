@@ -7,6 +7,7 @@ from enum import IntEnum
 from functools import singledispatch
 
 from grpc import StatusCode
+
 from rallypoint.rendezvous.core import refusals
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.serving.errors import ServiceError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
+
 from rallypoint.rendezvous.codec import from_message
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings, ScaleUpPolicy, WorkerFailure

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.engine import Member, RendezvousEngine
 from rallypoint.rendezvous.errors import Draining

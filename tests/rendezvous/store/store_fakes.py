@@ -1,13 +1,16 @@
-"""A journal that a test owns, and a store service on a real server."""
+"""A journal that a test owns, a store service on a real server, and an agent's socket before it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc.aio
 
+from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.core import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
@@ -117,3 +120,18 @@ async def channel_to(path: str) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to such a server."""
     async with open_channel(f"unix:{path}") as channel:
         yield channel
+
+
+@asynccontextmanager
+async def agent_socket(
+    folder: Path, store: StoreService, *, max_connections: int = 1024
+) -> AsyncIterator[str]:
+    """The whole way that a worker's call takes; yields the path of the agent's socket."""
+    service, path = f"{folder}/store.sock", folder / "agent.sock"
+    async with serving(store, service), channel_to(service) as channel:
+        sock = StoreSocket(path, StoreClient(channel, RUN), max_connections=max_connections)
+        await sock.start()
+        try:
+            yield str(path)
+        finally:
+            await sock.stop()

@@ -1,0 +1,559 @@
+"""A random history of one run: nodes that come, go, hang and fail; a server that crashes; time that passes.
+
+The core is the real one. Around it stands a model of the engine (facts are told when they were committed, and a
+crash loses what was not), of agents, and of watchers. The `Ledger` referees.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from rallypoint.rendezvous.codec import decode_record, encode_record
+from rallypoint.rendezvous.core import commands, facts, leases
+from rallypoint.rendezvous.core import execute as core
+from rallypoint.rendezvous.core.apply import apply
+from rallypoint.rendezvous.core.decide import check_lease, check_revision
+from rallypoint.rendezvous.core.refusals import LeaseLost, Refused, RunIsClosed
+from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.rendezvous.views import node_update, run_message
+from rendezvous.core.ledger import Ledger, Violation, require
+
+RUN = "run"
+NAMES = [f"node{number}" for number in (1, 2, 3, 9, 10, 11)]
+TOLD_TO_NODES = (facts.RoundFrozen, facts.RoundFinalized, facts.RoundEnded, facts.RunClosed)
+
+
+@dataclass(eq=False, slots=True)
+class Agent:
+    """One life of one node's agent: what it was told, and the workers that it runs because of it."""
+
+    node_id: str
+    local_world_size: int
+    role: str
+    lease: int | None = None
+    asked: bool = False
+    connected: bool = False
+    inbox: pb.NodeUpdate | None = None
+    view: pb.NodeUpdate | None = None
+    revision: int = 0
+    workers_of: int | None = None
+
+    def put(self, update: pb.NodeUpdate) -> None:
+        self.inbox = update
+
+    def read(self) -> None:
+        """Take the latest update and obey it."""
+        update, self.inbox = self.inbox, None
+        if update is None:
+            return
+        require(update.revision >= self.revision, "revisions that a node sees only grow")
+        if self.view is not None and update.revision == self.view.revision:
+            require(update == self.view, "one revision is one state")
+        self.view, self.revision = update, update.revision
+        if update.phase == pb.PHASE_FINAL and update.HasField("assignment"):
+            require(self.workers_of in (None, update.assignment.round), "the workers of an earlier round are gone")
+            self.workers_of = update.assignment.round
+        else:
+            self.workers_of = None
+
+    def lose_lease(self) -> None:
+        """The server refused the lease: nothing of it holds any more."""
+        self.lease, self.connected, self.asked = None, False, False
+        self.inbox = self.view = self.workers_of = None
+
+
+@dataclass(eq=False, slots=True)
+class Watcher:
+    """Somebody who looks on, over any number of streams."""
+
+    connected: bool = False
+    inbox: pb.Run | None = None
+    view: pb.Run | None = None
+
+    @property
+    def revision(self) -> int:
+        return self.view.revision if self.view is not None else 0
+
+    def read(self) -> None:
+        update, self.inbox = self.inbox, None
+        if update is not None:
+            require(update.revision > self.revision, "revisions that a watcher sees grow, and none comes twice")
+            self.view = update
+
+
+@dataclass(slots=True)
+class Server:
+    """One life of the server: its memory, and what it has not committed yet."""
+
+    state: RunState
+    uncommitted: list[facts.Fact] = field(default_factory=list)
+    answers: list[Callable[[], None]] = field(default_factory=list)
+    members: dict[str, Agent] = field(default_factory=dict)
+    watchers: list[Watcher] = field(default_factory=list)
+
+
+class History:
+    """A history that is drawn from a seed, step by step; `trace` says what happened."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        min_nodes = self.random.choice([1, 1, 2, 3])
+        self.settings = RunSettings(
+            min_nodes=min_nodes,
+            max_nodes=min_nodes + self.random.randrange(3),
+            max_restarts=self.random.choice([0, 2, 100]),
+            join_timeout=60.0,
+            last_call_timeout=self.random.choice([0.0, 10.0]),
+            confirm_timeout=20.0,
+            scale_up_policy=self.random.choice(list(ScaleUpPolicy)),
+        )
+        self.now = 1000.0
+        self.journal: list[bytes] = []
+        self.ledger = Ledger()
+        self.server = Server(RunState(RUN))
+        # By the latest facts, committed or not: who holds which lease in the server's memory.
+        self.held: dict[str, int] = {}
+        self.agents: dict[str, Agent] = {}
+        self.stale: list[tuple[str, int]] = []
+        self.watchers = [Watcher(), Watcher()]
+        self.trace: list[str] = []
+
+    # ---- the server
+
+    def _take_note(self, happened: list[facts.Fact]) -> None:
+        self.server.uncommitted += happened
+        for fact in happened:
+            self.trace.append(f"    {fact}")
+            match fact:
+                case facts.NodeJoined(node_id=node_id, lease=lease):
+                    self.held[node_id] = lease
+                case facts.NodeLost(node_id=node_id) | facts.NodeLeft(node_id=node_id):
+                    del self.held[node_id]
+                case facts.RunClosed():
+                    self.held.clear()
+
+    def execute(self, command: commands.Command) -> list[facts.Fact] | None:
+        """Carry a command out; None: it was refused, which is told like everything else when all is durable."""
+        revision = self.server.state.revision
+        shown = getattr(command, "lease", None)
+        stale = shown is not None and self.held.get(getattr(command, "node_id", "")) != shown
+        try:
+            happened = core.execute(self.server.state, command, self.now)
+        except Refused as refusal:
+            require(stale or not isinstance(refusal, LeaseLost), "a lease that stands is honoured")
+            require(self.server.state.revision == revision, "a refused command changes nothing")
+            return None
+        except Exception as error:
+            raise Violation(f"{command} breaks the core: {error!r}") from error
+        require(not stale, "a stale lease is refused")
+        self._take_note(happened)
+        return happened
+
+    def settle(self) -> None:
+        self._take_note(core.settle(self.server.state, self.now))
+
+    def commit(self) -> None:
+        """Make durable what has happened, then tell of it, as the engine does."""
+        server, happened = self.server, self.server.uncommitted
+        for fact in happened:
+            record = encode_record(RUN, len(self.journal) + 1, fact, 1.7e9)
+            self.journal.append(record.SerializeToString())
+            self.ledger.record(record.revision, decode_record(JournalRecord.FromString(self.journal[-1])))
+        server.uncommitted = []
+        for fact in happened:
+            if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
+                self._end_stale_stream(fact.node_id)
+        if any(isinstance(fact, TOLD_TO_NODES) for fact in happened):
+            for agent in list(server.members.values()):
+                self._tell(agent)
+        if happened:
+            for watcher in server.watchers:
+                self._tell_watcher(watcher)
+        answers, server.answers = server.answers, []
+        for answer in answers:
+            answer()
+        self._check_nobody_missed_anything()
+
+    def _end_stale_stream(self, node_id: str) -> None:
+        member = self.server.members.get(node_id)
+        if member is None or member.lease == self.ledger.leases.get(node_id):
+            return
+        del self.server.members[node_id]
+        self._forget_lease(member)
+
+    def _forget_lease(self, agent: Agent) -> None:
+        if agent.lease is not None:
+            self.stale.append((agent.node_id, agent.lease))
+        agent.lose_lease()
+
+    def _tell(self, agent: Agent) -> None:
+        assert agent.lease is not None
+        update = node_update(self.server.state, agent.node_id)
+        self.ledger.check_told(update)
+        self.ledger.check_assignment(agent.node_id, agent.lease, update)
+        agent.put(update)
+        if update.phase == pb.PHASE_CLOSED:
+            self.server.members.pop(agent.node_id, None)
+
+    def _tell_watcher(self, watcher: Watcher) -> None:
+        message = run_message(self.server.state)
+        self.ledger.check_told(message)
+        watcher.inbox = message
+
+    def _check_nobody_missed_anything(self) -> None:
+        """Whoever is connected has been told, or is about to read, what it must act on now."""
+        state = self.server.state
+        for agent in self.server.members.values():
+            latest = agent.inbox or agent.view
+            if latest is None:
+                require(state.phase is Phase.JOINABLE, "a node is told every phase but the one it came in")
+                continue
+            now = node_update(state, agent.node_id)
+            require(self._matters(latest) == self._matters(now), "nobody misses a phase that still matters")
+        for watcher in self.server.watchers:
+            latest_run = watcher.inbox or watcher.view
+            require(latest_run is not None and latest_run.revision == state.revision, "watchers see every change")
+
+    @staticmethod
+    def _matters(update: pb.NodeUpdate) -> bytes:
+        kept = pb.NodeUpdate()
+        kept.CopyFrom(update)
+        kept.revision = 0
+        if kept.phase == pb.PHASE_FROZEN:
+            kept.assignment.master_port = 0  # known, and told, when the round is FINAL
+        return kept.SerializeToString(deterministic=True)
+
+    def crash(self) -> None:
+        """Kill the server and start it again: what was not committed is gone, and nobody ever heard of it."""
+        durable = None if self.server.uncommitted else self._durable_view()
+        for agent in self.agents.values():
+            agent.connected = agent.asked = False
+        for watcher in self.watchers:
+            watcher.connected = False
+        self.server = Server(self.recover())
+        self.held = {node.node_id: node.lease for node in self.server.state.nodes.values()}
+        require(self.held == self.ledger.leases, "the leases after a restart are those of the journal")
+        require(durable is None or durable == self._durable_view(), "a run is the fold of its facts")
+        self.settle()
+
+    def recover(self) -> RunState:
+        """The state that the journal holds, as the engine gets at it."""
+        state = RunState(RUN)
+        for blob in self.journal:
+            apply(state, decode_record(JournalRecord.FromString(blob)), self.now)
+        leases.restart_leases(state, self.now)
+        return state
+
+    def _durable_view(self) -> pb.Run:
+        view = run_message(self.server.state)
+        for node in view.nodes:
+            node.connected = False
+        return view
+
+    # ---- what nodes and watchers do
+
+    def _pick(self, having: Callable[[Agent], bool]) -> Agent | None:
+        candidates = [agent for agent in self.agents.values() if having(agent)]
+        return self.random.choice(candidates) if candidates else None
+
+    def _new_agent(self, node_id: str) -> Agent:
+        """Start an agent, in the place of one of that name, which is then gone, or believes it still is one."""
+        self._kill(node_id, silently=self.random.random() < 0.5)
+        agent = Agent(node_id, self.random.choice([1, 2, 4]), self.random.choice(["trainer", "evaluator"]))
+        self.agents[node_id] = agent
+        return agent
+
+    def _kill(self, node_id: str, *, silently: bool) -> None:
+        agent = self.agents.pop(node_id, None)
+        if agent is None:
+            return
+        if not silently:
+            self._break_stream(agent)
+        if agent.lease is not None:
+            self.stale.append((node_id, agent.lease))
+
+    def _join(self, agent: Agent) -> None:
+        command = commands.Join(
+            agent.node_id, self.settings, f"{agent.node_id}.cluster", agent.local_world_size, agent.role
+        )
+        happened = self.execute(command)
+        if happened is None:
+            require(self.server.state.phase is Phase.CLOSED, "only a closed run refuses who brings its settings")
+            self.agents.pop(agent.node_id, None)
+            return
+        (lease,) = (fact.lease for fact in happened if isinstance(fact, facts.NodeJoined))
+        agent.asked = True
+        server = self.server
+
+        def admit() -> None:
+            agent.asked = False
+            if self.agents.get(agent.node_id) is not agent:
+                self.stale.append((agent.node_id, lease))
+                return
+            if server.state.nodes.get(agent.node_id) is None or self.ledger.leases[agent.node_id] != lease:
+                return
+            agent.lease, agent.connected = lease, True
+            agent.revision = self.ledger.revision
+            server.members[agent.node_id] = agent
+            if server.state.phase is not Phase.JOINABLE:
+                self._tell(agent)
+
+        server.answers.append(admit)
+
+    def _resume(self, agent: Agent) -> None:
+        server = self.server
+        agent.asked = True
+
+        def admit() -> None:
+            agent.asked = False
+            if self.agents.get(agent.node_id) is not agent or agent.lease is None:
+                return
+            try:
+                check_lease(server.state, agent.node_id, agent.lease)
+            except LeaseLost:
+                require(self.ledger.leases.get(agent.node_id) != agent.lease, "a lease that stands is honoured")
+                self._forget_lease(agent)
+                return
+            except RunIsClosed:
+                del self.agents[agent.node_id]
+                return
+            check_revision(server.state, agent.revision)
+            leases.renew(server.state, agent.node_id, self.now)
+            server.members[agent.node_id] = agent
+            agent.connected = True
+            self._tell(agent)
+
+        server.answers.append(admit)
+
+    def _break_stream(self, agent: Agent) -> None:
+        if self.server.members.get(agent.node_id) is agent:
+            del self.server.members[agent.node_id]
+            if self.held.get(agent.node_id) == agent.lease:
+                leases.disconnect(self.server.state, agent.node_id, self.now)
+        agent.connected = False
+
+    def _renew(self, agent: Agent) -> None:
+        if self.server.members.get(agent.node_id) is agent and self.held.get(agent.node_id) == agent.lease:
+            leases.renew(self.server.state, agent.node_id, self.now)
+
+    def _confirm(self, agent: Agent, round_: int) -> None:
+        assert agent.lease is not None
+        require(agent.workers_of is None, "who confirms has no workers")
+        self.execute(commands.Confirm(agent.node_id, agent.lease, round_, 29500))
+
+    def _failure(self, agent: Agent, round_: int) -> WorkerFailure:
+        rank = agent.view.assignment.base_rank if agent.view is not None else 0
+        return WorkerFailure(
+            round_, rank, 0, agent.role, agent.node_id, "host", 4711, 1, 1.7e9, "it broke", "Traceback", "/log"
+        )
+
+    def let_time_pass(self, seconds: float, silent: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        """Heartbeats arrive from everybody but the silent."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + self.settings.keep_alive_interval)
+            for agent in self.agents.values():
+                if agent.node_id not in silent:
+                    self._renew(agent)
+            self.settle()
+
+    # ---- steps
+
+    def step(self) -> None:
+        """Let one thing happen."""
+        name = self.random.choices(list(self.STEPS), list(self.STEPS.values()))[0]
+        self.trace.append(f"{self.now:g} {name}")
+        getattr(self, "_step_" + name)()
+
+    STEPS: ClassVar[dict[str, int]] = {
+        "commit": 20,
+        "read": 20,
+        "join": 10,
+        "confirm": 14,
+        "time": 6,
+        "fail": 3,
+        "succeed": 4,
+        "leave": 2,
+        "disconnect": 3,
+        "resume": 6,
+        "kill": 3,
+        "stale_command": 6,
+        "crash": 4,
+        "watch": 4,
+        "close": 0,
+    }
+
+    def _step_commit(self) -> None:
+        self.commit()
+
+    def _step_read(self) -> None:
+        for agent in list(self.agents.values()):
+            if self.random.random() < 0.7:
+                agent.read()
+                if agent.view is not None and agent.view.phase == pb.PHASE_CLOSED:
+                    del self.agents[agent.node_id]
+        for watcher in self.watchers:
+            if self.random.random() < 0.5:
+                watcher.read()
+
+    def _step_join(self) -> None:
+        agent = self._pick(lambda agent: agent.lease is None and not agent.asked)
+        if agent is None or self.random.random() < 0.5:
+            agent = self._new_agent(self.random.choice(NAMES))
+        self._join(agent)
+
+    def _step_confirm(self) -> None:
+        for agent in list(self.agents.values()):
+            if agent.connected and agent.view is not None and agent.view.phase == pb.PHASE_FROZEN:
+                if agent.view.HasField("assignment") and self.random.random() < 0.8:
+                    self._confirm(agent, agent.view.assignment.round)
+
+    def _step_time(self) -> None:
+        silent = {node_id for node_id in self.agents if self.random.random() < 0.15}
+        self.let_time_pass(self.random.choice([0.5, 3.0, 3.0, 12.0, 25.0, 70.0]), silent)
+
+    def _step_fail(self) -> None:
+        agent = self._pick(lambda agent: agent.connected and agent.workers_of is not None)
+        if agent is not None and agent.lease is not None and agent.workers_of is not None:
+            failure = self._failure(agent, agent.workers_of)
+            self.execute(commands.ReportFailure(agent.node_id, agent.lease, failure))
+
+    def _step_succeed(self) -> None:
+        agent = self._pick(lambda agent: agent.connected and agent.workers_of is not None)
+        if agent is not None and agent.lease is not None and agent.workers_of is not None:
+            self.execute(commands.ReportSuccess(agent.node_id, agent.lease, agent.workers_of))
+
+    def _step_leave(self) -> None:
+        agent = self._pick(lambda agent: agent.connected)
+        if agent is None or agent.lease is None:
+            return
+        if self.random.random() < 0.6:
+            self.execute(commands.Depart(agent.node_id, agent.lease, "told to stop"))
+        else:
+            agent.workers_of = None
+            self.execute(commands.Leave(agent.node_id, agent.lease, "told to stop"))
+
+    def _step_disconnect(self) -> None:
+        agent = self._pick(lambda agent: agent.connected)
+        if agent is not None:
+            self._break_stream(agent)
+
+    def _step_resume(self) -> None:
+        for agent in list(self.agents.values()):
+            if agent.lease is not None and not agent.connected and not agent.asked:
+                self._resume(agent)
+
+    def _step_kill(self) -> None:
+        agent = self._pick(lambda agent: True)
+        if agent is not None:
+            self._kill(agent.node_id, silently=self.random.random() < 0.5)
+
+    def _step_stale_command(self) -> None:
+        """What a zombie says, or a message that was long on its way."""
+        node_id, lease = self.random.choice(self.stale) if self.stale else ("nobody", 1)
+        agent = self._pick(lambda agent: agent.connected)
+        if agent is not None and agent.lease is not None and self.random.random() < 0.5:
+            node_id, lease = agent.node_id, agent.lease  # who says it is in, but the round is another one
+        round_ = max(0, self.server.state.round + self.random.choice([-2, -1, 1, 5]))
+        if lease != self.held.get(node_id):
+            round_ = self.server.state.round
+        failure = self._failure(Agent(node_id, 1, "trainer"), round_)
+        stale: list[commands.Command] = [
+            commands.Confirm(node_id, lease, round_, 1),
+            commands.ReportFailure(node_id, lease, failure),
+            commands.ReportSuccess(node_id, lease, round_),
+        ]
+        if lease != self.held.get(node_id):
+            stale += [commands.Leave(node_id, lease, "late"), commands.Depart(node_id, lease, "late")]
+        happened = self.execute(self.random.choice(stale))
+        require(not happened, "what is said of another round changes nothing")
+
+    def _step_crash(self) -> None:
+        self.crash()
+
+    def _step_watch(self) -> None:
+        watcher = self.random.choice(self.watchers)
+        if watcher.connected:
+            self.server.watchers.remove(watcher)
+            watcher.connected, watcher.inbox = False, None
+            return
+        server = self.server
+
+        def subscribe() -> None:
+            if watcher.connected or server.state.revision == 0:
+                return  # it asked twice, or there is no run yet
+            check_revision(server.state, watcher.revision)
+            watcher.connected, watcher.inbox = True, None
+            server.watchers.append(watcher)
+            if server.state.revision > watcher.revision:
+                self._tell_watcher(watcher)
+
+        server.answers.append(subscribe)
+
+    def _step_close(self) -> None:
+        self.execute(commands.Close("enough"))
+
+    # ---- the end of all faults
+
+    def reach_agreement(self) -> None:
+        """Let enough well-behaved nodes answer for as long as it may take: they agree on a round.
+
+        Raises:
+            Violation: They don't.
+        """
+        self.trace.append("---- no more faults")
+        settings = self.settings
+        for name in NAMES:
+            if len(self.agents) < settings.min_nodes and name not in self.agents:
+                self._new_agent(name)
+        grace = settings.join_timeout + settings.last_call_timeout + 2 * settings.confirm_timeout
+        deadline = self.now + 2 * (grace + settings.time_to_live)
+        while self.ledger.closed is None and not self._agreed():
+            require(self.now < deadline, "enough nodes that answer agree on a round")
+            for agent in list(self.agents.values()):
+                self._behave(agent)
+            self.commit()
+            self.let_time_pass(1.0)
+            self.commit()
+
+    def _behave(self, agent: Agent) -> None:
+        agent.read()
+        if agent.lease is None and not agent.asked:
+            self._join(agent)
+        elif not agent.connected and not agent.asked:
+            self._resume(agent)
+        elif agent.view is not None and agent.view.phase == pb.PHASE_FROZEN and agent.view.HasField("assignment"):
+            self._confirm(agent, agent.view.assignment.round)
+
+    def _agreed(self) -> bool:
+        """Whether the round is FINAL, and all its participants run its workers."""
+        state = self.server.state
+        if state.phase is not Phase.FINAL:
+            return False
+        for agent in self.agents.values():
+            agent.read()
+        return all(
+            node_id in self.agents and self.agents[node_id].workers_of == state.round for node_id in state.seats
+        )
+
+
+def play(seed: int, steps: int = 70) -> History:
+    """Play the history of a seed to its end.
+
+    Raises:
+        Violation: With the seed and the last of what happened.
+    """
+    history = History(seed)
+    try:
+        for _ in range(steps):
+            history.step()
+        history.reach_agreement()
+    except Violation as violation:
+        happened = "\n".join(history.trace[-60:])
+        raise Violation(f"history {seed}: {violation}\n{history.settings}\n{happened}") from violation
+    return history

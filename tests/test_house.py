@@ -1,0 +1,117 @@
+"""The rules of the house: what may import what, and what the repository may name."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TREES = (ROOT / "services", ROOT / "agent")
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for tree in TREES:
+        for path in sorted(tree.rglob("*.py")):
+            parts = path.relative_to(tree).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), path
+
+
+def _imports(path: Path) -> set[str]:
+    """Names of the modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time", "uuid"}
+
+
+def test_cores_import_the_standard_library_and_each_other_only() -> None:
+    """A core decides; the clock, randomness and the world come in as arguments."""
+    modules = dict(_modules())
+    cores = [module for module in modules if "core" in module.split(".")]
+    assert len(cores) > 3
+    assert [(core, name) for core in cores for name in _impurities(core, modules)] == []
+
+
+def _impurities(module: str, modules: dict[str, Path]) -> set[str]:
+    """What a module imports, itself or through others of ours, that is not pure standard library."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        if current in seen or current not in modules:
+            continue
+        seen.add(current)
+        for name in _imports(modules[current]):
+            root = name.split(".")[0]
+            if root == "rallypoint":
+                waiting.append(name if name in modules else name.rpartition(".")[0])
+            elif root in IMPURE or root not in sys.stdlib_module_names:
+                found.add(name)
+    return found
+
+
+def test_services_never_import_the_agent() -> None:
+    """A service stands without agents; agents reach it through its client."""
+    ours = ("rallypoint.agent", "rallypoint.worker", "rallypoint.cli", "rallypoint.torch")
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in _modules()
+        if path.is_relative_to(ROOT / "services")
+        for name in _imports(path)
+        if name.startswith(ours)
+    ]
+    assert not wrong
+
+
+def test_the_agent_reaches_services_through_their_clients() -> None:
+    """Of rendezvous and timer, an agent imports the client, the worker side and the contract."""
+    allowed = (
+        "rallypoint.rendezvous.client",
+        "rallypoint.rendezvous.store.client",
+        "rallypoint.rendezvous.v1",
+        "rallypoint.timer.client",
+        "rallypoint.timer.wire",
+        "rallypoint.timer.v1",
+    )
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in _modules()
+        if module.startswith(("rallypoint.agent", "rallypoint.worker"))
+        for name in _imports(path)
+        if name.startswith(("rallypoint.rendezvous", "rallypoint.timer")) and not name.startswith(allowed)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("statement", ["from rallypoint.timer import expires", "import rallypoint.worker"])
+def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
+    """A training process forks; gRPC in it would take the children down."""
+    program = f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] in {{'grpc', 'google'}}])"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_the_repository_names_no_registry_and_no_path_of_a_machine() -> None:
+    """What is committed builds anywhere."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    forbidden = ["py" + "pi.org", "npm" + "js", "/wo" + "rk/", "/ro" + "ot/"]
+    wrong = []
+    for name in tracked.stdout.splitlines():
+        path = ROOT / name
+        if path.is_file() and path.suffix not in {".gz", ".png"}:
+            text = path.read_text(errors="replace")
+            wrong.extend(f"{name} names {word}" for word in forbidden if word in text)
+    assert not wrong
