@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
 
+from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
 from rallypoint.agent import spawner
 from rallypoint.agent.spawner import Process, descendants, look_up, strike
 
@@ -150,13 +150,13 @@ def test_descendants_are_found_parents_first() -> None:
 
 
 def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
-    """A process whose parent is outside the tree by the time of the blow is left alone."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
-        was = Process(stranger.pid, "S", parent=12345678, group=1, session=1)
-        assert strike(was, family={12345678}) is None
+    """A process whose parent is outside the tree by the time of the blow is left alone, and so is its group."""
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
+    with subprocess.Popen(command, start_new_session=True) as stranger:
+        was = Process(stranger.pid, "S", parent=12345678, group=stranger.pid, session=stranger.pid)
+        assert strike([was], family={12345678}) == {}
         assert stranger.poll() is None
-        pidfd = strike(was, family={os.getpid()})
-        assert pidfd is not None
+        (pidfd,) = strike([was], family={os.getpid()}).values()
         os.close(pidfd)
         assert stranger.wait() == -signal.SIGKILL
 

@@ -62,8 +62,10 @@ async def until(store: StoreService, path: str, waiting: int) -> None:
     """Return when so many calls wait in the service; each look is a call, so it takes part in the order."""
     async with asyncio.timeout(30):
         worker = await Worker.connect(path)
-        while sum(len(each) for each in store._runs[RUN].waiting.values()) != waiting:
+        while True:
             await worker.call({"op": "check", "keys": ["k"], "round": 1, "timeout": 30.0})
+            if sum(len(each) for each in store._runs[RUN].waiting.values()) == waiting:
+                break
         await worker.close()
 
 
@@ -110,9 +112,9 @@ async def test_nothing_is_left_of_a_worker_that_goes(path: str, store: StoreServ
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({}, "'op' is None; expected one of set, get, add"),
-        ({"op": "drop"}, "'op' is 'drop'"),
-        ({"op": ["set"]}, "'op' is"),
+        ({}, "'op' is None; expected str"),
+        ({"op": "drop"}, "'op' is 'drop'; expected one of set, get, add"),
+        ({"op": ["set"]}, "'op' is ['set']"),
         ({**SET, "key": 5}, "'key' is 5; expected str"),
         ({**SET, "key": "\ud800"}, "no UTF-8"),
         ({**SET, "round": "1"}, "'round' is '1'"),

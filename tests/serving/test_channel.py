@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,20 @@ Start = Callable[..., Any]
 METHOD = "/tiny.v1.TinyService/Echo"
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 async def echo(request: bytes, _context: Any) -> bytes:
     return request
 
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
 
 HANDLERS = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
 
@@ -36,6 +48,7 @@ def test_the_server_permits_the_pings_that_clients_send() -> None:
     assert server["grpc.keepalive_permit_without_calls"] == 1
 
 
+@needs_ipv6
 async def test_ipv6_works(serve: Start, connect: Start) -> None:
     server = await serve(HANDLERS, options=ServerOptions(host="::1"))
     assert server.address.startswith("[::1]:")

@@ -35,8 +35,8 @@ def run(got: dict[str, Any], tmp_path: Path) -> Run:
         pass
 
     @serve.command()
-    @server_options(default_port=29410)
     @click.option("--journal", cls=Setting, type=click.Choice(["memory", "sqlite"]), default="sqlite")
+    @server_options(default_port=29410)
     @click.option("--label", cls=Setting, multiple=True)
     def timer(**arguments: Any) -> None:
         got.update(arguments)
@@ -115,9 +115,10 @@ def test_the_file_itself_can_be_named_by_the_environment(
     run: Run, got: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "elsewhere.toml"
-    file.write_text("[serve.timer]\nport = 5\n")
+    file.write_text('[serve.timer]\nport = 5\njournal = "memory"\n')
     ok(run("serve", "timer", RALLYPOINT_CONFIG=str(file)))
     assert got["options"].port == 5
+    assert got["journal"] == "memory"
 
 
 def test_a_command_reads_its_own_table_only(run: Run, got: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
 from rallypoint.timer.core import MAX_AFTER, TimerTable
 from rallypoint.timer.lag import LagSettings
 from rallypoint.timer.refusals import InvalidField, LeaseLost, Refused, StreamReplaced, TooMany

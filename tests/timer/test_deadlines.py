@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rallypoint.timer.deadlines import DeadlineQueue
 
 STEPS = st.lists(

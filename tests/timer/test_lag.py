@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rallypoint.timer.lag import LagSettings, WatchClock
 
 SETTINGS = LagSettings(tolerance=0.1, pulse=0.5, settle=1.0)

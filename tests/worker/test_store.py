@@ -9,7 +9,8 @@ import socket
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
 
 
 @pytest.fixture
-def store(agent: Agent) -> AsyncIterator[Store]:
+def store(agent: Agent) -> Iterator[Store]:
     with Store.from_environment(environment=agent.environment()) as store:
         yield store
 
@@ -195,13 +196,15 @@ async def test_threads_share_a_store(agent: Agent, store: Store) -> None:
     begin = threading.Barrier(8)
 
     def work(number: int) -> None:
-        begin.wait()
+        begin.wait(30)
         for turn in range(20):
             store.set(f"{number}", f"{number}/{turn}")
             assert store.get(f"{number}") == f"{number}/{turn}".encode()
             sums.append(store.add("n", 1))
 
-    await asyncio.gather(*(in_thread(work, number) for number in range(8)))
+    with ThreadPoolExecutor(8) as threads:
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(threads, work, number) for number in range(8)))
     assert sorted(sums) == list(range(1, 161))
     assert len(store._connections._idle) <= 8
 
@@ -286,7 +289,7 @@ def test_wrong_arguments_never_reach_the_agent() -> None:
 
 
 def test_outside_of_an_agent_one_is_told_what_to_do() -> None:
-    with pytest.raises(StoreUnavailableError, match="RALLYPOINT_STORE_SOCKET is not set.*rallypoint run"):
+    with pytest.raises(StoreUnavailableError, match=r"RALLYPOINT_STORE_SOCKET is not set.*rallypoint run"):
         Store.from_environment(environment={})
     with pytest.raises(StoreUnavailableError, match="RALLYPOINT_ROUND is not set"):
         Store.from_environment(environment={"RALLYPOINT_STORE_SOCKET": "/s"})

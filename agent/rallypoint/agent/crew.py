@@ -99,17 +99,26 @@ class Crew:
         self._stopped = True
         return await self._group.stop(number, timeout) if self._group is not None else StopReport()
 
-    async def reap(self, local_rank: int, accusation: str) -> None:
+    @property
+    def names(self) -> dict[str, int]:
+        """Local rank by name, of all workers; a name is never another worker's, in whatever round."""
+        round_ = self.assignment.round
+        return {f"{rank}@{round_}": rank for rank in range(self._config.local_world_size)}
+
+    async def reap(self, name: str, accusation: str) -> None:
         """Kill a worker that hangs; its failure will say so."""
+        local_rank = self.names[name]
         if self._group is not None and local_rank in self._group.pids:
             self._accused[local_rank] = accusation
             await self._group.kill_worker(local_rank)
 
-    def worker_of(self, pid: int) -> int | None:
-        """Local rank of the worker that a process is, or descends from; None for a stranger."""
+    def worker_of(self, pid: int) -> str | None:
+        """Name of the worker that a process is, or descends from; None for a stranger."""
         if self._group is None:
             return None
-        by_pid = {worker_pid: local_rank for local_rank, worker_pid in self._group.pids.items()}
+        by_pid = {
+            self._group.pids[rank]: name for name, rank in self.names.items() if rank in self._group.pids
+        }
         seen: set[int] = set()
         while pid > 1 and pid not in seen:
             if pid in by_pid:

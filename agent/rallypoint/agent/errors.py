@@ -250,9 +250,10 @@ def _read_tail(path: Path) -> str:
 
 
 def _head(message: str) -> str:
-    line = " ".join(message.split("\n")).strip()
-    raw = line.encode("utf-8", "replace")
-    return line if len(raw) <= MAX_MESSAGE else raw[: MAX_MESSAGE - 3].decode("utf-8", "ignore") + "..."
+    raw = " ".join(message.splitlines()).strip().encode("utf-8", "replace")  # lone surrogates can't travel
+    if len(raw) <= MAX_MESSAGE:
+        return raw.decode()
+    return raw[: MAX_MESSAGE - 3].decode("utf-8", "ignore") + "..."
 
 
 def _tail(text: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class Job:
         self._failure: WorkerFailure | None = None
         self._run_end: pb.RunEnd | None = None
         self._refusal: str | None = None
+        self._internal_error: str | None = None
+        self._lease = 0
         self._stop_signal: int | None = None
         self._hurried = False
         self.result: JobResult | None = None
@@ -176,7 +178,7 @@ class Job:
             world_size=seat.world_size,
             restart_count=effect.restart_count,
         )
-        self._spawn(crew.start())
+        self._spawn(self._start_crew(crew))
 
     @_carry_out.register
     def _stop_workers(self, effect: core.StopWorkers) -> None:
@@ -210,6 +212,10 @@ class Job:
     def _finish(self, effect: core.Finish) -> None:
         """The loop in `run` sees the state."""
 
+    async def _start_crew(self, crew: Crew) -> None:
+        await self._sockets.act_under(self._lease)
+        await crew.start()
+
     async def _stop_crew(self, crew: Crew, detail: str) -> None:
         number = self._stop_signal or signal.SIGTERM
         timeout = self._config.shutdown_timeout
@@ -225,7 +231,8 @@ class Job:
             )
         if report.left:
             _log.error("processes outlived SIGKILL (uninterruptible sleep?)", pids=list(report.left))
-        self._sockets.clear_round(crew.assignment.round)
+        for worker in crew.names:
+            self._sockets.clear(worker)
         self._events.put_nowait(core.WorkersGone())
 
     async def _bound_leaving(self) -> None:
@@ -251,7 +258,7 @@ class Job:
         match event:
             case Admitted():
                 _log.info("resumed" if event.resumed else "joined", lease=event.lease)
-                self._sockets.lease_granted(event.lease)
+                self._lease = event.lease
             case LeaseEnded():
                 _log.warning("lease lost, joining anew", reason=event.reason)
                 self._events.put_nowait(core.LeaseEnded(event.reason))
@@ -284,22 +291,27 @@ class Job:
         await crew.stop(signal.SIGKILL, 0.0)
         self._events.put_nowait(core.WorkersSucceeded())
 
-    def _worker_of(self, pid: int) -> tuple[int, int] | None:
-        """(round, local rank) of the worker that a process belongs to."""
-        local_rank = self._crew.worker_of(pid) if self._crew is not None else None
-        if self._crew is None or local_rank is None:
-            return None
-        return self._crew.assignment.round, local_rank
+    def _worker_of(self, pid: int) -> str | None:
+        return self._crew.worker_of(pid) if self._crew is not None else None
 
-    async def _reap(self, round_: int, local_rank: int, accusation: str) -> None:
-        if self._crew is not None and self._crew.assignment.round == round_:
-            _log.error("worker hangs and is killed", local_rank=local_rank, reason=accusation)
-            await self._crew.reap(local_rank, accusation)
+    async def _reap(self, worker: str, accusation: str) -> None:
+        if self._crew is not None and worker in self._crew.names:
+            _log.error("worker hangs and is killed", worker=worker, reason=accusation)
+            await self._crew.reap(worker, accusation)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """What goes wrong unforeseen in the background must end the job: a job that hangs is the worst failure."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.exception("internal error", error=error)
+            self._internal_error = f"internal error: {error!r}; please report it with the log above"
+            self._state = replace(self._state, finished=True)
+            self._events.put_nowait(core.MembershipEnded())
 
     async def _end_tasks(self) -> None:
         """Whatever was going on: when this returns, no worker is left."""
@@ -312,6 +324,8 @@ class Job:
         await self._spawner.close()
 
     def _verdict(self) -> JobResult:
+        if self._internal_error is not None:
+            return JobResult(FAILED, self._internal_error)
         if self._run_end is not None:
             failure = failure_value(self._run_end.failure) if self._run_end.HasField("failure") else None
             succeeded = self._run_end.outcome == pb.OUTCOME_SUCCEEDED

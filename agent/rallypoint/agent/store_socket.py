@@ -202,7 +202,6 @@ class _Call:
 
     def field(self, name: str, kind: type[T]) -> T:
         value = self.fields.get(name)
-        # To Python, True is an integer.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise MalformedCallError(f"field {name!r} is {value!r}; expected {kind.__name__}")
         return value
@@ -228,7 +227,9 @@ class _Call:
     @property
     def space(self) -> dict[str, Any]:
         timeout = self.fields.get("timeout")
-        if not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
+        # To Python, True is an integer, and JSON has a way to write infinity.
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is None or not is_number or not 0 <= timeout < math.inf:
             raise MalformedCallError(f"field 'timeout' is {timeout!r}; expected seconds, at least 0")
         return {"round": self.integer("round", 32), "timeout": float(timeout)}
 
@@ -250,12 +251,11 @@ async def carry_out(client: StoreClient, header: bytes, body: bytes) -> bytes:
         raise MalformedCallError("the header is not JSON") from None
     if not isinstance(fields, dict):
         raise MalformedCallError("the header is not a JSON object")
-    operation = _OPERATIONS.get(fields.get("op", ""))
-    if operation is None:
-        raise MalformedCallError(
-            f"field 'op' is {fields.get('op')!r}; expected one of {', '.join(_OPERATIONS)}"
-        )
-    answer, value = await operation(client, _Call(fields, body))
+    call = _Call(fields, body)
+    name = call.string("op")
+    if name not in _OPERATIONS:
+        raise MalformedCallError(f"field 'op' is {name!r}; expected one of {', '.join(_OPERATIONS)}")
+    answer, value = await _OPERATIONS[name](client, call)
     return encode_frame(answer, value)
 
 

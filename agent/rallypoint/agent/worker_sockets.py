@@ -12,28 +12,35 @@ import grpc
 
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.serving.channel import open_channel
+from rallypoint.timer.client import TimerClient
 
 
 class WorkerSockets:
-    """Stands the sockets up for as long as the context lasts."""
+    """Stands the sockets up for as long as the context lasts.
+
+    Attributes:
+        environment: The variables that tell workers where the sockets are.
+    """
 
     def __init__(
         self,
         config: JobConfig,
         channel: grpc.aio.Channel,
         *,
-        worker_of: Callable[[int], tuple[int, int] | None],
-        on_hung: Callable[[int, int, str], Awaitable[None]],
+        worker_of: Callable[[int], str | None],
+        on_hung: Callable[[str, str], Awaitable[None]],
     ) -> None:
         """Set up.
 
         Args:
             config: The job.
             channel: To the rendezvous service, where the store is.
-            worker_of: (round, local rank) of the worker that a process belongs to; None for a stranger.
-            on_hung: Called with (round, local rank, one sentence) for a worker whose timer expired; returns
-                when it is dead.
+            worker_of: The worker that a process is, or descends from; None for a stranger.
+            on_hung: Called with a worker whose timer expired, and one sentence that says so; returns when it is
+                dead.
         """
         self.environment: dict[str, str] = {}
         self._config = config
@@ -41,21 +48,54 @@ class WorkerSockets:
         self._worker_of = worker_of
         self._on_hung = on_hung
         self._stack = AsyncExitStack()
+        self._folder = Path()
+        self._timers: TimerClient | None = None
+        self._timer_socket: TimerSocket | None = None
+        self._lease = 0
 
     async def __aenter__(self) -> Self:
         # In the folder for temporary files, whose path is short: a socket's has 107 bytes at most.
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rallypoint_sockets_")))
-        store = StoreSocket(folder / "store", StoreClient(self._channel, self._config.run_id))
+        self._folder = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rallypoint_sockets_"))
+        )
+        self.environment = {
+            "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
+            "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
+        }
+        store = StoreSocket(self._folder / "store", StoreClient(self._channel, self._config.run_id))
         await store.start()
         self._stack.push_async_callback(store.stop)
-        self.environment = {"RALLYPOINT_STORE_SOCKET": str(folder / "store")}
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    def lease_granted(self, lease: int) -> None:
-        pass
+    async def act_under(self, lease: int) -> None:
+        """Watch timers in the name of a lease of this node, which only grows."""
+        if self._timers is None:
+            self._timers = await self._open_timers(lease)
+        elif lease != self._lease:
+            self._timers.renew(lease)
+        self._lease = lease
 
-    def clear_round(self, round_: int) -> None:
-        pass
+    def clear(self, worker: str) -> None:
+        """Forget the timers of a worker that is gone."""
+        if self._timer_socket is not None:
+            self._timer_socket.clear(worker)
+
+    async def _open_timers(self, lease: int) -> TimerClient:
+        config = self._config
+        channel = open_channel(config.timer.endpoint, config.timer.tls)
+        self._stack.push_async_callback(channel.close)
+        timers = TimerClient(channel, run_id=config.run_id, node_id=config.node_id, lease=lease)
+        self._timer_socket = TimerSocket(
+            self._folder / "timer", timers, worker_of=self._worker_of, on_expired=self._on_expired
+        )
+        await self._timer_socket.start()
+        self._stack.push_async_callback(self._timer_socket.stop)
+        return timers
+
+    async def _on_expired(self, worker: str, scope: str, after: float, late_by: float) -> None:
+        await self._on_hung(
+            worker, f"it did not leave {scope!r} within {after:g} s (found {late_by:.3f} s later)"
+        )

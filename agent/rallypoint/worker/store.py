@@ -235,13 +235,14 @@ class Store:
                 "split it over several keys"
             )
         header |= {"round": self._space, "writer_round": self._round, "timeout": seconds}
+        frame = encode_frame(header, body)
         if self._connections.process != os.getpid():
             # A forked child: the parent's connections carry the parent's answers.
             self._connections.close()
             self._connections = _Connections()
         deadline = time.monotonic() + seconds + _AGENT_GRACE
         with self._connections.one(self._path, deadline) as connection:
-            answer, value = connection.call(encode_frame(header, body), deadline)
+            answer, value = connection.call(frame, deadline)
         if "error" in answer:
             raise _error(answer["error"])
         return answer, value

@@ -150,8 +150,10 @@ class _Call:
             return task is not None and task.cancelling() > 0
         if not isinstance(error, Exception):
             return True
-        # The call has its status already (aborted), or its client is gone and a write to it failed.
-        return self._context.done() or isinstance(error, grpc.aio.InternalError)
+        # The call has its status already (aborted), or its client is gone and a write to it failed; what grpc.aio
+        # raises for its misuse does not count as that.
+        gone = isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
+        return gone or self._context.done()
 
     async def _abort(self, error: ServiceError) -> None:
         status = encode(error)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rallypoint.serving.settings import SettingError
 
 _EXPECTED = "expected host:port, [ipv6]:port or unix:/path"
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 # sun_path of Linux holds 108 bytes, the closing NUL included.
 _LONGEST_SOCKET_PATH = 107
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import cast
 
 import grpc
-from google.protobuf.any_pb2 import Any
+from google.protobuf.any_pb2 import Any as AnyDetail
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
@@ -125,7 +125,7 @@ def decode(error: grpc.aio.AioRpcError) -> ServiceError:
     return decoded
 
 
-def _unpack(detail: Any, into: ServiceError) -> None:
+def _unpack(detail: AnyDetail, into: ServiceError) -> None:
     info, bad, retry = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),

@@ -114,7 +114,10 @@ class Server:
         Raises:
             ServiceStartError: the address cannot be had or is not to be served in plaintext, or a TLS file is
                 unusable. One line that says what to change.
+            RuntimeError: it was started before.
         """
+        if self._server is not None:
+            raise RuntimeError("the server was started before")
         try:
             endpoint = listening_endpoint(self._options.host, self._options.port)
             credentials = server_credentials(self._options, endpoint)

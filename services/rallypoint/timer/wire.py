@@ -92,5 +92,8 @@ def _decode_acquire(message: bytes, size: int) -> Acquire:
     _, _, token, since, after = _TIMER.unpack_from(message)
     if not after:
         raise MalformedMessage("an acquire has a duration of at least one nanosecond, not 0")
-    scope = message[_TIMER.size :].decode("utf-8", "replace")
+    try:
+        scope = message[_TIMER.size :].decode()
+    except UnicodeDecodeError:
+        raise MalformedMessage("the scope of an acquire is UTF-8; this one is not") from None
     return Acquire(token, since / _NANOSECONDS, after / _NANOSECONDS, scope)

@@ -56,7 +56,9 @@ class Agent:
             require(update == self.view, "one revision is one state")
         self.view, self.revision = update, update.revision
         if update.phase == pb.PHASE_FINAL and update.HasField("assignment"):
-            require(self.workers_of in (None, update.assignment.round), "the workers of an earlier round are gone")
+            require(
+                self.workers_of in (None, update.assignment.round), "the workers of an earlier round are gone"
+            )
             self.workers_of = update.assignment.round
         else:
             self.workers_of = None
@@ -82,7 +84,9 @@ class Watcher:
     def read(self) -> None:
         update, self.inbox = self.inbox, None
         if update is not None:
-            require(update.revision > self.revision, "revisions that a watcher sees grow, and none comes twice")
+            require(
+                update.revision > self.revision, "revisions that a watcher sees grow, and none comes twice"
+            )
             self.view = update
 
 
@@ -156,6 +160,8 @@ class History:
 
     def settle(self) -> None:
         self._take_note(core.settle(self.server.state, self.now))
+        deadline = core.next_deadline(self.server.state)
+        require(deadline is None or deadline > self.now, "whoever sleeps until the next deadline sleeps")
 
     def commit(self) -> None:
         """Make durable what has happened, then tell of it, as the engine does."""
@@ -213,11 +219,15 @@ class History:
             if latest is None:
                 require(state.phase is Phase.JOINABLE, "a node is told every phase but the one it came in")
                 continue
+            if agent.node_id in state.departing:
+                continue  # it has given its place up by itself
             now = node_update(state, agent.node_id)
             require(self._matters(latest) == self._matters(now), "nobody misses a phase that still matters")
         for watcher in self.server.watchers:
             latest_run = watcher.inbox or watcher.view
-            require(latest_run is not None and latest_run.revision == state.revision, "watchers see every change")
+            require(
+                latest_run is not None and latest_run.revision == state.revision, "watchers see every change"
+            )
 
     @staticmethod
     def _matters(update: pb.NodeUpdate) -> bytes:
@@ -283,7 +293,9 @@ class History:
         )
         happened = self.execute(command)
         if happened is None:
-            require(self.server.state.phase is Phase.CLOSED, "only a closed run refuses who brings its settings")
+            require(
+                self.server.state.phase is Phase.CLOSED, "only a closed run refuses who brings its settings"
+            )
             self.agents.pop(agent.node_id, None)
             return
         (lease,) = (fact.lease for fact in happened if isinstance(fact, facts.NodeJoined))
@@ -316,7 +328,9 @@ class History:
             try:
                 check_lease(server.state, agent.node_id, agent.lease)
             except LeaseLost:
-                require(self.ledger.leases.get(agent.node_id) != agent.lease, "a lease that stands is honoured")
+                require(
+                    self.ledger.leases.get(agent.node_id) != agent.lease, "a lease that stands is honoured"
+                )
                 self._forget_lease(agent)
                 return
             except RunIsClosed:
@@ -349,7 +363,18 @@ class History:
     def _failure(self, agent: Agent, round_: int) -> WorkerFailure:
         rank = agent.view.assignment.base_rank if agent.view is not None else 0
         return WorkerFailure(
-            round_, rank, 0, agent.role, agent.node_id, "host", 4711, 1, 1.7e9, "it broke", "Traceback", "/log"
+            round_,
+            rank,
+            0,
+            agent.role,
+            agent.node_id,
+            "host",
+            4711,
+            1,
+            1.7e9,
+            "it broke",
+            "Traceback",
+            "/log",
         )
 
     def let_time_pass(self, seconds: float, silent: set[str] = frozenset()) -> None:  # type: ignore[assignment]
@@ -370,22 +395,22 @@ class History:
         self.trace.append(f"{self.now:g} {name}")
         getattr(self, "_step_" + name)()
 
-    STEPS: ClassVar[dict[str, int]] = {
-        "commit": 20,
-        "read": 20,
-        "join": 10,
-        "confirm": 14,
-        "time": 6,
-        "fail": 3,
-        "succeed": 4,
+    STEPS: ClassVar[dict[str, float]] = {
+        "commit": 25,
+        "read": 25,
+        "join": 8,
+        "confirm": 30,
+        "time": 8,
+        "fail": 4,
+        "succeed": 8,
         "leave": 2,
         "disconnect": 3,
-        "resume": 6,
-        "kill": 3,
+        "resume": 8,
+        "kill": 2,
         "stale_command": 6,
-        "crash": 4,
+        "crash": 3,
         "watch": 4,
-        "close": 0,
+        "close": 0.05,
     }
 
     def _step_commit(self) -> None:
@@ -409,13 +434,15 @@ class History:
 
     def _step_confirm(self) -> None:
         for agent in list(self.agents.values()):
-            if agent.connected and agent.view is not None and agent.view.phase == pb.PHASE_FROZEN:
-                if agent.view.HasField("assignment") and self.random.random() < 0.8:
-                    self._confirm(agent, agent.view.assignment.round)
+            update = agent.view if agent.connected else None
+            if update is None or update.phase != pb.PHASE_FROZEN or not update.HasField("assignment"):
+                continue
+            if self.random.random() < 0.8:
+                self._confirm(agent, update.assignment.round)
 
     def _step_time(self) -> None:
         silent = {node_id for node_id in self.agents if self.random.random() < 0.15}
-        self.let_time_pass(self.random.choice([0.5, 3.0, 3.0, 12.0, 25.0, 70.0]), silent)
+        self.let_time_pass(self.random.choice([0.5, 3.0, 3.0, 3.0, 12.0, 25.0, 70.0]), silent)
 
     def _step_fail(self) -> None:
         agent = self._pick(lambda agent: agent.connected and agent.workers_of is not None)
@@ -527,7 +554,11 @@ class History:
             self._join(agent)
         elif not agent.connected and not agent.asked:
             self._resume(agent)
-        elif agent.view is not None and agent.view.phase == pb.PHASE_FROZEN and agent.view.HasField("assignment"):
+        elif (
+            agent.view is not None
+            and agent.view.phase == pb.PHASE_FROZEN
+            and agent.view.HasField("assignment")
+        ):
             self._confirm(agent, agent.view.assignment.round)
 
     def _agreed(self) -> bool:
@@ -538,11 +569,12 @@ class History:
         for agent in self.agents.values():
             agent.read()
         return all(
-            node_id in self.agents and self.agents[node_id].workers_of == state.round for node_id in state.seats
+            node_id in self.agents and self.agents[node_id].workers_of == state.round
+            for node_id in state.seats
         )
 
 
-def play(seed: int, steps: int = 70) -> History:
+def play(seed: int, steps: int = 200) -> History:
     """Play the history of a seed to its end.
 
     Raises:

@@ -37,7 +37,9 @@ class FrozenRound:
 
 def check_ranks(seats: tuple[Seat, ...], workers: dict[str, tuple[int, str]]) -> None:
     """Group ranks are exactly 0 … n-1, worker ranks partition 0 … world_size-1, and so within every role."""
-    require([seat.group_rank for seat in seats] == list(range(len(seats))), "group ranks are 0 … n-1, each once")
+    require(
+        [seat.group_rank for seat in seats] == list(range(len(seats))), "group ranks are 0 … n-1, each once"
+    )
     require(len({seat.node_id for seat in seats}) == len(seats), "no node has two seats")
     ranks: list[int] = []
     role_ranks: dict[str, list[int]] = defaultdict(list)
@@ -110,7 +112,9 @@ class Ledger:
         require(self._phase is Phase.JOINABLE, "a round is formed when the one before has ended")
         require(not self._departing, "no round is formed while somebody's old workers may be alive")
         settings = self.settings
-        require(settings.min_nodes <= len(fact.seats) <= settings.max_nodes, "a round has min_nodes … max_nodes")
+        require(
+            settings.min_nodes <= len(fact.seats) <= settings.max_nodes, "a round has min_nodes … max_nodes"
+        )
         require(all(seat.node_id in self.leases for seat in fact.seats), "participants hold leases")
         check_ranks(fact.seats, self._workers)
         self._phase, self._round = Phase.FROZEN, fact.round
@@ -178,7 +182,10 @@ class Ledger:
         told = update.assignment
         require(formed is not None and told.round == round_, "an assignment is of the round that stands")
         assert formed is not None
-        require(formed.leases.get(node_id) == lease, "an assignment goes to the lease that the round was formed with")
+        require(
+            formed.leases.get(node_id) == lease,
+            "an assignment goes to the lease that the round was formed with",
+        )
         seat = formed.seats[node_id]
         require(
             (told.group_rank, told.base_rank, told.base_role_rank, told.role_world_size)
@@ -188,4 +195,6 @@ class Ledger:
         require(told.group_world_size == len(formed.seats), "all are told the same number of nodes")
         world_size = sum(seat.local_world_size for seat in formed.seats.values())
         require(told.world_size == world_size, "all are told the same world size")
-        require(told.fencing_token == formed.fencing_token, "one fencing token per round, and a greater one each")
+        require(
+            told.fencing_token == formed.fencing_token, "one fencing token per round, and a greater one each"
+        )

@@ -34,10 +34,11 @@ def settle(state: RunState, now: float) -> list[facts.Fact]:
 
 def next_deadline(state: RunState) -> float | None:
     """When to settle next if no command comes: monotonic seconds, or None. May be early, never late."""
-    deadlines = [state.last_call_deadline, state.confirm_deadline]
+    deadlines = [state.confirm_deadline, next(iter(state.departing.values()), None)]
+    if not state.departing:  # until they have gone, the end of the last call means nothing
+        deadlines.append(state.last_call_deadline)
     if state.lease_queue:
         deadlines.append(state.lease_queue[0][0])
-    deadlines.append(next(iter(state.departing.values()), None))
     eldest = eldest_node(state)
     if state.phase is Phase.JOINABLE and eldest is not None and state.present < state.settings.min_nodes:
         deadlines.append(eldest.waiting_since + state.settings.join_timeout)

@@ -147,7 +147,7 @@ class KeyWaitTimedOut(StoreRefusal):
     def __str__(self) -> str:
         count = len(self.missing)
         what = f"key {self.shown} was" if count == 1 else f"{count} keys ({self.shown}) were"
-        return f"{what} not set in run {self.run_id!r} within {self.timeout:g} s"
+        return f"{what} not set in run {self.run_id!r} within {round(self.timeout, 3):g} s"
 
 
 @dataclass(eq=False)

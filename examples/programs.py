@@ -1,0 +1,285 @@
+"""Programs that run beside this one: their output as it comes, their end as it happens, no trace of them after.
+
+Nothing here looks twice at a clock or a file to learn whether something has happened: pipes and pidfds tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds to wait for what takes one or two on an idle machine. Ends a wait for what will never come; costs
+nothing otherwise."""
+
+_TO_DIE = 10.0  # seconds from a SIGKILL to the death of everything below; the kernel takes milliseconds
+_CHUNK = 1 << 16
+# The kernel kills the program should this process die without having stopped it.
+_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+
+
+class ClusterError(Exception):
+    """Something did not happen that should have; one sentence, and what is known of the cause."""
+
+
+class Feed(Generic[T]):
+    """Things in the order in which they came, and a way to wait for the one that matters."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.items: list[T] = []
+        self._end: str | None = None
+        self._news = asyncio.Event()
+
+    def put(self, item: T) -> None:
+        """Adds one."""
+        self.items.append(item)
+        self._wake()
+
+    def end(self, why: str) -> None:
+        """Nothing comes any more; whoever waits is told why."""
+        self._end = why
+        self._wake()
+
+    async def first(
+        self, what: str, wanted: Callable[[T], bool], *, since: int = 0, timeout: float | None = PATIENCE
+    ) -> T:
+        """The first that is wanted, there already or yet to come.
+
+        Args:
+            what: what is waited for, for the error.
+            wanted: whether an item is it.
+            since: how many of the items not to look at.
+            timeout: seconds to wait.
+
+        Raises:
+            ClusterError: it did not come.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._first(what, wanted, since)
+        except TimeoutError:
+            raise ClusterError(f"waited {timeout:g} s in vain for {what}") from None
+
+    async def _first(self, what: str, wanted: Callable[[T], bool], since: int) -> T:
+        while True:
+            news = self._news
+            while since < len(self.items):
+                since += 1
+                if wanted(self.items[since - 1]):
+                    return self.items[since - 1]
+            if self._end is not None:
+                raise ClusterError(f"waited for {what}, but {self._end}")
+            await news.wait()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that a program wrote, when it was read (Unix seconds), and what it says if it is a log record."""
+
+    program: str
+    time: float
+    text: str
+    event: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, program: str, text: str) -> Line:
+        """Tells a log record, which is a JSON object, from anything else."""
+        with contextlib.suppress(ValueError):
+            record = json.loads(text)
+            if isinstance(record, dict):
+                return cls(program, time.time(), text, str(record.get("event", "")), record)
+        return cls(program, time.time(), text)
+
+
+class Deaths:
+    """Watches processes die, whoever's children they are. A process id that is used again is no confusion."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        """Watches from now on; who is dead already counts as dead."""
+        self.pids: list[int] = []
+        self._waits: list[asyncio.Future[float]] = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                self._waits.append(_death(os.pidfd_open(pid)))
+                self.pids.append(pid)
+
+    @classmethod
+    def of_family(cls, pid: int) -> Deaths:
+        """Of a process and everything that it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return cls([pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))])
+        return cls([])
+
+    async def all(self, timeout: float = _TO_DIE) -> float:
+        """Waits until all are dead; returns when the last one was (Unix seconds).
+
+        Raises:
+            ClusterError: some live on.
+        """
+        if self._waits:
+            _, alive = await asyncio.wait(self._waits, timeout=timeout)
+            if alive:
+                left = [pid for pid, wait in zip(self.pids, self._waits, strict=True) if not wait.done()]
+                raise ClusterError(f"processes {left} are alive {timeout:g} s after they should have died")
+        return max((wait.result() for wait in self._waits), default=time.time())
+
+
+def _death(pidfd: int) -> asyncio.Future[float]:
+    loop = asyncio.get_running_loop()
+    died: asyncio.Future[float] = loop.create_future()
+
+    def dead() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        if not died.cancelled():
+            died.set_result(time.time())
+
+    loop.add_reader(pidfd, dead)
+    return died
+
+
+class Program:
+    """One program, from its start to its end. In a session of its own: Ctrl-C here is none there.
+
+    Attributes:
+        log: what it wrote to stderr, which is where logs go. Also in `<folder>/<name>.log`.
+        output: what it wrote to stdout. Also in `<folder>/<name>.out`.
+        told_to_end: whether its end was asked for here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: Feed[Line] | None = None,
+    ) -> None:
+        """Starts it. Only in the main thread of a process: when that thread ends, the program is killed.
+
+        Args:
+            name: what to call it, also in the names of its files.
+            command: program and arguments.
+            folder: for its files, to which it adds.
+            environment: all of its environment.
+            output: where to put its stdout; without it, in a feed of its own.
+        """
+        self.name = name
+        self.command = tuple(command)
+        self.log: Feed[Line] = Feed()
+        self.output = Feed[Line]() if output is None else output
+        self.told_to_end = False
+        self._process = subprocess.Popen(
+            [*_WITH_US, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._death = _death(os.pidfd_open(self.pid))
+        self._copies = [
+            asyncio.create_task(self._copy(self._process.stdout, folder / f"{name}.out", self.output)),
+            asyncio.create_task(self._copy(self._process.stderr, folder / f"{name}.log", self.log)),
+        ]
+        self._ending = asyncio.create_task(self._end())
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return not self._ending.done()
+
+    @property
+    def report(self) -> str:
+        """What it wrote to stderr besides log records: errors for people."""
+        return "\n".join(line.text for line in self.log.items if not line.event)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    async def ended(self, timeout: float | None = None) -> int:
+        """Waits for its end and for everything that it wrote; returns its exit code, minus N for signal N.
+
+        Raises:
+            ClusterError: it goes on.
+        """
+        await asyncio.wait({self._ending}, timeout=timeout)
+        if self.running:
+            raise ClusterError(f"{self.name} (pid {self.pid}) did not end within {timeout:g} s")
+        return self._ending.result()
+
+    async def stop(self, grace: float) -> int:
+        """Asks it to end, with SIGTERM, and kills it after `grace` seconds; returns its exit code."""
+        self.told_to_end = True
+        self.signal(signal.SIGTERM)
+        try:
+            return await self.ended(grace)
+        except ClusterError:
+            await self.kill()
+            return await self.ended()
+
+    async def kill(self) -> float:
+        """Kills it with SIGKILL; returns when it and everything it had started was dead (Unix seconds).
+
+        Nobody but itself kills what it had started: that none of it stays is its own duty, and checked here.
+
+        Raises:
+            ClusterError: something of it lives on.
+        """
+        self.told_to_end = True
+        if self._process.poll() is not None:  # its pid may be another's by now
+            return time.time()
+        family = Deaths.of_family(self.pid)
+        self.signal(signal.SIGKILL)
+        last_death = await family.all()
+        await self.ended(_TO_DIE)
+        return last_death
+
+    async def _end(self) -> int:
+        await asyncio.wait({self._death})
+        code = self._process.wait()
+        # Whoever inherited its streams may hold them open a little longer.
+        await asyncio.wait(self._copies, timeout=_TO_DIE)
+        self.log.end(f"{self.name} ended with {_how(code)}" + (f": {self.report}" if self.report else ""))
+        return code
+
+    async def _copy(self, stream: Any, path: Path, feed: Feed[Line]) -> None:
+        reader, unfinished = asyncio.StreamReader(), b""
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stream)
+        try:
+            with open(path, "ab", buffering=0) as file:  # noqa: ASYNC230  # a log file: no wait
+                while chunk := await reader.read(_CHUNK):
+                    file.write(chunk)
+                    *lines, unfinished = (unfinished + chunk).split(b"\n")
+                    for line in lines:
+                        feed.put(Line.parse(self.name, line.decode("utf-8", "replace")))
+                if unfinished:
+                    feed.put(Line.parse(self.name, unfinished.decode("utf-8", "replace")))
+        finally:
+            transport.close()
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,213 @@
+"""A failure's report names who failed, when, how and why, from the best evidence there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.errors import (
+    MAX_MESSAGE,
+    MAX_TRACEBACK,
+    WorkerFailure,
+    describe_failure,
+    failure_to_start,
+    first_failure,
+    render,
+    sentence,
+)
+from rallypoint.agent.logs import WorkerLogs
+from rallypoint.agent.spawn_protocol import WorkerExit
+
+ENDED = 1_800_000_000.0
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\nValueError: bad'
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> WorkerLogs:
+    logs = WorkerLogs(tmp_path / "stdout.log", tmp_path / "stderr.log", tmp_path / "error.json")
+    logs.stdout.touch()
+    logs.stderr.touch()
+    return logs
+
+
+def ended(exit_code: int | None = 1, number: int | None = None, *, inferred: bool = False) -> WorkerExit:
+    return WorkerExit(1, 4242, exit_code, number, at=5.0, time=ENDED, inferred=inferred)
+
+
+def describe(how: WorkerExit, logs: WorkerLogs | None) -> WorkerFailure:
+    return describe_failure(how, logs, rank=3, role="trainer", host="node2")
+
+
+def write_error_file(logs: WorkerLogs, content: object, written: float = ENDED - 1.5) -> None:
+    logs.error_file.write_text(content if isinstance(content, str) else json.dumps(content))
+    os.utime(logs.error_file, (written, written))
+
+
+def test_the_error_file_is_the_best_evidence(logs: WorkerLogs) -> None:
+    """Message, traceback and the moment of the exception, not of the process's end, come from record."""
+    extra = {"py_callstack": TRACEBACK + "\n", "timestamp": "1799999998"}
+    write_error_file(logs, {"message": {"message": "ValueError: bad", "extraInfo": extra}})
+    logs.stderr.write_text("Traceback (most recent call last):\n  File x\nOSError: of a later handler\n")
+    assert describe(ended(), logs) == WorkerFailure(
+        local_rank=1,
+        rank=3,
+        role="trainer",
+        host="node2",
+        pid=4242,
+        exit_code=1,
+        time=ENDED - 1.5,
+        message="ValueError: bad",
+        traceback=TRACEBACK,
+        log_file=str(logs.stderr),
+    )
+
+
+def test_torch_s_short_form_is_read(logs: WorkerLogs) -> None:
+    """A message that is only text, as torch's other handlers write it."""
+    write_error_file(logs, {"message": "GPU fell off the bus", "timestamp": 5})
+    assert describe(ended(), logs).message == "GPU fell off the bus"
+
+
+def test_an_error_file_never_makes_a_failure_later(logs: WorkerLogs) -> None:
+    """A file touched after the end doesn't move the failure behind its consequences."""
+    write_error_file(logs, {"message": "late"}, written=ENDED + 60)
+    assert describe(ended(), logs).time == ENDED
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"message": 7}',
+        '{"other": 1}',
+        "[" * 100_000,
+        '{"message": {"message": 7}}',
+        "\x00\xff",
+    ],
+)
+def test_a_malformed_error_file_is_tolerated(logs: WorkerLogs, content: str) -> None:
+    """Nonsense is passed over or filled up; nothing is raised."""
+    write_error_file(logs, content)
+    assert describe(ended(5), logs).message == "exited with code 5"
+
+
+def test_without_an_error_file_the_log_tells(logs: WorkerLogs) -> None:
+    """The last traceback in standard error, however much came before it."""
+    logs.stderr.write_bytes(b"\xff noise\n" * 50_000 + TRACEBACK.encode() + b"\n")
+    failure = describe(ended(), logs)
+    assert (failure.message, failure.traceback) == ("ValueError: bad", TRACEBACK)
+
+
+def test_without_a_traceback_the_last_lines_are_shown(logs: WorkerLogs) -> None:
+    """A program's usage error is its last words, not a traceback."""
+    logs.stderr.write_text("".join(f"line {at}\n" for at in range(30)) + "error: unknown --lr\n\n")
+    failure = describe(ended(2), logs)
+    assert failure.message == "exited with code 2"
+    assert failure.traceback.splitlines()[-1] == "error: unknown --lr"
+    assert len(failure.traceback.splitlines()) == 10
+
+
+def test_a_traceback_of_long_ago_does_not_explain_a_kill(logs: WorkerLogs) -> None:
+    """SIGKILL an hour after a logged exception: the signal is the reason."""
+    logs.stderr.write_text(TRACEBACK + "\n" + "step\n" * 1000)
+    assert describe(ended(None, signal.SIGKILL), logs).message.startswith("killed by SIGKILL")
+
+
+def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
+    """Logs removed by somebody, or none at all: the exit code speaks."""
+    for logs in (None, WorkerLogs(tmp_path / "a", tmp_path / "b", tmp_path / "c")):
+        failure = describe(ended(None, signal.SIGSEGV), logs)
+        assert failure.exit_code == -signal.SIGSEGV
+        assert failure.signal_name == "SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (ended(3), "exited with code 3"),
+        (ended(137), "exited with code 137, a shell's word for: its child was killed by SIGKILL"),
+        (ended(255), "exited with code 255"),
+        (
+            ended(None, 9),
+            "killed by SIGKILL (signal 9); if nobody sent it, the kernel's OOM killer may have: see dmesg",
+        ),
+        (
+            ended(None, 7),
+            "killed by SIGBUS (signal 7); often /dev/shm is full, where data loaders keep tensors",
+        ),
+        (ended(None, 12), "killed by SIGUSR2 (signal 12)"),
+        (ended(None, 40), f"killed by SIGRTMIN+{40 - signal.SIGRTMIN} (signal 40)"),
+        (ended(None, 9, inferred=True), "killed because its spawner process died"),
+    ],
+)
+def test_exit_codes_and_signals_speak(how: WorkerExit, expected: str) -> None:
+    """Each end by itself is a sentence, with a hint where one is known."""
+    assert sentence(how) == expected
+
+
+def test_what_is_kept_is_bounded(logs: WorkerLogs) -> None:
+    """A long traceback keeps its end, a long message its beginning, both valid text within their bounds."""
+    extra = {"py_callstack": "é" * 100_000 + "the end", "timestamp": "1"}
+    write_error_file(logs, {"message": {"message": "begins " + "é" * 100_000, "extraInfo": extra}})
+    failure = describe(ended(), logs)
+    assert MAX_TRACEBACK - 8 <= len(failure.traceback.encode()) <= MAX_TRACEBACK
+    assert failure.traceback.startswith("...\né")
+    assert failure.traceback.endswith("the end")
+    assert MAX_MESSAGE - 8 <= len(failure.message.encode()) <= MAX_MESSAGE
+    assert failure.message.startswith("begins é")
+    write_error_file(logs, {"message": "two\nlines \ud800"})
+    assert describe(ended(), logs).message.startswith("two lines ")
+    describe(ended(), logs).message.encode()
+
+
+def test_the_first_failure_is_the_earliest() -> None:
+    """Time decides, then rank; of none there is none."""
+    failures = [
+        failure_to_start("late", rank=0, role="r", host="h", time=3.0),
+        failure_to_start("first", rank=2, role="r", host="h", time=1.0),
+        failure_to_start("also", rank=5, role="r", host="h", time=1.0),
+    ]
+    first = first_failure(failures)
+    assert first is not None
+    assert first.message == "first"
+    assert first_failure([]) is None
+
+
+def test_the_report_has_all_that_a_person_needs(logs: WorkerLogs) -> None:
+    """Rank, host, pid, exit code, time with zone, reason, log file, traceback; and no escape sequences."""
+    extra = {"py_callstack": TRACEBACK + " \x1b[31m\x9b", "timestamp": "1"}
+    write_error_file(logs, {"message": {"message": "ValueError: bad", "extraInfo": extra}}, ENDED - 0.25)
+    report = render(describe(ended(), logs), timezone(timedelta(hours=1), "CET"))
+    assert (
+        report
+        == f"""\
+  rank       3 (local rank 1, role trainer)
+  host       node2
+  pid        4242
+  exit code  1
+  time       2027-01-15 08:59:59.750 CET (UTC+0100)
+  reason     ValueError: bad
+  log        {logs.stderr}
+
+  Traceback (most recent call last):
+    File "train.py", line 3, in main
+  ValueError: bad ?[31m?"""
+    )
+
+
+def test_reports_of_signals_and_of_what_never_ran() -> None:
+    """A signal is named; a worker that never was has no pid, and no log is mentioned."""
+    killed = render(describe(ended(None, 11), None))
+    assert "exit code  killed by SIGSEGV (signal 11)" in killed
+    never = render(failure_to_start("no program 'x'", rank=1, role="default", host="h"))
+    assert "pid        never started" in never
+    assert "reason     no program 'x'" in never
+    assert "log " not in never

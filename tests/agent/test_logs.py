@@ -1,0 +1,139 @@
+"""Logs lie where torchrun's users look for them, no attempt overwrites another, and options say what is wrong."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.agent.logs import (
+    ConsoleCopy,
+    LogDirectory,
+    LogError,
+    Redirect,
+    Streams,
+    console_copies,
+    safe_name,
+)
+
+
+def test_the_layout_is_torchruns(tmp_path: Path) -> None:
+    """<log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/ with the two logs there and the error file not."""
+    logs = LogDirectory.create(tmp_path / "new" / "logs", "my-run")
+    assert logs.path.parent == tmp_path / "new" / "logs"
+    assert logs.path.name.startswith("my-run_")
+    files = logs.new_attempt(range(2))
+    folder = logs.path / "attempt_0" / "1"
+    assert files[1].stdout == folder / "stdout.log"
+    assert files[1].stderr == folder / "stderr.log"
+    assert files[1].error_file == folder / "error.json"
+    assert sorted(os.listdir(folder)) == ["stderr.log", "stdout.log"]
+
+
+def test_no_attempt_and_no_run_overwrites_another(tmp_path: Path) -> None:
+    """Every start has a new number, every run of the same name a new directory."""
+    logs = LogDirectory.create(tmp_path, "run")
+    first = logs.new_attempt([0])[0].stdout
+    first.write_text("kept")
+    assert logs.new_attempt([0])[0].stdout.parent.parent.name == "attempt_1"
+    assert logs.new_attempt([0])[0].stdout.parent.parent.name == "attempt_2"
+    assert first.read_text() == "kept"
+    assert LogDirectory.create(tmp_path, "run").path != logs.path
+
+
+def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative log directory means the agent's, not the worker's working directory."""
+    monkeypatch.chdir(tmp_path)
+    assert LogDirectory.create(Path("logs"), "run").path.parent == tmp_path / "logs"
+
+
+def test_the_default_is_a_fresh_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a log directory, a rallypoint_* directory among the temporary files is made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = LogDirectory.create(None, "run").path
+    assert path.parent.parent == tmp_path
+    assert path.parent.name.startswith("rallypoint_")
+
+
+def test_an_unusable_directory_is_one_clear_line(tmp_path: Path) -> None:
+    """A file where the directory should be: the error names it, the reason and the way out."""
+    (tmp_path / "file").touch()
+    with pytest.raises(LogError, match=r"^cannot make a log directory in .*/file: .*; choose .*--log-dir$"):
+        LogDirectory.create(tmp_path / "file", "run")
+    logs = LogDirectory.create(tmp_path, "run")
+    logs.path.rmdir()
+    with pytest.raises(
+        LogError, match=r"^cannot make the log files in .*/attempt_0: No such file or directory$"
+    ):
+        logs.new_attempt([0])
+
+
+@given(st.text())
+def test_any_run_id_makes_a_name(run_id: str) -> None:
+    """A run's id is never a path, a hidden file, an option or too long."""
+    name = safe_name(run_id)
+    assert 1 <= len(name) <= 64
+    assert name[0] not in ".-"
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+def test_an_ordinary_run_id_is_kept() -> None:
+    """What is fit for a file name stays readable."""
+    assert safe_name("job-12.a_b") == "job-12.a_b"
+    assert safe_name("../../etc/passwd") == "_.._etc_passwd"
+    assert safe_name("") == "run"
+
+
+def test_one_number_is_for_all() -> None:
+    """0 to 3 hold for every worker."""
+    for number in range(4):
+        assert Redirect.parse(str(number), "--tee").of(5) == Streams(number)
+
+
+def test_a_list_is_by_local_rank() -> None:
+    """Who is named gets what is said, the others nothing, as torchrun has it."""
+    redirect = Redirect.parse("0:1,2:3", "--tee", workers=3)
+    assert [redirect.of(rank) for rank in range(3)] == [Streams.STDOUT, Streams.NONE, Streams.BOTH]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4", "'4' names no stream; expected 0"),
+        ("", "'' names no stream; expected 0"),
+        ("stdout", "'stdout' names no stream"),
+        ("0:4", "'4' names no stream"),
+        ("0:", "'' names no stream"),
+        ("a:1", "'a' is not a local rank; expected"),
+        ("-1:1", "'-1' is not a local rank"),
+        ("0:1,", "'' is not a local rank"),
+        ("0:1,0:2", "local rank 0 is there twice; name it once"),
+        ("0:1,2:1", "there is no local rank 2; this host has 2 workers, counted from 0"),
+    ],
+)
+def test_nonsense_is_explained(text: str, expected: str) -> None:
+    """One line: the option, its value, what is wrong with which part."""
+    with pytest.raises(LogError) as caught:
+        Redirect.parse(text, "--redirects", workers=2)
+    assert str(caught.value).startswith(f"--redirects {text}: {expected}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_console_shows_all_but_what_is_redirected(tmp_path: Path) -> None:
+    """Neither option: verbatim; -r: not shown; -t: with a prefix; both: teed."""
+    files = LogDirectory.create(tmp_path, "run").new_attempt(range(4))
+    copies = console_copies(
+        files, "trainer", Redirect.parse("1:1,2:3", "-r"), Redirect.parse("2:1,3:2", "-t")
+    )
+    assert copies == [
+        ConsoleCopy(files[0].stdout, Streams.STDOUT),
+        ConsoleCopy(files[0].stderr, Streams.STDERR),
+        ConsoleCopy(files[1].stderr, Streams.STDERR),
+        ConsoleCopy(files[2].stdout, Streams.STDOUT, b"[trainer2]:"),
+        ConsoleCopy(files[3].stdout, Streams.STDOUT),
+        ConsoleCopy(files[3].stderr, Streams.STDERR, b"[trainer3]:"),
+    ]

@@ -1,0 +1,275 @@
+"""A worker gets exactly what was asked for, every end is reported once and rightly, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from process_probe import until
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner import descendants, look_up
+
+ENVIRONMENT = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+async def spawner() -> AsyncIterator[Spawner]:
+    async with Spawner.start() as spawner:
+        yield spawner
+
+
+def python(program: str, local_rank: int = 0, **more: Path | None) -> WorkerSpec:
+    return WorkerSpec(local_rank, [sys.executable, "-c", program], ENVIRONMENT, **more)
+
+
+async def ends(spawner: Spawner, *specs: WorkerSpec) -> list[WorkerExit]:
+    """Runs workers to their end; how they ended, in the order of the specs."""
+    exits: dict[int, WorkerExit] = {}
+    workers = spawner.submit(specs, lambda how: exits.update({how.local_rank: how}))
+    await spawner.wait_started(workers)
+    await until(lambda: len(exits) == len(specs), "the workers' ends")
+    return [exits[spec.local_rank] for spec in specs]
+
+
+async def test_exit_codes_and_signals_are_told_apart(spawner: Spawner) -> None:
+    """What a worker returned or which signal ended it arrives as it was, with when, and what it used."""
+    before = asyncio.get_running_loop().time()
+    fine, coded, killed, big = await ends(
+        spawner,
+        python("", 0),
+        python("raise SystemExit(7)", 1),
+        python("import os; os.kill(os.getpid(), 15)", 2),
+        python("block = b'x' * (64 << 20)", 3),
+    )
+    assert (fine.exit_code, fine.signal, fine.succeeded) == (0, None, True)
+    assert (coded.exit_code, coded.signal, coded.succeeded) == (7, None, False)
+    assert (killed.exit_code, killed.signal, killed.succeeded) == (None, signal.SIGTERM, False)
+    assert before <= killed.at <= asyncio.get_running_loop().time()
+    assert big.max_rss > 64 << 20
+    assert big.user_seconds + big.system_seconds > 0
+    assert not big.inferred
+
+
+async def test_a_worker_starts_from_a_clean_slate(spawner: Spawner, tmp_path: Path) -> None:
+    """Own session and group, no inherited descriptors, environment or ignored signals; dies with its spawner."""
+    program = """
+import ctypes, json, os, signal
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
+print(json.dumps({
+    "leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
+    "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
+    "stdin": os.readlink("/proc/self/fd/0"),
+    "cwd": os.getcwd(),
+    "death": death.value,
+    "environment": sorted(os.environ),
+    "masked": [int(line.split()[1], 16) for line in open("/proc/self/status") if line.startswith("SigBlk")],
+    "ignored": [n.name for n in signal.Signals if signal.getsignal(n) == signal.SIG_IGN],
+}))
+"""
+    out = tmp_path / "out"
+    (how,) = await ends(spawner, python(program, cwd=tmp_path, stdout=out))
+    assert how.succeeded
+    found = json.loads(out.read_text())
+    assert found["leader"]
+    assert found["descriptors"] == [0, 1, 2]
+    assert found["stdin"] == "/dev/null"
+    assert found["cwd"] == str(tmp_path)
+    assert found["death"] == signal.SIGKILL
+    assert set(found["environment"]) - {"LC_CTYPE"} == {"PATH", "RALLYPOINT_SPAWN_ID"}
+    assert found["masked"] == [0]
+    assert found["ignored"] == ["SIGPIPE", "SIGXFSZ"]  # Python's own doing
+
+
+async def test_bytes_survive(spawner: Spawner, tmp_path: Path) -> None:
+    """Arguments, environment and paths that are not UTF-8 arrive byte for byte; files are appended to."""
+    odd = os.fsdecode(b"\xff\xfe caf\xe9 \xe2\x82\xac")
+    out = tmp_path / odd
+    out.write_bytes(b"before ")
+    program = "import os, sys; os.write(1, os.fsencode(sys.argv[1]) + os.environb[b'ODD'])"
+    spec = WorkerSpec(0, [sys.executable, "-c", program, odd], {**ENVIRONMENT, "ODD": odd}, tmp_path, out)
+    (how,) = await ends(spawner, spec)
+    assert how.succeeded
+    assert out.read_bytes() == b"before " + os.fsencode(odd) * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "more", "expected"),
+    [
+        (["no-such-program"], {}, r"no program 'no-such-program' in PATH=.*; check its name"),
+        (["/no/such/program"], {}, "there is no program '/no/such/program'; check the path"),
+        (["{folder}/text"], {}, "'.*/text' is not executable; chmod"),
+        (
+            ["{folder}/orphan"],
+            {},
+            "'.*/orphan' names an interpreter that does not exist; check its first line",
+        ),
+        (["{folder}/blank"], {}, "'.*/blank' is no program this machine can run; does a script lack its #!"),
+        (["sleep", "x" * (1 << 20)], {}, "the arguments and environment of 'sleep' are larger than"),
+        (["sleep", "a\0b"], {}, "cannot run 'sleep' .*null byte"),
+        ([], {}, "no program was given"),
+        (["sleep"], {"cwd": Path("/no/such")}, "cannot enter its working directory '/no/such'"),
+        (["sleep"], {"stdout": Path("/no/such/out")}, "cannot open its log file '/no/such/out'"),
+        (["sleep"], {"stderr": Path("/no/such/err")}, "cannot open its log file '/no/such/err'"),
+    ],
+)
+async def test_what_cannot_be_started_says_why(
+    spawner: Spawner, tmp_path: Path, argv: list[str], more: dict[str, Path], expected: str
+) -> None:
+    """A failed start is a one-line SpawnError that says what is wrong, not an exit; others are unharmed."""
+    (tmp_path / "text").write_text("words")
+    for name, content in (("orphan", "#!/no/such/interpreter\n"), ("blank", "words")):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    argv = [argument.replace("{folder}", str(tmp_path)) for argument in argv]
+    exits: list[WorkerExit] = []
+    with pytest.raises(SpawnError, match=f"^cannot start worker 3: {expected}[^\n]*$") as caught:
+        await spawner.spawn(WorkerSpec(3, argv, ENVIRONMENT, **more), exits.append)
+    assert caught.value.local_rank == 3
+    (fine,) = await ends(spawner, python(""))
+    assert fine.succeeded
+    assert exits == []
+
+
+async def test_two_hundred_workers_leave_nothing(spawner: Spawner) -> None:
+    """Spawning and burying many workers uses up no descriptor and leaves no zombie, here or in the spawner."""
+    (first,) = await ends(spawner, python(""))
+    assert first.succeeded
+    assert spawner.pid is not None
+    folders = [f"/proc/{pid}/fd" for pid in (os.getpid(), spawner.pid)]
+    before = [len(os.listdir(folder)) for folder in folders]
+    true = WorkerSpec(0, ["true"], ENVIRONMENT)
+    for _ in range(10):
+        exits: list[WorkerExit] = []
+        workers = spawner.submit([true] * 20, exits.append)
+        await spawner.wait_started(workers)
+        await asyncio.wait([worker.cleared for worker in workers])
+        assert [how.exit_code for how in exits] == [0] * 20
+        assert len({how.pid for how in exits}) == 20
+    assert descendants(spawner.pid) == []
+    assert [len(os.listdir(folder)) for folder in folders] == before
+
+
+async def test_orphans_are_reaped(spawner: Spawner) -> None:
+    """A grandchild whose parent is gone is adopted, and no zombie when it ends."""
+    program = "import os, time; os.fork() or (os.fork() or time.sleep(0.05), os._exit(0)); os.wait()"
+    (how,) = await ends(spawner, python(program))
+    assert how.succeeded
+    pid = spawner.pid
+    assert pid is not None
+    await until(lambda: descendants(pid) == [], "the orphans' burial")
+
+
+async def test_signals_wait_for_exec_and_choose_their_victims(spawner: Spawner) -> None:
+    """A signal sent in the same breath as the start is neither lost nor too early."""
+    exits: list[WorkerExit] = []
+    workers = spawner.submit(
+        [WorkerSpec(rank, ["sleep", "60"], ENVIRONMENT) for rank in range(3)], exits.append
+    )
+    spawner.signal(workers[1:], signal.SIGINT, group=True)
+    await until(lambda: len(exits) == 2, "the two that were signalled")
+    assert {(how.local_rank, how.signal) for how in exits} == {(1, signal.SIGINT), (2, signal.SIGINT)}
+    assert workers[0].alive
+    spawner.signal(workers, signal.SIGKILL, group=False)
+    await until(lambda: len(exits) == 3, "the third")
+
+
+async def test_a_callback_that_raises_costs_nobody_else(spawner: Spawner) -> None:
+    """An exception in one worker's on_exit is reported to the loop; the others' ends are still told."""
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: complaints.append(context["message"]))
+    exits: list[WorkerExit] = []
+
+    def on_exit(how: WorkerExit) -> None:
+        if how.local_rank == 0:
+            raise ValueError("of no interest")
+        exits.append(how)
+
+    spawner.submit([python("", 0), python("", 1)], on_exit)
+    await until(lambda: len(exits) == 1 and len(complaints) == 1, "both ends")
+    assert complaints == ["on_exit of worker 0 raised"]
+
+
+async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
+    """SIGKILL of the spawner: on_death once, an inferred end for each worker, errors for new ones."""
+    deaths: list[bool] = []
+    exits: list[WorkerExit] = []
+    spawner = Spawner.start(on_death=lambda: deaths.append(True))
+    sleep = WorkerSpec(0, ["sleep", "60"], ENVIRONMENT)
+    worker = await spawner.spawn(sleep, exits.append)
+    assert spawner.pid is not None
+    os.kill(spawner.pid, signal.SIGKILL)
+    await until(lambda: bool(exits), "the worker's end")
+    assert deaths == [True]
+    (how,) = exits
+    assert (how.pid, how.signal, how.inferred) == (worker.pid, signal.SIGKILL, True)
+    assert look_up(how.pid) is None
+    with pytest.raises(SpawnError, match="spawner process is dead"):
+        await spawner.spawn(sleep, exits.append)
+    assert (await spawner.sweep()).left == ()
+    await spawner.close()
+    assert deaths == [True]
+    assert len(exits) == 1
+
+
+async def test_a_spawner_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended spawner counts as dead after a bound, and everything below it dies."""
+    monkeypatch.setattr("rallypoint.agent.processes.ANSWER_MARGIN", 0.0)
+    deaths: list[bool] = []
+    exits: list[WorkerExit] = []
+    spawner = Spawner.start(on_death=lambda: deaths.append(True))
+    worker = await spawner.spawn(WorkerSpec(0, ["sleep", "60"], ENVIRONMENT), exits.append)
+    assert spawner.pid is not None
+    assert worker.pid is not None
+    os.kill(spawner.pid, signal.SIGSTOP)
+    assert (await spawner.sweep(timeout=0.1)).left == ()
+    assert deaths == [True]
+    assert look_up(worker.pid) is None
+    assert look_up(spawner.pid) is None
+    await spawner.close()
+
+
+async def test_closing_leaves_no_process_and_no_descriptor() -> None:
+    """After close, also a second one, the helper process, its workers and every descriptor are gone."""
+    before = len(os.listdir("/proc/self/fd"))
+    spawner = Spawner.start()
+    exits: list[WorkerExit] = []
+    worker = await spawner.spawn(WorkerSpec(0, ["sleep", "60"], ENVIRONMENT), exits.append)
+    assert worker.pid is not None
+    await spawner.close()
+    await spawner.close()
+    assert look_up(worker.pid) is None
+    assert spawner.pid is not None
+    assert look_up(spawner.pid) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_one_spawner_dies_without_the_other() -> None:
+    """Two spawners in one process: the death of one, helper processes and all, harms neither the other nor us."""
+    other_child = await asyncio.create_subprocess_exec("sleep", "60")
+    async with Spawner.start() as one, Spawner.start() as other:
+        exits: list[WorkerExit] = []
+        sleep = WorkerSpec(0, ["sleep", "60"], ENVIRONMENT)
+        theirs = await other.spawn(sleep, exits.append)
+        ours = await one.spawn(sleep, exits.append)
+        assert one.pid is not None
+        guard = look_up(one.pid)
+        assert guard is not None
+        os.kill(guard.parent, signal.SIGKILL)
+        os.kill(one.pid, signal.SIGKILL)
+        await until(lambda: ours.exit is not None, "the worker's end")
+        assert theirs.alive
+        (fine,) = await ends(other, python("", 1))
+        assert fine.succeeded
+        assert other_child.returncode is None
+    other_child.kill()
+    await other_child.wait()

@@ -1,0 +1,459 @@
+"""Real workers in processes of their own, and the agent's end of their timers: what they hold is what it knows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.timer_socket import TimerLimits, TimerSocket, TimerSocketError
+from rallypoint.timer import wire
+from rallypoint.timer.client import ExpiredTimer, OnExpired
+
+pytestmark = pytest.mark.integration
+
+
+class FakeTimers:
+    """A timer client that only remembers."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, str], tuple[int, float, float]] = {}
+        self.acquired: list[tuple[str, str]] = []
+        self.cleared: list[str] = []
+        self.on_expired: OnExpired | None = None
+        self.sequence = 0
+        self._news = asyncio.Event()
+
+    def start(self, on_expired: OnExpired) -> None:
+        self.on_expired = on_expired
+
+    async def close(self) -> None:
+        return
+
+    def acquire(self, worker_id: str, scope: str, after: float, since: float | None = None) -> None:
+        assert since is not None
+        self.sequence += 1
+        self.held[worker_id, scope] = (self.sequence, after, since)
+        self.acquired.append((worker_id, scope))
+        self._news.set()
+
+    def release(self, worker_id: str, scope: str) -> None:
+        del self.held[worker_id, scope]
+        self._news.set()
+
+    def clear(self, worker_id: str) -> None:
+        self.cleared.append(worker_id)
+
+    def holds(self, expired: ExpiredTimer) -> bool:
+        timer = self.held.get((expired.worker_id, expired.scope))
+        return timer is not None and timer[0] == expired.sequence
+
+    def scopes(self, worker_id: str = "0@1") -> list[str]:
+        return sorted(scope for worker, scope in self.held if worker == worker_id)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._news.wait()
+            self._news.clear()
+
+    async def expire(self, worker_id: str, scope: str) -> bool | None:
+        """As the service would have it: the timer that is held now has run out."""
+        sequence, after, _ = self.held[worker_id, scope]
+        assert self.on_expired is not None
+        return await self.on_expired(ExpiredTimer(worker_id, scope, after, 0.01, sequence))
+
+
+class Host:
+    """A timer socket, the workers of which are the processes that `start` started."""
+
+    def __init__(self, path: Path, limits: TimerLimits | None = None) -> None:
+        self.timers = FakeTimers()
+        self.path = path
+        self.workers: dict[int, str] = {}
+        self.processes: list[asyncio.subprocess.Process] = []
+        self.expired: list[tuple[str, str]] = []
+        self.reap: Callable[[str], Awaitable[bool | None]] | None = None
+        self.socket = TimerSocket(
+            path, self.timers, worker_of=self.worker_of, on_expired=self.on_expired, limits=limits
+        )
+
+    def worker_of(self, pid: int) -> str | None:
+        """The worker itself or its child, by /proc."""
+        while pid > 1:
+            if pid in self.workers:
+                return self.workers[pid]
+            try:
+                status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return None
+            pid = int(status.rpartition(")")[2].split()[1])
+        return None
+
+    async def on_expired(self, worker_id: str, scope: str, after: float, late_by: float) -> bool | None:
+        self.expired.append((worker_id, scope))
+        return await self.reap(worker_id) if self.reap else None
+
+    async def start(self, script: str, worker_id: str = "0@1") -> asyncio.subprocess.Process:
+        """Runs a script that has `expires`; each `ask()` of it waits for a line of the test's `answer`."""
+        prelude = (
+            "import os, sys, threading, time, asyncio\n"
+            "from rallypoint.timer import configure, expires\n"
+            "def ask(text='ready'):\n"
+            "    print(text, flush=True)\n"
+            "    return sys.stdin.readline()\n"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            prelude + script,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(self.path)},
+        )
+        self.workers[process.pid] = worker_id
+        self.processes.append(process)
+        return process
+
+    def connect(self) -> socket.socket:
+        """This process as a worker, in the raw."""
+        self.workers[os.getpid()] = "0@1"
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(str(self.path))
+        return connection
+
+
+async def asked(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+async def answer(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    await process.stdin.drain()
+
+
+async def finished(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    rest = (await process.stdout.read()).decode()
+    assert await process.wait() == 0
+    return rest
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    host = Host(tmp_path / "s")
+    await host.socket.start()
+    yield host
+    for process in host.processes:
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        await process.communicate()
+    await host.socket.stop()
+
+
+async def test_a_block_is_known_while_it_lasts(host: Host) -> None:
+    """With its duration, from when it began, nested ones included."""
+    began = time.monotonic()
+    worker = await host.start(
+        "with expires(60, 'outer'):\n    with expires(5, 'inner'):\n        ask()\n    ask()\nask()\n"
+    )
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["inner", "outer"])
+    _, after, since = host.timers.held["0@1", "outer"]
+    assert after == 60
+    assert began <= since <= time.monotonic()
+    await answer(worker)
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["outer"])
+    await answer(worker)
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == [])
+    await answer(worker)
+    await finished(worker)
+
+
+async def test_equal_scopes_are_timers_of_their_own(host: Host) -> None:
+    """In threads, tasks and nested blocks; one's end is not another's."""
+    worker = await host.start(
+        "async def task():\n"
+        "    with expires(60, 's'):\n"
+        "        await asyncio.sleep(0)\n"
+        "        await asyncio.get_running_loop().run_in_executor(None, ask)\n"
+        "async def tasks():\n"
+        "    await asyncio.gather(task(), task())\n"
+        "def thread():\n"
+        "    with expires(60, 's'):\n"
+        "        gate.wait()\n"
+        "gate = threading.Event()\n"
+        "threads = [threading.Thread(target=thread) for _ in range(3)]\n"
+        "for t in threads: t.start()\n"
+        "with expires(60, 's'):\n"
+        "    asyncio.run(tasks())\n"
+        "    gate.set()\n"
+        "    for t in threads: t.join()\n"
+        "    ask('last')\n"
+    )
+    await asked(worker)
+    await host.timers.until(lambda: len(host.timers.scopes()) == 6)
+    assert host.timers.scopes() == ["s", "s~2", "s~3", "s~4", "s~5", "s~6"]
+    await answer(worker)
+    await answer(worker)
+    while await asked(worker) != "last":
+        pass
+    await host.timers.until(lambda: len(host.timers.scopes()) == 1)
+    await answer(worker)
+    await finished(worker)
+    await host.timers.until(lambda: host.timers.scopes() == [])
+
+
+async def test_forks_inside_a_block_neither_lose_nor_double_its_timer(host: Host) -> None:
+    """As data loaders do, 200 times: children inherit an open block, guard blocks of their own, leave both."""
+    worker = await host.start(
+        "with expires(60, 'parent'):\n"
+        "    for number in range(200):\n"
+        "        pid = os.fork()\n"
+        "        if pid == 0:\n"
+        "            with expires(60, 'child'):\n"
+        "                pass\n"
+        "            if number % 20: os._exit(0)\n"
+        "            break\n"
+        "        assert os.waitpid(pid, 0)[1] == 0\n"
+        "        if number == 100:\n"
+        "            ask('half')\n"
+        "    else:\n"
+        "        ask('all')\n"
+    )
+    for expected in ("half", "all"):
+        assert await asked(worker) == expected
+        await host.timers.until(lambda: host.timers.scopes() == ["parent"])
+        await answer(worker)
+    assert await finished(worker) == ""
+    await host.timers.until(lambda: host.timers.scopes() == [])
+    assert host.timers.acquired.count(("0@1", "parent")) == 1
+    # Of a child that is gone before its connection is taken, the agent learns nothing, and needs nothing.
+    assert len(host.timers.acquired) > 2
+
+
+async def test_a_child_that_hangs_is_its_workers_fault(host: Host) -> None:
+    """A descendant is guarded by itself, under its worker's name, and survives its parent's connection."""
+    worker = await host.start(
+        "pid = os.fork()\n"
+        "with expires(60, 'parent' if pid else 'child'):\n"
+        "    if pid:\n"
+        "        ask()\n"
+        "    else:\n"
+        "        time.sleep(600)\n"
+        "os.kill(pid, 9)\n"
+        "os.waitpid(pid, 0)\n"
+    )
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["child", "parent"])
+    await answer(worker)
+    await host.timers.until(lambda: host.timers.scopes() == [])
+    await finished(worker)
+
+
+async def test_the_end_of_a_process_ends_its_timers(host: Host) -> None:
+    """Killed in the middle of a block: nothing is left to run out."""
+    worker = await host.start("with expires(60, 's'):\n    ask()\n")
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["s"])
+    worker.kill()
+    await host.timers.until(lambda: host.timers.scopes() == [])
+
+
+async def test_a_worker_goes_on_when_its_agent_is_gone(host: Host) -> None:
+    """It neither raises nor waits, and finds an agent that comes back."""
+    worker = await host.start(
+        "with expires(60, 'before'):\n"
+        "    ask()\n"
+        "    began = time.monotonic()\n"
+        "    for _ in range(10000):\n"
+        "        with expires(60): pass\n"
+        "    assert time.monotonic() - began < 20\n"
+        "    ask()\n"
+        "    for delay in range(1000):\n"
+        "        with expires(60, 'after'):\n"
+        "            time.sleep(0.01)\n"
+    )
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["before"])
+    await host.socket.stop()
+    await answer(worker)
+    await asked(worker)
+    await host.socket.start()
+    await answer(worker)
+    await host.timers.until(lambda: {"before", "after"} <= set(host.timers.scopes()))
+
+
+async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(host: Host) -> None:
+    """The expiry is there before the release was read: the socket is read before judging."""
+    worker = await host.start("with expires(60, 's'):\n    ask()\nask('left')\n")
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["s"])
+    sequence, after, _ = host.timers.held["0@1", "s"]
+    # Nothing of the worker's reaches the agent while it does not run its loop.
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    host.socket._read = lambda _: None  # type: ignore[method-assign]
+    for connection in host.socket._workers["0@1"].connections:
+        asyncio.get_running_loop().remove_reader(connection.socket)
+    await answer(worker)
+    assert await asked(worker) == "left"
+    assert host.timers.scopes() == ["s"]
+    assert host.timers.on_expired is not None
+    assert await host.timers.on_expired(ExpiredTimer("0@1", "s", after, 20.0, sequence)) is None
+    assert host.expired == []
+    assert host.timers.scopes() == []
+
+
+async def test_a_worker_with_two_timers_run_out_is_reaped_once(host: Host) -> None:
+    """The second is judged after the first: the worker is dead by then, and its timers have ended."""
+    worker = await host.start("with expires(1, 'a'), expires(1, 'b'):\n    ask()\n")
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["a", "b"])
+
+    async def reap(worker_id: str) -> bool | None:
+        worker.kill()
+        await worker.wait()
+        return None
+
+    host.reap = reap
+    await asyncio.gather(host.timers.expire("0@1", "a"), host.timers.expire("0@1", "b"))
+    assert host.expired == [("0@1", "a")]
+
+
+async def test_a_reaping_that_failed_is_told(host: Host) -> None:
+    """So that the service tries again."""
+
+    async def fail(worker_id: str) -> bool | None:
+        return False
+
+    host.reap = fail
+    with host.connect() as connection:
+        connection.send(wire.acquire(1, 0, 60.0, b"s"))
+        await host.timers.until(lambda: host.timers.scopes() == ["s"])
+        assert await host.timers.expire("0@1", "s") is False
+
+
+async def test_a_stranger_is_refused(host: Host) -> None:
+    """Whatever it says: the kernel says who it is."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(host.path))
+    connection.setblocking(False)
+    connection.send(wire.acquire(1, 0, 60.0, b"s"))
+    await readable(connection)
+    with pytest.raises(OSError, match="reset"):
+        connection.recv(1)
+    assert host.timers.acquired == []
+    connection.close()
+
+
+async def test_a_process_that_cannot_be_looked_up_is_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that fails over it does not keep its connection, and takes the next one."""
+
+    def fail(pid: int) -> str | None:
+        monkeypatch.undo()
+        raise ProcessLookupError(pid)
+
+    monkeypatch.setattr(host.socket, "_worker_of", fail)
+    with host.connect() as connection, host.connect() as another:
+        connection.setblocking(False)
+        await readable(connection)
+        assert connection.recv(1) == b""
+        another.send(wire.acquire(1, 0, 60.0, b"s"))
+        await host.timers.until(lambda: host.timers.scopes() == ["s"])
+
+
+async def readable(connection: socket.socket) -> None:
+    loop, seen = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, seen.set)
+    await seen.wait()
+    loop.remove_reader(connection)
+
+
+async def test_reacquiring_a_token_replaces_its_timer(host: Host) -> None:
+    """With the same scope under the same name, with another under that."""
+    with host.connect() as connection:
+        connection.send(wire.acquire(1, 0, 60.0, b"s"))
+        connection.send(wire.acquire(1, 0, 5.0, b"s"))
+        await host.timers.until(lambda: len(host.timers.acquired) == 2)
+        assert host.timers.held["0@1", "s"][1] == 5.0
+        connection.send(wire.acquire(1, 0, 5.0, b"t"))
+        await host.timers.until(lambda: host.timers.scopes() == ["t"])
+        connection.send(wire.release(7))
+        connection.send(bytes([3, 1]) + bytes(6))
+        await host.timers.until(lambda: host.timers.scopes() == [])
+
+
+async def test_a_beginning_in_the_future_is_now(host: Host) -> None:
+    """A worker can't have more time than it says."""
+    with host.connect() as connection:
+        connection.send(wire.acquire(1, 2**63, 60.0, b"s"))
+        await host.timers.until(lambda: host.timers.scopes() == ["s"])
+        assert host.timers.held["0@1", "s"][2] <= time.monotonic()
+
+
+@pytest.mark.parametrize("message", [b"x", b"\x01\x01" + bytes(400), wire.acquire(1, 0, 60.0, b"x" * 257)])
+async def test_a_malformed_message_ends_the_connection_and_its_timers(host: Host, message: bytes) -> None:
+    """Nothing that follows could be trusted."""
+    with host.connect() as connection:
+        connection.send(wire.acquire(1, 0, 60.0, b"s"))
+        await host.timers.until(lambda: host.timers.scopes() == ["s"])
+        connection.send(message)
+        await host.timers.until(lambda: host.timers.scopes() == [])
+
+
+async def test_bounds_of_a_worker(tmp_path: Path) -> None:
+    """What is beyond is not guarded and costs nothing; what ends makes room."""
+    host = Host(tmp_path / "s", TimerLimits(timers=2, connections=2))
+    await host.socket.start()
+    with host.connect() as first, host.connect() as second, host.connect() as third:
+        first.send(wire.acquire(1, 0, 60.0, b"a"))
+        await host.timers.until(lambda: len(host.timers.acquired) == 1)
+        second.send(wire.acquire(1, 0, 60.0, b"b"))
+        await host.timers.until(lambda: len(host.timers.acquired) == 2)
+        second.send(wire.acquire(2, 0, 60.0, b"c"))
+        second.send(wire.release(1))
+        second.send(wire.acquire(3, 0, 60.0, b"d"))
+        await host.timers.until(lambda: host.timers.scopes() == ["a", "d"])
+        third.setblocking(False)
+        await readable(third)
+        assert third.recv(1) == b""
+    await host.timers.until(lambda: host.timers.scopes() == [])
+    await host.socket.stop()
+
+
+async def test_a_worker_that_is_cleared_is_cut_off(host: Host) -> None:
+    """Its timers end at the service too, those included that it acquired there by itself."""
+    connection = host.connect()
+    connection.send(wire.acquire(1, 0, 60.0, b"s"))
+    await host.timers.until(lambda: host.timers.scopes() == ["s"])
+    host.socket.clear("0@1")
+    assert host.timers.scopes() == []
+    assert host.timers.cleared == ["0@1"]
+    assert connection.recv(1) == b""
+    connection.close()
+
+
+async def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """In one line, before any worker is started."""
+    for path, says in ((tmp_path / ("x" * 100), "at most 107"), (tmp_path / "no" / "s", "No such file")):
+        host = Host(path)
+        with pytest.raises(TimerSocketError, match=says) as caught:
+            await host.socket.start()
+        assert "\n" not in str(caught.value)

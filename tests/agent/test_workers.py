@@ -1,0 +1,332 @@
+"""The workers of a round start together or not at all, and a stop ends with nothing left, whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from process_probe import all_there, fresh_marker, gone, living, stubborn, until
+from rallypoint.agent.workers import Spawner, SpawnError, StopReport, WorkerExit, WorkerGroup, WorkerSpec
+
+SLEEPERS = [WorkerSpec(rank, ["sleep", "60"], {"PATH": os.environ["PATH"]}) for rank in range(4)]
+
+
+@pytest.fixture
+async def spawner() -> AsyncIterator[Spawner]:
+    async with Spawner.start() as spawner:
+        yield spawner
+
+
+def python(program: str, local_rank: int = 0, *arguments: str) -> WorkerSpec:
+    environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
+    return WorkerSpec(local_rank, [sys.executable, "-c", program, *arguments], environment)
+
+
+IGNORES_SIGTERM = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").close()
+while True:
+    signal.pause()
+"""
+
+
+async def test_a_killed_worker_is_reported_at_once_and_the_rest_stopped(spawner: Spawner) -> None:
+    """SIGKILL of one of four: its end arrives; stopping ends the others by the signal, none by force."""
+    exits: list[WorkerExit] = []
+    group = WorkerGroup(spawner, exits.append)
+    await group.start(SLEEPERS)
+    pids = group.pids
+    assert sorted(pids) == [0, 1, 2, 3]
+    os.kill(pids[2], signal.SIGKILL)
+    await until(lambda: bool(exits), "the worker's end")
+    assert [(how.local_rank, how.pid, how.signal, how.during_stop) for how in exits] == [
+        (2, pids[2], signal.SIGKILL, False)
+    ]
+    assert sorted(group.pids) == [0, 1, 3]
+    report = await group.stop()
+    assert (report.killed, report.leftovers, report.left) == ((), 0, ())
+    assert [(how.signal, how.during_stop) for how in exits[1:]] == [(signal.SIGTERM, True)] * 3
+    assert group.pids == {}
+
+
+async def test_stubborn_workers_are_killed_when_patience_ends(spawner: Spawner, tmp_path: Path) -> None:
+    """Workers and descendants that ignore SIGTERM are all gone when stop returns, and the report names them."""
+    with fresh_marker() as marker:
+        exits: list[WorkerExit] = []
+        group = WorkerGroup(spawner, exits.append)
+        specs = [
+            WorkerSpec(rank, stubborn(marker, tmp_path), {**os.environ, "LOCAL_RANK": str(rank)})
+            for rank in range(2)
+        ]
+        await group.start([*specs, WorkerSpec(2, ["sleep", "60"], dict(os.environ))])
+        await until(lambda: all_there(tmp_path, 2), "all parts of the stubborn workers")
+        began = time.monotonic()
+        report = await group.stop(timeout=0.3)
+        assert gone(marker)
+        assert time.monotonic() - began >= 0.3
+        assert report.killed == (0, 1)
+        assert report.leftovers >= 8
+        assert report.left == ()
+        ended = {how.local_rank: how.signal for how in exits}
+        assert ended == {0: signal.SIGKILL, 1: signal.SIGKILL, 2: signal.SIGTERM}
+
+
+async def test_a_killed_worker_takes_its_tree_along_and_nobody_else(spawner: Spawner, tmp_path: Path) -> None:
+    """The watchdog's kill ends one worker with children and daemons; its neighbour's tree is untouched."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    with fresh_marker() as marker, fresh_marker() as neighbour:
+        exits: list[WorkerExit] = []
+        group = WorkerGroup(spawner, exits.append)
+        specs = []
+        for rank, whose in enumerate((marker, neighbour)):
+            folders[rank].mkdir()
+            command = stubborn(whose, folders[rank])
+            specs.append(WorkerSpec(rank, command, {**os.environ, "LOCAL_RANK": "0"}))
+        await group.start(specs)
+        await until(lambda: all(all_there(folder, 1) for folder in folders), "both trees")
+        killed = await group.kill_worker(0)
+        assert killed.left == ()
+        assert [how.local_rank for how in exits] == [0]
+        # The one that emptied its environment and left its session can't be told from the neighbour's.
+        assert len(living(marker)) <= 1
+        assert len(living(neighbour)) >= 5
+        await group.stop(timeout=0.0)
+        assert gone(marker)
+        assert gone(neighbour)
+
+
+async def test_members_of_the_workers_group_are_given_time(spawner: Spawner, tmp_path: Path) -> None:
+    """A worker that is a shell around the trainer: the trainer may finish its checkpoint after the shell is gone."""
+    checkpoint = tmp_path / "checkpoint"
+    trainer = """
+import signal, sys, time, os
+def save(*_):
+    while os.getppid() != int(sys.argv[2]): time.sleep(0.01)   # until the shell is gone
+    open(sys.argv[1], "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1] + ".ready", "w").close()
+while True: signal.pause()
+"""
+    assert spawner.pid is None
+    shell = f"{sys.executable} -c '{trainer}' {checkpoint} $0; true"
+    group = WorkerGroup(spawner, lambda _how: None)
+    await until(lambda: spawner.pid is not None, "the spawner")
+    await group.start([WorkerSpec(0, ["sh", "-c", shell, str(spawner.pid)], dict(os.environ))])
+    await until((tmp_path / "checkpoint.ready").exists, "the trainer")
+    report = await group.stop()
+    assert checkpoint.exists()
+    assert (report.killed, report.leftovers) == ((), 0)
+
+
+async def test_a_suspended_worker_hears_the_signal(spawner: Spawner) -> None:
+    """A stopped (SIGSTOP) worker is continued, so that it can end in order."""
+    exits: list[WorkerExit] = []
+    group = WorkerGroup(spawner, exits.append)
+    await group.start(SLEEPERS[:1])
+    os.kill(group.pids[0], signal.SIGSTOP)
+    report = await group.stop()
+    assert report.killed == ()
+    assert [how.signal for how in exits] == [signal.SIGTERM]
+
+
+async def test_a_second_stop_hurries_the_first(spawner: Spawner, tmp_path: Path) -> None:
+    """A later call with a shorter timeout ends the patience of both; both get the same report."""
+    ready = tmp_path / "ready"
+    group = WorkerGroup(spawner, lambda _how: None)
+    await group.start([python(IGNORES_SIGTERM, 0, str(ready))])
+    await until(ready.exists, "the worker")
+    first = asyncio.create_task(group.stop(timeout=3600.0))
+    done, _ = await asyncio.wait([first], timeout=0.1)
+    assert not done
+    second = await group.stop(signal.SIGINT, timeout=0.0)
+    assert await first is second
+    assert await group.stop(timeout=3600.0) is second
+
+
+async def test_another_signal_of_a_second_stop_is_sent(spawner: Spawner, tmp_path: Path) -> None:
+    """SIGTERM is ignored; the second stop's SIGINT isn't: nobody needs SIGKILL."""
+    ready = tmp_path / "ready"
+    exits: list[WorkerExit] = []
+    group = WorkerGroup(spawner, exits.append)
+    await group.start([python(IGNORES_SIGTERM, 0, str(ready))])
+    await until(ready.exists, "the worker")
+    first = asyncio.create_task(group.stop())
+    await asyncio.sleep(0)
+    assert (await group.stop(signal.SIGINT)).killed == ()
+    await first
+    assert [how.signal for how in exits] == [signal.SIGINT]
+
+
+async def test_a_cancelled_caller_does_not_cancel_the_stop(spawner: Spawner) -> None:
+    """Whoever waits for a stop may be cancelled; the stop goes on."""
+    group = WorkerGroup(spawner, lambda _how: None)
+    await group.start(SLEEPERS)
+    impatient = asyncio.create_task(group.stop())
+    await asyncio.sleep(0)
+    impatient.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    assert (await group.stop()).left == ()
+    assert group.pids == {}
+
+
+async def test_a_stop_during_the_start_ends_what_was_started(spawner: Spawner) -> None:
+    """Stop before exec has happened: every worker ends, every end is reported, start returns."""
+    exits: list[WorkerExit] = []
+    group = WorkerGroup(spawner, exits.append)
+    starting = asyncio.create_task(group.start(SLEEPERS))
+    await asyncio.sleep(0)
+    report = await group.stop()
+    await starting
+    assert report.left == ()
+    assert sorted(how.local_rank for how in exits) == [0, 1, 2, 3]
+    assert all(how.during_stop for how in exits)
+
+
+async def test_a_cancelled_start_leaves_workers_to_stop(spawner: Spawner) -> None:
+    """Cancelling start loses no worker: stop still knows them."""
+    exits: list[WorkerExit] = []
+    group = WorkerGroup(spawner, exits.append)
+    starting = asyncio.create_task(group.start(SLEEPERS))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await group.stop()
+    assert len(exits) == 4
+
+
+async def test_one_that_cannot_start_stops_the_others(spawner: Spawner) -> None:
+    """All or none: the error names the worker, the others are gone, and the spawner takes the next group."""
+    exits: list[WorkerExit] = []
+    group = WorkerGroup(spawner, exits.append)
+    with pytest.raises(SpawnError, match=r"worker 1: .*no-such-program") as caught:
+        await group.start([SLEEPERS[0], WorkerSpec(1, ["no-such-program"], {}), SLEEPERS[2]])
+    assert caught.value.local_rank == 1
+    assert sorted(how.local_rank for how in exits) == [0, 2]
+    assert all(how.during_stop for how in exits)
+    successor = WorkerGroup(spawner, lambda _how: None)
+    await successor.start(SLEEPERS)
+    await successor.stop()
+
+
+async def test_stopping_nothing_is_immediate(spawner: Spawner) -> None:
+    """An empty group, and one whose workers have all ended, stop without waiting for anything."""
+    empty = WorkerGroup(spawner, lambda _how: None)
+    assert (await empty.stop(timeout=3600.0)).killed == ()
+    with pytest.raises(SpawnError, match="once"):
+        await empty.start(SLEEPERS)
+    exits: list[WorkerExit] = []
+    finished = WorkerGroup(spawner, exits.append)
+    await finished.start([python("")])
+    await until(lambda: bool(exits), "the worker's end")
+    report = await finished.stop(timeout=3600.0)
+    assert (report.killed, report.leftovers) == ((), 0)
+    assert not exits[0].during_stop
+
+
+async def test_what_a_finished_worker_left_behind_is_swept(spawner: Spawner, tmp_path: Path) -> None:
+    """A daemon outlives its worker, which has succeeded; stop ends it, without patience, and counts it."""
+    with fresh_marker() as marker:
+        program = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    os.write(write, b"x")
+    while True: signal.pause()
+os.read(read, 1)
+"""
+        exits: list[WorkerExit] = []
+        group = WorkerGroup(spawner, exits.append)
+        await group.start([python(program, 0, marker)])
+        await until(lambda: bool(exits), "the worker's end")
+        assert len(living(marker)) == 1
+        report = await group.stop(timeout=3600.0)
+        assert gone(marker)
+        assert report.leftovers == 1
+
+
+async def test_one_group_at_a_time(spawner: Spawner) -> None:
+    """A spawner refuses a second group while it has one, since stopping either would end both."""
+    group, intruder = WorkerGroup(spawner, lambda _how: None), WorkerGroup(spawner, lambda _how: None)
+    await group.start(SLEEPERS)
+    with pytest.raises(SpawnError, match="another needs a spawner of its own"):
+        await intruder.start(SLEEPERS)
+    assert (await intruder.stop()).left == ()
+    assert len(group.pids) == 4
+    await group.stop()
+
+
+async def test_user_signals_reach_the_workers_only(spawner: Spawner, tmp_path: Path) -> None:
+    """send_signal goes to each worker, not to its children, which would die of a signal they don't expect."""
+    program = """
+import os, signal, sys
+def told(*_): open(sys.argv[1], "w").close()
+if os.fork() == 0:
+    signal.pause()
+signal.signal(signal.SIGUSR1, told)
+open(sys.argv[1] + ".ready", "w").close()
+while True: signal.pause()
+"""
+    with fresh_marker() as marker:
+        told = tmp_path / "told"
+        group = WorkerGroup(spawner, lambda _how: None)
+        await group.start([python(program, 0, str(told), marker)])
+        await until((tmp_path / "told.ready").exists, "the worker")
+        group.send_signal(signal.SIGUSR1)
+        await until(told.exists, "the signal")
+        assert len(living(marker)) == 2
+        await group.stop()
+
+
+class Copy:
+    """A stand-in for a follower: notes when it was called."""
+
+    def __init__(self, notes: list[str], complete: bool = True) -> None:
+        self._notes = notes
+        self._complete = complete
+
+    def start(self) -> None:
+        self._notes.append("start")
+
+    async def finish(self, timeout: float) -> bool:
+        self._notes.append("finish")
+        return self._complete
+
+
+async def test_output_is_copied_from_before_the_start_to_after_the_end(spawner: Spawner) -> None:
+    """Copies start before the first worker and finish after the last end; an incomplete one is in the report."""
+    notes: list[str] = []
+    group = WorkerGroup(spawner, lambda _how: notes.append("exit"), [Copy(notes, complete=False)])
+    await group.start([python("")])
+    await until(lambda: "exit" in notes, "the worker's end")
+    report: StopReport = await group.stop()
+    assert notes == ["start", "exit", "finish"]
+    assert not report.console_complete
+
+
+async def test_a_group_whose_spawner_dies_can_still_be_stopped() -> None:
+    """Every worker has an end, and stop returns with nothing left, though there is nobody to ask."""
+    with fresh_marker() as marker:
+        exits: list[WorkerExit] = []
+        spawner = Spawner.start()
+        group = WorkerGroup(spawner, exits.append)
+        await group.start([python("import signal; signal.pause()", rank, marker) for rank in range(2)])
+        assert spawner.pid is not None
+        os.kill(spawner.pid, signal.SIGKILL)
+        report = await group.stop()
+        assert gone(marker)
+        assert report.left == ()
+        assert sorted(how.local_rank for how in exits) == [0, 1]
+        await spawner.close()

@@ -1,0 +1,116 @@
+"""A run driven sentence by sentence, with a clock of its own, for tests that read like a specification."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from rallypoint.rendezvous.core import commands, execute, facts, leases
+from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, WorkerFailure
+
+_F = TypeVar("_F", bound=facts.Fact)
+
+
+class ScriptedRun:
+    """A run whose nodes do as they are told. Nodes go on sending heartbeats unless they are said to be silent."""
+
+    def __init__(self, min_nodes: int = 1, max_nodes: int = 1, **settings: object) -> None:
+        self.settings = replace(RunSettings(min_nodes=min_nodes, max_nodes=max_nodes), **settings)  # type: ignore[arg-type]
+        self.state = RunState("run")
+        self.now = 100.0
+        self.facts: list[facts.Fact] = []
+
+    # ---- what happens to it
+
+    def do(self, command: commands.Command) -> list[facts.Fact]:
+        happened = execute.execute(self.state, command, self.now)
+        self.facts += happened
+        return happened
+
+    def join(self, *node_ids: str, workers: int = 1, role: str = "trainer") -> int:
+        """Nodes join, in this order; returns the lease of the last."""
+        for node_id in node_ids:
+            self.do(commands.Join(node_id, self.settings, f"{node_id}.cluster", workers, role))
+        return self.of_type(facts.NodeJoined)[-1].lease
+
+    def confirm(self, *node_ids: str, round_: int | None = None, port: int = 29500) -> None:
+        for node_id in node_ids:
+            number = self.state.round if round_ is None else round_
+            self.do(commands.Confirm(node_id, self.lease(node_id), number, port))
+
+    def start(self, *node_ids: str) -> None:
+        """Nodes join and confirm: a round of them runs."""
+        self.join(*node_ids)
+        self.run_round()
+
+    def run_round(self) -> None:
+        """The last call is over, if there is one, and all participants confirm."""
+        if self.state.last_call_deadline is not None:
+            self.later(self.state.last_call_deadline - self.now)
+        self.confirm(*self.ranks)
+        assert self.phase is Phase.FINAL
+
+    def failure(self, node_id: str, message: str = "it broke", *, round_: int | None = None) -> WorkerFailure:
+        """What a node reports of its first worker."""
+        number = self.state.round if round_ is None else round_
+        seat = self.state.seats.get(node_id)
+        rank = seat.base_rank if seat is not None else 0
+        return WorkerFailure(number, rank, 0, "trainer", node_id, "host", 4711, 1, 1.7e9, message, "", "")
+
+    def fail(self, node_id: str, message: str = "it broke", *, round_: int | None = None) -> None:
+        failure = self.failure(node_id, message, round_=round_)
+        self.do(commands.ReportFailure(node_id, self.lease(node_id), failure))
+
+    def succeed(self, *node_ids: str) -> None:
+        for node_id in node_ids:
+            self.do(commands.ReportSuccess(node_id, self.lease(node_id), self.state.round))
+
+    def depart(self, node_id: str, reason: str = "told to stop") -> None:
+        self.do(commands.Depart(node_id, self.lease(node_id), reason))
+
+    def leave(self, node_id: str, reason: str = "told to stop") -> None:
+        self.do(commands.Leave(node_id, self.lease(node_id), reason))
+
+    def lose(self, *node_ids: str) -> None:
+        """The nodes' agents are killed: their streams break, and the disconnect grace is over."""
+        for node_id in node_ids:
+            leases.disconnect(self.state, node_id, self.now)
+        self.later(self.settings.disconnect_grace, silent=node_ids)
+
+    def later(self, seconds: float, silent: tuple[str, ...] = ()) -> list[facts.Fact]:
+        """Time passes; whoever is not silent sends heartbeats all along. Returns what happened by itself."""
+        happened: list[facts.Fact] = []
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + self.settings.keep_alive_interval)
+            for node_id, node in self.state.nodes.items():
+                if node_id not in silent and node.connected:
+                    leases.renew(self.state, node_id, self.now)
+            happened += execute.settle(self.state, self.now)
+        self.facts += happened
+        return happened
+
+    # ---- what can be seen of it
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.phase
+
+    @property
+    def round(self) -> int:
+        return self.state.round
+
+    @property
+    def ranks(self) -> list[str]:
+        """The participants by group rank."""
+        return [seat.node_id for seat in sorted(self.state.seats.values(), key=lambda seat: seat.group_rank)]
+
+    @property
+    def waiting(self) -> list[str]:
+        return [node.node_id for node in self.state.waiting]
+
+    def lease(self, node_id: str) -> int:
+        return self.state.nodes[node_id].lease
+
+    def of_type(self, kind: type[_F]) -> list[_F]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]

@@ -1,0 +1,129 @@
+"""The state of a run is the fold of its facts, and deadlines start when a fact is folded, not when it happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.apply import apply
+from rallypoint.rendezvous.core.leases import restart_leases
+from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
+from rallypoint.rendezvous.views import run_message
+from rendezvous.core.scripted_run import ScriptedRun
+
+
+def replay(run: ScriptedRun, now: float) -> RunState:
+    """What a server makes of the run's facts that starts at `now`."""
+    state = RunState("run")
+    for fact in run.facts:
+        apply(state, fact, now)
+    restart_leases(state, now)
+    return state
+
+
+def test_every_fact_is_one_revision() -> None:
+    """The revision counts facts, so a journal's records are numbered by it."""
+    run = ScriptedRun(min_nodes=1, max_nodes=2)
+    run.start("a", "b")
+    assert run.state.revision == len(run.facts)
+
+
+def test_a_replay_makes_the_same_run() -> None:
+    """Phase, round, ranks, counts, reasons: everything but evidence is in the facts."""
+    run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=1)
+    run.start("a", "b", "c")
+    run.fail("b")
+    run.confirm("a", "b")
+    run.join("spare")
+    replayed = run_message(replay(run, 5.0))
+    assert not any(node.connected for node in replayed.nodes)
+    for node in replayed.nodes:
+        node.connected = True
+    assert replayed == run_message(run.state)
+
+
+@pytest.mark.parametrize("at", ["joining", "last call", "frozen", "departing"])
+def test_a_replay_gives_every_deadline_a_full_new_term(at: str) -> None:
+    """A server that was away accuses nobody of what it could not see: however old the facts, time starts now."""
+    run = ScriptedRun(min_nodes=2, max_nodes=3)
+    run.join("a")
+    if at != "joining":
+        run.join("b")
+    if at in ("frozen", "departing"):
+        run.later(30)
+    if at == "departing":
+        run.depart("a")
+    state = replay(run, 90_000.0)
+    settings = RunSettings()
+    match at:
+        case "joining":
+            assert state.nodes["a"].waiting_since == 90_000
+        case "last call":
+            assert state.last_call_deadline == 90_000 + settings.last_call_timeout
+        case "frozen":
+            assert state.confirm_deadline == 90_000 + settings.confirm_timeout
+        case "departing":
+            assert state.departing == {"a": 90_000 + settings.confirm_timeout}
+    assert all(node.lease_deadline == 90_000 + settings.time_to_live for node in state.nodes.values())
+
+
+def test_a_round_has_the_address_of_its_first_node() -> None:
+    """When rank 0 changes, so does the master address: nobody is sent to a dead node."""
+    run = ScriptedRun(min_nodes=1, max_nodes=2)
+    run.start("a", "b")
+    assert run.state.master_address == "a.cluster"
+    run.lose("a")
+    run.run_round()
+    assert run.state.master_address == "b.cluster"
+
+
+def test_fencing_tokens_grow_from_round_to_round() -> None:
+    """And are not the round's number: the token is the revision at which the round was formed."""
+    run = ScriptedRun(max_restarts=2)
+    run.start("a")
+    first = run.state.fencing_token
+    run.fail("a")
+    assert run.state.fencing_token == run.state.revision > first
+
+
+def test_no_port_of_an_earlier_round_is_left() -> None:
+    """The port is that of the round, once its first node confirmed it."""
+    run = ScriptedRun(max_restarts=2)
+    run.start("a")
+    assert run.state.master_port == 29500
+    run.fail("a")
+    assert (run.phase, run.state.master_port) == (Phase.FROZEN, 0)
+
+
+def test_a_round_that_is_over_leaves_nothing_behind() -> None:
+    """In JOINABLE there is no world, no seat, no rank."""
+    run = ScriptedRun(min_nodes=2, max_nodes=2)
+    run.start("a", "b")
+    run.lose("b")
+    assert (run.phase, run.ranks) == (Phase.JOINABLE, [])
+    assert (run.state.world_size, run.state.group_world_size) == (0, 0)
+    assert (run.state.unconfirmed, run.state.succeeded) == (set(), set())
+
+
+def test_the_seat_of_a_node_that_succeeded_is_not_for_its_successor() -> None:
+    """An agent that starts again under the name of one that is done waits; the world is as large as it was told."""
+    run = ScriptedRun(min_nodes=2, max_nodes=2)
+    run.start("a", "b")
+    run.succeed("a")
+    run.join("a")
+    assert (run.phase, run.ranks, run.waiting) == (Phase.FINAL, ["b"], ["a"])
+    assert (run.state.world_size, run.state.group_world_size) == (2, 2)
+
+
+def test_what_is_no_fact_is_a_bug() -> None:
+    """And not taken for one that changes nothing."""
+    with pytest.raises(TypeError, match="not a fact"):
+        apply(RunState("run"), "joined", 0.0)  # type: ignore[arg-type]
+
+
+def test_every_kind_of_fact_is_known() -> None:
+    """No fact can be decided that can't be folded."""
+    kinds = set(facts.Fact.__args__)  # type: ignore[attr-defined]
+    from rallypoint.rendezvous.core.apply import _apply
+
+    assert kinds <= set(_apply.registry)

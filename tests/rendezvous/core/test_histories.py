@@ -1,0 +1,207 @@
+"""Whatever happens to a run, in whatever order, the invariants of the design hold, and it gets going again.
+
+A history is drawn from one seed: nodes join, confirm, fail, succeed, leave, hang, vanish and come back under their
+old names; stale messages arrive; the server crashes and starts again from what it had committed. After every step:
+
+- a round number is never given to two memberships, across restarts too (invariant 2);
+- no node is in two rounds, and the ranks of a round are exactly 0 … n-1, of workers and of roles (invariant 3);
+- a stale lease is refused, whatever it says (invariant 4);
+- the revisions that a node or watcher sees only grow, and it misses no phase that still matters (invariant 5);
+- nothing is told that is not durable (invariant 1).
+
+And once faults stop, as many nodes as are needed agree on a round.
+
+A failure names its seed. `RALLYPOINT_HISTORY_SEED=137 pytest tests/rendezvous/core/test_histories.py` replays that
+one alone; `RALLYPOINT_HISTORIES=100000` plays so many instead of 1,000.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from rallypoint.rendezvous.core import apply, decide, facts
+from rallypoint.rendezvous.core.state import Phase, RunState, Seat
+from rendezvous.core import history
+from rendezvous.core.history import History, play
+from rendezvous.core.ledger import Violation
+
+BLOCKS = 20
+HISTORIES = int(os.environ.get("RALLYPOINT_HISTORIES", "1000"))
+SEED = os.environ.get("RALLYPOINT_HISTORY_SEED")
+
+
+def blocks() -> list[range]:
+    """The seeds to play, a test for every block of them."""
+    if SEED is not None:
+        return [range(int(SEED), int(SEED) + 1)]
+    return [range(block, HISTORIES, BLOCKS) for block in range(BLOCKS)]
+
+
+def play_all(seeds: range) -> History:
+    """Play the histories of the seeds; returns the last."""
+    for seed in seeds:
+        played = play(seed)
+    return played
+
+
+@pytest.mark.parametrize("seeds", blocks(), ids=str)
+def test_the_invariants_hold_in_every_history(seeds: range) -> None:
+    """No history breaks an invariant, and each ends with a round that runs, or a run that is closed."""
+    played = play_all(seeds)
+    if SEED is not None:
+        print("\n".join(played.trace))  # noqa: T201 (what a replay is for; pytest -s shows it)
+
+
+def test_a_seed_is_one_history() -> None:
+    """The same seed plays the same history, to the last byte of its journal: a failure can be looked at again."""
+    first, second = play(11), play(11)
+    assert first.trace == second.trace
+    assert first.journal == second.journal
+
+
+def test_histories_reach_every_corner() -> None:
+    """A hundred histories have every fact, every reason for a loss, every end of a round and of a run, and spares."""
+    seen: set[str] = set()
+    for seed in range(100):
+        played = play(seed)
+        seen.update(word for line in played.trace for word in line.replace("(", " ").split())
+        seen.update(
+            "spares" for formed in played.ledger.rounds.values() if len(formed.leases) < len(played.agents)
+        )
+    wanted = {fact.__name__ for fact in facts.Fact.__args__}  # type: ignore[attr-defined]
+    wanted |= {"<LossReason.LEASE_EXPIRED:", "<LossReason.DISCONNECTED:", "<LossReason.SUPERSEDED:"}
+    wanted = {word.strip("<:") for word in wanted} | {"spares", "crash"}
+    corners = {
+        *("LossReason." + name for name in ("CONFIRM_TIMED_OUT", "JOIN_TIMED_OUT", "DEPARTURE_TIMED_OUT")),
+        *("RoundEndCause." + name for name in ("NODE_LOST", "NODE_LEFT", "WORKER_FAILED", "NODE_JOINED")),
+        *("Outcome." + name for name in ("SUCCEEDED", "FAILED", "CANCELLED")),
+    }
+    text = " ".join(seen)
+    assert not {corner for corner in wanted | corners if corner not in text}
+
+
+# ---- bugs planted on purpose: a referee that never whistles proves nothing
+
+
+def reuse_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts again counts its rounds from the beginning."""
+    recover = History.recover
+
+    # The first to notice would be the comparison of the state before and after the crash.
+    monkeypatch.setattr(History, "_durable_view", lambda self: None)
+
+    def forgetful(self: History) -> RunState:
+        state = recover(self)
+        state.round = state.round if state.seats else 0
+        return state
+
+    monkeypatch.setattr(History, "recover", forgetful)
+
+
+def give_two_nodes_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last node of a round gets the rank of the first."""
+    assign = decide.assign_seats
+
+    def careless(*args: object) -> tuple[Seat, ...]:
+        *seats, last = assign(*args)  # type: ignore[arg-type]
+        return (*seats, replace(last, group_rank=0))
+
+    monkeypatch.setattr(decide, "assign_seats", careless)
+
+
+def give_two_nodes_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker ranks are counted as if every node had one worker."""
+    assign = decide.assign_seats
+
+    def careless(*args: object) -> tuple[Seat, ...]:
+        return tuple(replace(seat, base_rank=seat.group_rank) for seat in assign(*args))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decide, "assign_seats", careless)
+
+
+def forget_the_confirm_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round is FINAL as soon as it is FROZEN."""
+    monkeypatch.setitem(decide._IN_PHASE, Phase.FROZEN, lambda state, now: facts.RoundFinalized(state.round))
+
+
+def skip_the_lease_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever says it is a node is taken for it."""
+    monkeypatch.setattr(decide, "check_lease", lambda state, node_id, lease: None)
+
+
+def take_reports_of_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of a round that is over counts for the present one."""
+    monkeypatch.setattr(
+        decide, "_runs", lambda state, node_id, round_: state.phase is Phase.FINAL and node_id in state.seats
+    )
+
+
+def tell_before_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are told at once, and what they were told becomes durable later."""
+    take_note = History._take_note
+
+    def rash(self: History, happened: list[facts.Fact]) -> None:
+        take_note(self, happened)
+        if any(isinstance(fact, facts.RoundFrozen) for fact in happened):
+            for agent in list(self.server.members.values()):
+                self._tell(agent)
+
+    monkeypatch.setattr(History, "_take_note", rash)
+
+
+def tell_no_node_that_its_round_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors find out by failing."""
+    monkeypatch.setattr(history, "TOLD_TO_NODES", (facts.RoundFrozen, facts.RoundFinalized, facts.RunClosed))
+
+
+def forget_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts again grants the whole budget of restarts again."""
+    recover = History.recover
+
+    monkeypatch.setattr(History, "_durable_view", lambda self: None)
+
+    def generous(self: History) -> RunState:
+        state = recover(self)
+        state.restart_count = 0
+        return state
+
+    monkeypatch.setattr(History, "recover", generous)
+
+
+def keep_expired_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is ever lost for being silent."""
+    monkeypatch.setattr(decide, "_expired_lease", lambda state, now: None)
+
+
+def never_end_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with room left waits for ever."""
+    monkeypatch.setattr(apply, "_keep_last_call", lambda state, now: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "invariant"),
+    [
+        (reuse_round_numbers, "a round number is never given out twice"),
+        (give_two_nodes_one_rank, "group ranks are 0 … n-1"),
+        (give_two_nodes_the_same_workers, "worker ranks partition"),
+        (forget_the_confirm_phase, "FINAL when every participant confirmed"),
+        (skip_the_lease_check, "a stale lease is refused|breaks the core"),
+        (take_reports_of_any_round, "another round changes nothing"),
+        (tell_before_commit, "nothing is told before it is durable"),
+        (tell_no_node_that_its_round_ended, "nobody misses a phase that still matters"),
+        (forget_restarts, "restarts are counted"),
+        (keep_expired_nodes, "whoever sleeps until the next deadline sleeps|enough nodes that answer agree"),
+        (never_end_the_last_call, "enough nodes that answer agree on a round"),
+    ],
+)
+def test_a_planted_bug_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], invariant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every planted bug breaks an invariant within 100 histories, and the failure names it and a seed."""
+    plant(monkeypatch)
+    with pytest.raises(Violation, match=rf"history \d+: .*({invariant})"):
+        play_all(range(100))

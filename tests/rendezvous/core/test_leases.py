@@ -1,0 +1,126 @@
+"""A lease lives as long as its node gives signs of life, by the server's clock, and no longer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rallypoint.rendezvous.core import execute, facts, leases
+from rallypoint.rendezvous.core.state import LossReason
+from rendezvous.core.scripted_run import ScriptedRun
+
+
+def run_of_two() -> ScriptedRun:
+    """Two nodes run: leases live 15 s, the disconnect grace is 2 s."""
+    run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=5.0, keep_alive_max_attempt=3)
+    run.start("a", "b")
+    return run
+
+
+def test_a_silent_node_is_lost_after_the_time_to_live() -> None:
+    """Three heartbeats of five seconds missing: lost then, and not a moment before."""
+    run = run_of_two()
+    assert run.later(14.9, silent=("a",)) == []
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.1, silent=("a",))
+
+
+def test_a_heartbeat_gives_a_full_new_term() -> None:
+    """From the moment it arrives."""
+    run = run_of_two()
+    run.later(14, silent=("a",))
+    leases.renew(run.state, "a", run.now)
+    assert run.later(14.9, silent=("a",)) == []
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.1, silent=("a",))
+
+
+def test_a_broken_stream_shortens_the_lease_to_the_grace() -> None:
+    """A killed agent is noticed at once."""
+    run = run_of_two()
+    leases.disconnect(run.state, "a", run.now)
+    assert run.later(1.9) == []
+    assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(0.1)
+
+
+def test_a_broken_stream_does_not_prolong_a_lease() -> None:
+    """A node that was silent for long gets no grace on top."""
+    run = run_of_two()
+    run.later(14.5, silent=("a",))
+    leases.disconnect(run.state, "a", run.now)
+    assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(0.5)
+
+
+def test_a_node_that_comes_back_within_the_grace_is_as_before() -> None:
+    """Its lease lives a full term again, and its stream counts as open."""
+    run = run_of_two()
+    leases.disconnect(run.state, "a", run.now)
+    run.later(1.9)
+    leases.renew(run.state, "a", run.now)
+    assert run.state.nodes["a"].connected
+    assert run.later(14.9, silent=("a",)) == []
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.1, silent=("a",))
+
+
+def test_a_restarted_server_gives_every_lease_a_full_new_term() -> None:
+    """Also those that were about to end: it has no evidence against anybody."""
+    run = run_of_two()
+    leases.disconnect(run.state, "a", run.now)
+    run.now += 10_000
+    leases.restart_leases(run.state, run.now)
+    assert not run.state.nodes["b"].connected
+    assert execute.settle(run.state, run.now + 14.9) == []
+    lost = [fact for fact in execute.settle(run.state, run.now + 15) if isinstance(fact, facts.NodeLost)]
+    assert {fact.node_id for fact in lost} == {"a", "b"}
+
+
+def test_the_lease_of_a_node_that_joined_again_is_another_one() -> None:
+    """What the old lease left in the queue ends nothing."""
+    run = run_of_two()
+    leases.disconnect(run.state, "a", run.now)
+    run.join("a")
+    run.run_round()
+    assert run.later(100) == []
+
+
+def test_reconnecting_leaves_nothing_behind() -> None:
+    """A thousand broken streams of a living node cost no memory once their time is over, and lose no deadline."""
+    run = run_of_two()
+    for _ in range(1000):
+        leases.disconnect(run.state, "a", run.now)
+        run.now += 0.01
+        leases.renew(run.state, "a", run.now)
+    run.later(30)
+    assert len(run.state.lease_queue) == 2
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(15, silent=("a",))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leases_end_exactly_when_they_should(seed: int) -> None:
+    """Whatever the order of joins, heartbeats, broken streams and returns: a lost node is one whose time was over,
+    nobody whose time is over stays, and whoever waits for `next_deadline` is never late."""
+    draw = random.Random(seed)
+    run = ScriptedRun(min_nodes=50, max_nodes=50, join_timeout=1e9)
+    names = [f"n{number}" for number in range(8)]
+    due: dict[str, float] = {}
+    for _ in range(400):
+        node_id = draw.choice(names)
+        match draw.choice(["join", "renew", "renew", "disconnect", "time"]):
+            case "join" if node_id not in due:
+                run.join(node_id)
+                due[node_id] = run.now + 15
+            case "renew" if node_id in due:
+                leases.renew(run.state, node_id, run.now)
+                due[node_id] = run.now + 15
+            case "disconnect" if node_id in due:
+                leases.disconnect(run.state, node_id, run.now)
+                due[node_id] = min(due[node_id], run.now + 2)
+            case "time":
+                until = run.now + draw.choice([0.5, 1.0, 4.0])
+                while run.now < until:
+                    deadline = execute.next_deadline(run.state)
+                    assert deadline is None or not due or deadline <= min(due.values())
+                    run.now = until if deadline is None else min(until, max(run.now, deadline))
+                    lost = {fact.node_id for fact in execute.settle(run.state, run.now)}  # type: ignore[union-attr]
+                    assert lost == {node_id for node_id, end in due.items() if end <= run.now}
+                    due = {node_id: end for node_id, end in due.items() if node_id not in lost}
+        assert set(run.state.nodes) == set(due)

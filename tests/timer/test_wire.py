@@ -1,0 +1,70 @@
+"""Messages between worker and agent say what they said, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rallypoint.timer import wire
+
+TOKENS = st.integers(0, wire.MAX_TOKEN)
+
+
+@given(TOKENS, st.integers(0, 2**63), st.integers(1, 10**9), st.text(min_size=1, max_size=64))
+def test_an_acquire_arrives(token: int, since: int, after: int, scope: str) -> None:
+    """Token and scope exactly, times to the precision of a float."""
+    message = wire.decode(wire.acquire(token, since, after / 1000, scope.encode()))
+    assert message == wire.Acquire(token, since / 1e9, pytest.approx(after / 1000), scope)
+
+
+@given(TOKENS)
+def test_a_release_arrives(token: int) -> None:
+    """Exactly."""
+    assert wire.decode(wire.release(token)) == wire.Release(token)
+
+
+@given(st.binary(max_size=wire.MAX_MESSAGE_BYTES + 10))
+@example(b"")
+@example(b"\x01\x01" + bytes(6))
+def test_anything_else_is_told_apart(message: bytes) -> None:
+    """Any bytes are a message or a MalformedMessage, never another error."""
+    try:
+        decoded = wire.decode(message)
+    except wire.MalformedMessage:
+        return
+    assert isinstance(decoded, wire.Acquire | wire.Release | wire.Clear | wire.Unknown)
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    """What docs/timer-socket.md promises to other languages, byte by byte."""
+    assert wire.acquire(7, 5, 1.5, b"s#1") == (
+        b"\x01\x01\0\0\0\0\0\0" + struct.pack("<QQQ", 7, 5, 1_500_000_000) + b"s#1"
+    )
+    assert wire.release(7) == b"\x02\x01\0\0\0\0\0\0" + struct.pack("<Q", 7)
+    assert wire.decode(b"\x03\x01\0\0\0\0\0\0") == wire.Clear()
+
+
+def test_a_newer_client_is_understood_as_far_as_possible() -> None:
+    """An unknown kind is ignored; an unknown version is not guessed at."""
+    assert wire.decode(b"\x63\x01\0\0\0\0\0\0 anything") == wire.Unknown(0x63)
+    with pytest.raises(wire.MalformedMessage, match="version 2"):
+        wire.decode(b"\x01\x02" + bytes(30))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.acquire(1, 0, 1.0, b""),
+        wire.acquire(1, 0, 1.0, b"x" * 257),
+        wire.acquire(1, 0, 1.0, b"\xff"),
+        wire.acquire(1, 0, 0.0, b"x"),
+        wire.release(1) + b"x",
+    ],
+)
+def test_a_malformed_message_is_refused(message: bytes) -> None:
+    """No scope, one too long, one that isn't text, no duration, bytes left over."""
+    with pytest.raises(wire.MalformedMessage):
+        wire.decode(message)

@@ -1,0 +1,194 @@
+"""An exception that ends a worker is left for its agent in torch's format, whole, and goes on its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.worker import record
+from rallypoint.worker.record import write_error_file
+
+
+@pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+@record
+def divide(dividend: int, divisor: int = 0) -> float:
+    """Divides."""
+    return dividend / divisor
+
+
+def test_the_file_has_torchs_format(error_file: Path) -> None:
+    """{"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}, all text, seconds as an integer."""
+    before = int(time.time())
+    with pytest.raises(ZeroDivisionError, match="division by zero"):
+        divide(1)
+    content = json.loads(error_file.read_text())
+    assert set(content) == {"message"}
+    assert set(content["message"]) == {"message", "extraInfo"}
+    extra = content["message"]["extraInfo"]
+    assert set(extra) == {"py_callstack", "timestamp"}
+    assert content["message"]["message"] == "ZeroDivisionError: division by zero"
+    assert extra["py_callstack"].startswith("Traceback (most recent call last):\n")
+    assert extra["py_callstack"].endswith("\nZeroDivisionError: division by zero\n")
+    assert before <= int(extra["timestamp"]) <= time.time()
+    assert os.listdir(error_file.parent) == ["error.json"]
+
+
+@pytest.mark.torch
+def test_torchs_own_decorator_writes_the_same(error_file: Path) -> None:
+    """Same keys, same message, same traceback but for the decorator's own frame."""
+    errors: Any = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    with pytest.raises(ZeroDivisionError):
+        divide(1)
+    ours = json.loads(error_file.read_text())
+    error_file.unlink()
+    with pytest.raises(ZeroDivisionError):
+        errors.record(divide.__wrapped__)(1)  # type: ignore[attr-defined]
+    theirs = json.loads(error_file.read_text())
+    for content in (ours, theirs):
+        extra = content["message"]["extraInfo"]
+        assert abs(int(extra.pop("timestamp")) - time.time()) < 60
+        extra["py_callstack"] = extra["py_callstack"].splitlines()[-3:]
+    assert ours == theirs
+
+
+def test_results_and_names_pass_through(error_file: Path) -> None:
+    """Without an exception the decorator can't be seen."""
+    assert divide(6, divisor=3) == 2.0
+    assert divide.__name__ == "divide"
+    assert divide.__doc__ == "Divides."
+    assert not error_file.exists()
+
+
+def test_exits_are_no_exceptions(error_file: Path) -> None:
+    """sys.exit(0) returns None, as torch has it; other codes leave; neither is recorded, nor is Ctrl-C."""
+
+    @record
+    def leave(how: BaseException) -> None:
+        raise how
+
+    assert leave(SystemExit(0)) is None
+    for how in (SystemExit(3), SystemExit("words"), SystemExit(None), KeyboardInterrupt()):
+        with pytest.raises(type(how)) as caught:
+            leave(how)
+        assert caught.value is how
+    assert not error_file.exists()
+
+
+def test_without_the_variable_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program started by hand behaves as if undecorated."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        divide(1)
+    assert os.listdir(tmp_path) == []
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_cannot_be_written_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exception itself arrives; the trouble with the file is one line on standard error."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "error.json"))
+    with pytest.raises(ZeroDivisionError):
+        divide(1)
+    assert capsys.readouterr().err.splitlines() == [
+        f"rallypoint: the error file {tmp_path}/no/error.json can't be written: No such file or directory"
+    ]
+
+
+def test_a_reader_never_sees_half_a_file(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file appears complete: until it is renamed into place, what was there stays."""
+    error_file.write_text("old")
+    seen: list[str] = []
+    replace = os.replace
+
+    def spy(source: str, target: str) -> None:
+        json.loads(Path(source).read_text())
+        seen.append(error_file.read_text())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    with pytest.raises(ZeroDivisionError):
+        divide(1)
+    assert seen == ["old"]
+    assert json.loads(error_file.read_text())["message"]["message"].startswith("ZeroDivisionError")
+
+
+def test_hostile_exceptions_are_recorded_within_bounds(tmp_path: Path) -> None:
+    """One whose text can't be made, one that quotes a whole tensor, one with undecodable bytes."""
+
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    path = tmp_path / "error.json"
+    for error in (Silent(), ValueError("x" * 10_000_000), ValueError("\udcff")):
+        write_error_file(error, str(path), 5)
+        assert path.stat().st_size < 1 << 20
+        content = json.loads(path.read_text())
+        assert content["message"]["message"].startswith(type(error).__name__)
+        assert content["message"]["extraInfo"]["timestamp"] == "5"
+
+
+def test_a_forked_child_does_not_speak_for_the_worker(error_file: Path) -> None:
+    """An exception in a process forked inside the function is that process's own affair."""
+    program = """
+import os
+from rallypoint.worker import record
+
+@record
+def main():
+    if os.fork() == 0:
+        raise ValueError("the child's")
+    os.wait()
+
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0
+    assert "ValueError: the child's" in ran.stderr
+    assert not error_file.exists()
+
+
+def test_a_crash_in_native_code_leaves_a_traceback() -> None:
+    """record turns faulthandler on: a segmentation fault names the Python line."""
+    program = """
+import os, signal
+from rallypoint.worker import record
+
+@record
+def main():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in ran.stderr
+    assert "in main" in ran.stderr
+
+
+def test_workers_load_no_grpc() -> None:
+    """Importing what runs in workers brings in neither gRPC nor protobuf nor an event loop."""
+    program = (
+        "import sys, rallypoint.worker; "
+        "print([name for name in sys.modules if name.split('.')[0] in ('grpc', 'google', 'asyncio')])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
