@@ -36,6 +36,13 @@ protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services rendezvous timer
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
 
+.PHONY: run demo
+run: $(VENV)/.ready ## train on digits: two services and two agents of two workers each, to the end
+	$(BIN)/python examples/run_digits.py
+
+demo: $(VENV)/.ready ## the same, broken piece by piece while it trains; ends with a timeline of the recoveries
+	$(BIN)/python examples/demo.py
+
 lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generated code up to date, rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,3 +67,14 @@ test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 wheel: $(VENV)/.ready ## dist/rallypoint-*.whl
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
+# --- Containers (docs/containers.md) --------------------------------------------------------------------
+.PHONY: docker-base docker-test
+
+build/docker/base.tar: docker/make-base
+	docker/make-base $@
+
+docker-base: build/docker/base.tar ## the image rallypoint-base:bookworm, from Debian's packages (root, debootstrap)
+	docker import $< rallypoint-base:bookworm
+
+docker-test: $(VENV)/.ready ## build the images and run the digits job in containers, with faults
+	PIP=$(BIN)/pip timeout --kill-after=90 1800 docker/with-daemon $(BIN)/python docker/verify.py

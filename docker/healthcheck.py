@@ -39,8 +39,11 @@ def client_tls() -> ClientTLS | None:
 async def check(endpoint: str) -> None:
     """Returns if the server serves; exits with a sentence if not."""
     channel = open_channel(endpoint, client_tls())
+    method = channel.unary_unary(
+        "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes
+    )
     try:
-        answer: bytes = await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=TIMEOUT)
+        answer = await method(b"", timeout=TIMEOUT)
     except grpc.aio.AioRpcError as error:
         sys.exit(f"{endpoint}: {error.code().name}: {error.details()}")
     finally:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -34,23 +34,38 @@ class Failed(Exception):
     """Something did not hold. Its text is one line."""
 
 
-def run(*command: str, timeout: float = 60, **variables: str) -> str:
-    """What a command prints; Failed, with what it complained of, when it fails or takes too long."""
-    environment = {**os.environ, "TAG": TAG, "BASE": BASE, **variables}
+def run(
+    *command: str, timeout: float = 60, merged: bool = False, variables: Mapping[str, str] | None = None
+) -> str:
+    """What a command prints to its standard output, or, merged, to both; Failed when it fails or is too slow."""
+    environment = {**os.environ, "TAG": TAG, "BASE": BASE, **(variables or {})}
+    pipe, errors = subprocess.PIPE, subprocess.STDOUT if merged else subprocess.PIPE
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True, check=False
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=timeout,
+            stdout=pipe,
+            stderr=errors,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise Failed(f"{' '.join(command)}: not done within {timeout:g} s") from None
     if done.returncode != 0:
-        raise Failed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        raise Failed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr or ''}")
     return done.stdout
 
 
 def docker(*arguments: str, timeout: float = 60) -> str:
     """What a docker command prints."""
     return run("docker", *arguments, timeout=timeout)
+
+
+def log_of(container: str, *options: str) -> str:
+    """All that a container has printed: results on its standard output, events on the other."""
+    return run("docker", "logs", *options, container, merged=True)
 
 
 def expect(holds: bool, what: str) -> None:
@@ -69,13 +84,13 @@ def compose_command() -> list[str]:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    raise Failed("no Docker Compose here: install the package docker-compose-v2, or docker-compose")
+    raise Failed("no Docker Compose here: install its plug-in for docker, or the package docker-compose")
 
 
 def compose(*arguments: str, timeout: float = 60, **variables: str) -> str:
     """What a compose command prints, of this process's own project."""
     project = ("--file", "docker/compose.yaml", "--project-name", f"rallypoint-{TAG}")
-    return run(*compose_command(), *project, *arguments, timeout=timeout, **variables)
+    return run(*compose_command(), *project, *arguments, timeout=timeout, variables=variables)
 
 
 def containers(service: str) -> list[str]:
@@ -91,9 +106,10 @@ def state(container: str) -> dict[str, Any]:
 
 @contextmanager
 def lines_of(*command: str, timeout: float) -> Iterator[Iterator[str]]:
-    """The lines that a command prints, as they come. It ends with the context, or after `timeout` seconds."""
+    """What a command prints to either output, line by line, until the context ends or `timeout` seconds are over."""
     bounded = ["timeout", str(timeout), *command]
-    with subprocess.Popen(bounded, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(bounded, stdout=pipe, stderr=merged, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
             yield iter(process.stdout)
@@ -140,7 +156,7 @@ def start_job(run_id: str, options: str = "") -> list[str]:
 def await_success(run_id: str, agents: list[str], timeout: float) -> None:
     """Returns once all agents ended well, the model is good, and the run is known to have succeeded."""
     codes = docker("wait", *agents, timeout=timeout).split()
-    log = "".join(docker("logs", agent) for agent in agents)
+    log = "".join(log_of(agent) for agent in agents)
     expect(set(codes) == {"0"}, f"{run_id}: the agents' exit codes are {codes}\n{log}")
     results = re.findall(r"^held-out accuracy ([0-9.]+)$", log, re.MULTILINE)
     expect(len(results) == 1, f"{run_id}: {len(results)} final lines of accuracy\n{log}")
@@ -198,13 +214,25 @@ def kill(container: str) -> None:
     """SIGKILL, as the kernel sends it: `docker kill` would count as a wish that the container stay down."""
     pid = state(container)["State"]["Pid"]
     program = f"import os; os.kill({pid}, 9)"
-    one_shot = ("run", "--rm", "--pid", "host", "--user", "0", "--entrypoint", "python3", BASE)
+    one_shot = (
+        "run",
+        "--rm",
+        "--network",
+        "none",
+        "--pid",
+        "host",
+        "--user",
+        "0",
+        "--entrypoint",
+        "python3",
+        BASE,
+    )
     docker(*one_shot, "-c", program)
 
 
 def first_time_of(text: str, agents: list[str]) -> float:
     """When a line with this text was first printed, as time.time(); Failed when it never was."""
-    logs = [docker("logs", "--timestamps", agent).splitlines() for agent in agents]
+    logs = [log_of(agent, "--timestamps").splitlines() for agent in agents]
     stamps = [line.split()[0] for log in logs for line in log if text in line]
     expect(bool(stamps), f"nobody printed {text!r}")
     # Nanoseconds are more than fromisoformat takes.
@@ -240,7 +268,7 @@ def journal_outlives_its_container() -> None:
 
 def say(line: str) -> None:
     """Prints at once."""
-    print(line, flush=True)
+    print(line, flush=True)  # noqa: T201
 
 
 def remove_everything() -> None:

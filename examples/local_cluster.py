@@ -14,6 +14,7 @@ Whatever happens inside the block, after it no process of the cluster is left.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import sys
@@ -24,9 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+
+# isort: split
 import grpc
 
-from programs import PATIENCE, ClusterError, Feed, Line, Program
+from programs import PATIENCE, ClusterError, Feed, Line, Program, how_it_ended
 from rallypoint.agent.v1 import supervisor_service_pb2 as agent_pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as agent_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -104,6 +108,12 @@ class LocalCluster:
 
     async def __aenter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ClusterError(f"another cluster runs in {self.folder}; choose another folder") from None
         for pattern in ("*.log", "*.out"):
             for old in self.folder.glob(pattern):
                 old.unlink()
@@ -112,7 +122,10 @@ class LocalCluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.stop()
+        try:
+            await self.stop()
+        finally:
+            os.close(self._lock)
 
     # --- Processes --------------------------------------------------------------------------------------
 
@@ -217,9 +230,8 @@ class LocalCluster:
         code = await program.ended()
         # An agent's job has an end; a service ends when it is told to.
         if not program.told_to_end and (code != 0 or program.name in self._ports):
-            self._failures.put(
-                f"{program.name} ended with exit code {code}, see {self.folder / program.name}.log\n{program.report}"
-            )
+            how, log = how_it_ended(code), self.folder / f"{program.name}.log"
+            self._failures.put(f"{program.name} ended with {how}, see {log}\n{program.report}".rstrip())
 
     def _endpoint(self, role: str) -> str:
         return f"127.0.0.1:{self._ports[role].getsockname()[1]}"
@@ -293,10 +305,12 @@ class RunWatch:
         while True:
             request = pb.WatchRunRequest(run_id=self._run_id, revision=revision)
             try:
+                run = pb.Run()
                 async for response in self._stub.WatchRun(request, wait_for_ready=True):
-                    revision = response.run.revision
-                    self.states.put(Seen(time.time(), response.run))
-                self.states.end(f"run {self._run_id} is closed")
+                    run = response.run
+                    revision = run.revision
+                    self.states.put(Seen(time.time(), run))
+                self.states.end(f"run {self._run_id} is closed: {run.run_end.detail}")
                 return
             except grpc.aio.AioRpcError as error:
                 if error.code() not in _RETRYABLE:

@@ -116,34 +116,35 @@ class Deaths:
     def __init__(self, pids: Iterable[int]) -> None:
         """Watches from now on; who is dead already counts as dead."""
         self.pids: list[int] = []
+        self._pidfds: list[int] = []
         self._waits: list[asyncio.Future[float]] = []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                self._waits.append(_death(os.pidfd_open(pid)))
+                pidfd = os.pidfd_open(pid)
                 self.pids.append(pid)
+                self._pidfds.append(pidfd)
+                self._waits.append(_death(pidfd))
 
-    @classmethod
-    def of_family(cls, pid: int) -> Deaths:
-        """Of a process and everything that it has started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return cls([pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))])
-        return cls([])
-
-    async def all(self, timeout: float = _TO_DIE) -> float:
+    async def all(self, timeout: float) -> float:
         """Waits until all are dead; returns when the last one was (Unix seconds).
 
         Raises:
-            ClusterError: some live on.
+            ClusterError: some lived on; they are killed now.
         """
         if self._waits:
-            _, alive = await asyncio.wait(self._waits, timeout=timeout)
-            if alive:
-                left = [pid for pid, wait in zip(self.pids, self._waits, strict=True) if not wait.done()]
-                raise ClusterError(f"processes {left} are alive {timeout:g} s after they should have died")
+            await asyncio.wait(self._waits, timeout=timeout)
+        left = []
+        for pid, pidfd, wait in zip(self.pids, self._pidfds, self._waits, strict=True):
+            if not wait.done():
+                left.append(pid)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        if left:
+            raise ClusterError(f"processes {left} were alive {timeout:g} s after they should have died")
         return max((wait.result() for wait in self._waits), default=time.time())
 
 
 def _death(pidfd: int) -> asyncio.Future[float]:
+    """When the process died. Takes the descriptor, and closes it then."""
     loop = asyncio.get_running_loop()
     died: asyncio.Future[float] = loop.create_future()
 
@@ -155,6 +156,15 @@ def _death(pidfd: int) -> asyncio.Future[float]:
 
     loop.add_reader(pidfd, dead)
     return died
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A program's violent end: when it was killed, when the last of its processes was dead, and which they were."""
+
+    at: float
+    all_dead: float
+    pids: frozenset[int]
 
 
 class Program:
@@ -230,38 +240,52 @@ class Program:
         return self._ending.result()
 
     async def stop(self, grace: float) -> int:
-        """Asks it to end, with SIGTERM, and kills it after `grace` seconds; returns its exit code."""
-        self.told_to_end = True
-        self.signal(signal.SIGTERM)
-        try:
-            return await self.ended(grace)
-        except ClusterError:
-            await self.kill()
-            return await self.ended()
-
-    async def kill(self) -> float:
-        """Kills it with SIGKILL; returns when it and everything it had started was dead (Unix seconds).
-
-        Nobody but itself kills what it had started: that none of it stays is its own duty, and checked here.
+        """Asks it to end, with SIGTERM, and kills it after `grace` seconds; returns its exit code.
 
         Raises:
-            ClusterError: something of it lives on.
+            ClusterError: something that it had started lived on; it is killed, too.
         """
         self.told_to_end = True
-        if self._process.poll() is not None:  # its pid may be another's by now
-            return time.time()
-        family = Deaths.of_family(self.pid)
+        family = await self._family()
+        self.signal(signal.SIGTERM)
+        with contextlib.suppress(ClusterError):
+            await self.ended(grace)
+        if self.running:
+            await self.kill()
+        await family.all(_TO_DIE)
+        return await self.ended()
+
+    async def kill(self, patience: float = _TO_DIE) -> Killed:
+        """Kills it with SIGKILL; returns when everything that it had started is dead, too.
+
+        That nothing it had started stays is its own duty, and checked.
+
+        Raises:
+            ClusterError: something of it was alive `patience` seconds later; it is killed, too.
+        """
+        self.told_to_end = True
+        family = await self._family()
+        killed = time.time()
         self.signal(signal.SIGKILL)
-        last_death = await family.all()
+        all_dead = await family.all(patience)
         await self.ended(_TO_DIE)
-        return last_death
+        return Killed(killed, all_dead, frozenset(family.pids))
+
+    async def _family(self) -> Deaths:
+        """The deaths of it and everything that it has started; of nobody once it has ended."""
+        if self._process.poll() is not None:  # its pid may be another's by now
+            return Deaths([])
+        # In a thread: on a machine with ten thousand processes it takes a second to find a few.
+        return Deaths(await asyncio.to_thread(_family_of, self.pid))
 
     async def _end(self) -> int:
         await asyncio.wait({self._death})
         code = self._process.wait()
         # Whoever inherited its streams may hold them open a little longer.
         await asyncio.wait(self._copies, timeout=_TO_DIE)
-        self.log.end(f"{self.name} ended with {_how(code)}" + (f": {self.report}" if self.report else ""))
+        self.log.end(
+            f"{self.name} ended with {how_it_ended(code)}" + (f": {self.report}" if self.report else "")
+        )
         return code
 
     async def _copy(self, stream: Any, path: Path, feed: Feed[Line]) -> None:
@@ -281,5 +305,12 @@ class Program:
             transport.close()
 
 
-def _how(code: int) -> str:
+def _family_of(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return []
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words; minus N is signal N."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

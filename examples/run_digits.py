@@ -14,7 +14,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,30 +66,39 @@ class Progress:
         seconds = (time.time() if at is None else at) - self.began
         print(f"{seconds:7.2f} s  {text}", flush=True)
 
-    async def follow_output(self, output: Feed[Line]) -> None:
-        """Prints what the workers print, for ever."""
+    @asynccontextmanager
+    async def shown(self, watch: RunWatch, output: Feed[Line]) -> AsyncIterator[None]:
+        """Prints rounds and what the workers print, as long as the context lasts."""
+        showing = [
+            asyncio.create_task(self._follow_rounds(watch)),
+            asyncio.create_task(self._follow_output(output)),
+        ]
+        try:
+            yield
+        finally:
+            for task in showing:
+                task.cancel()
+            await asyncio.gather(*showing, return_exceptions=True)
+
+    async def _follow_output(self, output: Feed[Line]) -> None:
         shown = 0
         while True:
             line = await output.first("output", lambda _: True, since=shown, timeout=None)
             shown += 1
             self.say(line.text, line.time)
 
-    async def follow_rounds(self, watch: RunWatch) -> None:
-        """Prints each new round that runs, and how the one before it ended, to the end of the run."""
-        shown = 0
-
-        def news(run: pb.Run) -> bool:
-            return run.phase == pb.PHASE_CLOSED or (run.phase == pb.PHASE_FINAL and run.round > shown)
-
+    async def _follow_rounds(self, watch: RunWatch) -> None:
+        ended = begun = states = 0
         while True:
-            seen = await watch.until("a round", news, timeout=None)
-            run, shown = seen.run, seen.run.round
-            if run.phase == pb.PHASE_CLOSED:
-                return
-            if run.HasField("last_round_end"):
-                self.say(f"round {run.last_round_end.round} ended: {run.last_round_end.detail}", seen.time)
-            nodes = ", ".join(node.node_id for node in run.nodes if node.HasField("assignment"))
-            self.say(f"round {run.round}: {run.world_size} workers on {nodes}", seen.time)
+            seen = await watch.states.first("a state", lambda _: True, since=states, timeout=None)
+            states, run = states + 1, seen.run
+            if run.last_round_end.round > ended:
+                ended = run.last_round_end.round
+                self.say(f"round {ended} ended: {run.last_round_end.detail}", seen.time)
+            if run.phase == pb.PHASE_FINAL and run.round > begun:
+                begun = run.round
+                nodes = ", ".join(node.node_id for node in run.nodes if node.HasField("assignment"))
+                self.say(f"round {begun}: {run.world_size} workers on {nodes}", seen.time)
 
 
 async def start_cluster(cluster: LocalCluster, job: Job) -> RunWatch:
@@ -135,25 +145,15 @@ async def run(folder: Path) -> None:
         folder, new_run_id(), "--epochs", "30", "--epoch-seconds", "0.3", nodes="2", max_restarts=3
     )
     async with LocalCluster(folder) as cluster:
-        await cluster.unless_one_fails(train(cluster, job))
+        detail, accuracy = await cluster.unless_one_fails(train(cluster, job))
+    print(f"\nHeld-out accuracy {accuracy:.2f}: {detail}. All processes are stopped.", flush=True)
 
 
-async def train(cluster: LocalCluster, job: Job) -> None:
-    """The training, from the first process to the result."""
+async def train(cluster: LocalCluster, job: Job) -> tuple[str, float]:
+    """The training, from the first process to the last; returns how it ended, and the accuracy."""
     watch = await start_cluster(cluster, job)
-    progress = Progress()
-    showing = [
-        asyncio.create_task(progress.follow_rounds(watch)),
-        asyncio.create_task(progress.follow_output(cluster.output)),
-    ]
-    try:
-        detail, result = await finish(cluster, watch)
-    finally:
-        for task in showing:
-            task.cancel()
-        await asyncio.gather(*showing, return_exceptions=True)
-    progress.say(f"run succeeded: {detail}")
-    print(f"\nheld-out accuracy {result:.2f}", flush=True)
+    async with Progress().shown(watch, cluster.output):
+        return await finish(cluster, watch)
 
 
 def end_well(main: Callable[[Path], Coroutine[Any, Any, None]], description: str) -> int:

@@ -142,6 +142,26 @@ async def test_no_event_is_needed_while_nobody_writes(
     await follower.finish(5.0)
 
 
+async def test_what_is_written_during_a_look_is_not_missed(
+    log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write just after the read that found nothing still wakes the follower."""
+    pread = os.pread
+    news = iter([b"one\n", b"two\n"])
+
+    def late(fd: int, size: int, offset: int) -> bytes:
+        data = pread(fd, size, offset)
+        if not data:
+            append(log, next(news, b""))
+        return data
+
+    monkeypatch.setattr(os, "pread", late)
+    output = Collected()
+    follower = follow(log, output, watch)
+    await until(lambda: output.text == b"one\ntwo\n", "both lines")
+    await follower.finish(5.0)
+
+
 async def test_files_are_followed_without_inotify(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the user's inotify instances are used up, nothing is lost: the file is looked at now and then."""
     monkeypatch.setattr(module, "FALLBACK_INTERVAL", 0.01)

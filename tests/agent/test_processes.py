@@ -168,6 +168,27 @@ async def test_orphans_are_reaped(spawner: Spawner) -> None:
     await until(lambda: descendants(pid) == [], "the orphans' burial")
 
 
+async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: Path) -> None:
+    """Signals of dead children merge; one wake-up reaps all of them, the adopted ones before the workers too."""
+    orphan = tmp_path / "orphan"
+    program = (
+        "import os, signal, sys; os.fork() and os._exit(0); print(os.getpid(), flush=True); signal.pause()"
+    )
+    (how,) = await ends(spawner, python(program, stdout=orphan))
+    assert how.succeeded
+    await until(lambda: orphan.read_text().endswith("\n"), "the orphan")
+    exits: list[WorkerExit] = []
+    worker = await spawner.spawn(WorkerSpec(1, ["sleep", "60"], ENVIRONMENT), exits.append)
+    assert spawner.pid is not None
+    assert worker.pid is not None
+    os.kill(spawner.pid, signal.SIGSTOP)
+    for pid in (int(orphan.read_text()), worker.pid):
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: (found := look_up(pid)) is None or found.dead, "its death")  # noqa: B023
+    os.kill(spawner.pid, signal.SIGCONT)
+    await until(lambda: len(exits) == 1, "the worker's end")
+
+
 async def test_signals_wait_for_exec_and_choose_their_victims(spawner: Spawner) -> None:
     """A signal sent in the same breath as the start is neither lost nor too early."""
     exits: list[WorkerExit] = []

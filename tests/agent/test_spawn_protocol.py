@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.agent.spawn_protocol import WorkerSpec, infer_exit, read_exit, read_failure, spawn_request
 
-SPEC = WorkerSpec(2, ["train"], {}, Path("/work"), Path("/logs/out"), Path("/logs/err"))
+SPEC = WorkerSpec(2, ["train"], {"PATH": "/bin"}, Path("/work"), Path("/logs/out"), Path("/logs/err"))
 
 
 def exited(status: int) -> dict[str, float]:
@@ -64,7 +64,8 @@ def test_requests_are_json_whatever_the_bytes() -> None:
         ),
         ("cwd", errno.ENOENT, "", "cannot enter its working directory '/work' (No such file or directory)"),
         ("stderr", errno.ENOSPC, "", "cannot open its log file '/logs/err' (No space left on device)"),
-        ("program", errno.EACCES, "", "'train' is not executable; chmod +x it"),
+        ("program", errno.ENOENT, "", "no program 'train' in PATH=/bin; check its name"),
+        ("program", errno.EACCES, "", "no program that may be executed named 'train' in PATH=/bin; check"),
         ("program", errno.ENOMEM, "", "cannot run 'train' (Cannot allocate memory)"),
         ("program", 0, "embedded null byte", "cannot run 'train' (embedded null byte)"),
         ("session", errno.EPERM, "", "session: Operation not permitted"),

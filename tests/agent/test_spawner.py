@@ -53,9 +53,12 @@ class Agent:
     def __init__(self, marker: str, folder: Path) -> None:
         self.marker = marker
         command = json.dumps(stubborn(marker, folder))
-        # Its own arguments hold the marker too: it counts as alive until it is told apart by its pid.
+        # Guard and spawner have the marker from the agent's environment: they must go too.
         self.process = subprocess.Popen(
-            [sys.executable, "-c", AGENT, command, str(WORKERS)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", AGENT, command, str(WORKERS)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "MARKER": marker},
+            text=True,
         )
         ready = self.hear("ready")
         self.pids = {"agent": self.process.pid, "guard": ready["guard"], "spawner": ready["spawner"]}
@@ -116,6 +119,14 @@ def test_a_stopped_spawner_does_not_keep_the_tree_alive(agent: Agent) -> None:
 
 
 @pytest.mark.integration
+def test_a_stopped_agent_does_not_keep_a_broken_tree_alive(agent: Agent) -> None:
+    """The spawner acts when the guard dies, even if the agent is suspended and can't."""
+    os.kill(agent.pids["agent"], signal.SIGSTOP)
+    os.kill(agent.pids["guard"], signal.SIGKILL)
+    wait_until(agent.alone, "the end of the tree")
+
+
+@pytest.mark.integration
 def test_terminal_signals_leave_spawner_and_workers_to_the_agent(agent: Agent) -> None:
     """What Ctrl-C, Ctrl-\\ or a scheduler sends to everybody ends neither spawner nor guard."""
     for name in ("guard", "spawner"):
@@ -159,6 +170,32 @@ def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
         (pidfd,) = strike([was], family={os.getpid()}).values()
         os.close(pidfd)
         assert stranger.wait() == -signal.SIGKILL
+
+
+def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in the middle of its end may show -1 or 0 for a group: the numbers for "all" and "mine"."""
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _number: signalled.append(group))
+    gone_by_now = 2**22 + 1
+    victims = [Process(gone_by_now, "X", os.getpid(), group, -1) for group in (-1, 0, 1, gone_by_now)]
+    assert strike(victims, family={os.getpid()}) == {}
+    assert signalled == [gone_by_now]
+
+
+def test_who_is_overlooked_dies_all_the_same() -> None:
+    """Looks that miss a process don't end the killing: that there are no children is for the kernel to say."""
+    program = """
+import subprocess, sys
+from rallypoint.agent import spawner
+
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+look, misses = spawner.descendants, iter(range(3))
+spawner.descendants = lambda root, keep: look(root, keep) if next(misses, None) is None else []
+assert spawner.kill_descendants(10.0) == []
+assert spawner.look_up(child.pid) is None
+child.returncode = 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_program_needs_only_the_standard_library() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
 from rallypoint.rendezvous.store.client import StoreClient
@@ -230,6 +231,25 @@ async def test_an_agent_that_ends_answers_what_it_still_can(tmp_path: Path, stor
     await worker.close()
     await sock.stop()
     await sock.stop()
+
+
+def test_it_runs_on_uvloop(tmp_path: Path) -> None:
+    async def talk() -> None:
+        store = open_store(TestJournal())
+        async with agent_socket(tmp_path, store) as path:
+            worker, waiter = await Worker.connect(path), await Worker.connect(path)
+            waiter.writer.write(encode_frame(GET, b""))
+            await until(store, path, 1)
+            value = os.urandom(1024) * 4000
+            assert await worker.call(SET, value) == ({}, b"")
+            assert await waiter.answer() == ({}, value)
+            await worker.close()
+            waiter.writer.write(encode_frame({**GET, "key": "never"}, b""))
+            await until(store, path, 1)
+        assert await waiter.reader.read() == b""
+        await waiter.close()
+
+    uvloop.run(talk())
 
 
 async def test_a_socket_that_cannot_be_had_is_explained(tmp_path: Path) -> None:

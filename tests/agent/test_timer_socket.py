@@ -187,12 +187,15 @@ async def test_a_block_is_known_while_it_lasts(host: Host) -> None:
 async def test_equal_scopes_are_timers_of_their_own(host: Host) -> None:
     """In threads, tasks and nested blocks; one's end is not another's."""
     worker = await host.start(
-        "async def task():\n"
+        "async def task(go):\n"
         "    with expires(60, 's'):\n"
-        "        await asyncio.sleep(0)\n"
-        "        await asyncio.get_running_loop().run_in_executor(None, ask)\n"
+        "        await go.wait()\n"
         "async def tasks():\n"
-        "    await asyncio.gather(task(), task())\n"
+        "    go = asyncio.Event()\n"
+        "    running = [asyncio.create_task(task(go)) for _ in range(2)]\n"
+        "    await asyncio.get_running_loop().run_in_executor(None, ask)\n"
+        "    go.set()\n"
+        "    await asyncio.gather(*running)\n"
         "def thread():\n"
         "    with expires(60, 's'):\n"
         "        gate.wait()\n"
@@ -209,9 +212,7 @@ async def test_equal_scopes_are_timers_of_their_own(host: Host) -> None:
     await host.timers.until(lambda: len(host.timers.scopes()) == 6)
     assert host.timers.scopes() == ["s", "s~2", "s~3", "s~4", "s~5", "s~6"]
     await answer(worker)
-    await answer(worker)
-    while await asked(worker) != "last":
-        pass
+    await asked(worker)
     await host.timers.until(lambda: len(host.timers.scopes()) == 1)
     await answer(worker)
     await finished(worker)
@@ -249,17 +250,23 @@ async def test_forks_inside_a_block_neither_lose_nor_double_its_timer(host: Host
 async def test_a_child_that_hangs_is_its_workers_fault(host: Host) -> None:
     """A descendant is guarded by itself, under its worker's name, and survives its parent's connection."""
     worker = await host.start(
-        "pid = os.fork()\n"
-        "with expires(60, 'parent' if pid else 'child'):\n"
-        "    if pid:\n"
-        "        ask()\n"
-        "    else:\n"
-        "        time.sleep(600)\n"
-        "os.kill(pid, 9)\n"
-        "os.waitpid(pid, 0)\n"
+        "reading, writing = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.close(writing)\n"
+        "    with expires(60, 'child'):\n"
+        "        os.read(reading, 1)\n"
+        "    os._exit(0)\n"
+        "with expires(60, 'parent'):\n"
+        "    ask()\n"
+        "ask()\n"
+        "os.close(writing)\n"
+        "os.wait()\n"
     )
     await asked(worker)
     await host.timers.until(lambda: host.timers.scopes() == ["child", "parent"])
+    await answer(worker)
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == ["child"])
     await answer(worker)
     await host.timers.until(lambda: host.timers.scopes() == [])
     await finished(worker)

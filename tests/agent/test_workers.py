@@ -127,15 +127,23 @@ while True: signal.pause()
     assert (report.killed, report.leftovers) == ((), 0)
 
 
-async def test_a_suspended_worker_hears_the_signal(spawner: Spawner) -> None:
+async def test_a_suspended_worker_hears_the_signal(spawner: Spawner, tmp_path: Path) -> None:
     """A stopped (SIGSTOP) worker is continued, so that it can end in order."""
+    program = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+open(sys.argv[1], "w").close()
+while True: signal.pause()
+"""
+    ready = tmp_path / "ready"
     exits: list[WorkerExit] = []
     group = WorkerGroup(spawner, exits.append)
-    await group.start(SLEEPERS[:1])
+    await group.start([python(program, 0, str(ready))])
+    await until(ready.exists, "the worker")
     os.kill(group.pids[0], signal.SIGSTOP)
-    report = await group.stop()
+    report = await group.stop(timeout=20.0)
     assert report.killed == ()
-    assert [how.signal for how in exits] == [signal.SIGTERM]
+    assert [how.exit_code for how in exits] == [5]
 
 
 async def test_a_second_stop_hurries_the_first(spawner: Spawner, tmp_path: Path) -> None:
@@ -147,8 +155,9 @@ async def test_a_second_stop_hurries_the_first(spawner: Spawner, tmp_path: Path)
     first = asyncio.create_task(group.stop(timeout=3600.0))
     done, _ = await asyncio.wait([first], timeout=0.1)
     assert not done
-    second = await group.stop(signal.SIGINT, timeout=0.0)
+    second = await group.stop(timeout=0.0)
     assert await first is second
+    assert second.killed == (0,)
     assert await group.stop(timeout=3600.0) is second
 
 

@@ -353,26 +353,30 @@ async def test_a_stop_cuts_a_drain_short(serve: Start, connect: Start) -> None:
 
 
 async def test_a_handler_that_ignores_its_end_holds_nobody_up(
-    serve: Start, connect: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Start, connect: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rallypoint.serving.server._STUBBORN", 0.1)
-    release = asyncio.Event()
+    release, failed = asyncio.Event(), asyncio.Event()
 
     async def stubborn(_request: bytes, context: Any) -> None:
         await context.write(b"in")
         while not release.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await release.wait()
+        failed.set()
+        raise KeyError("long after its server")
 
     server = await serve({"Wait": grpc.unary_stream_rpc_method_handler(stubborn)})
     stream = wait_call(connect(server))
-    assert await stream.read() == b"in"
+    try:
+        assert await stream.read() == b"in"
+        await soon(server.stop())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await soon(stream.read())
+    finally:
+        release.set()
+    await soon(failed.wait())
     await soon(server.stop())
-    assert "calls ignore their cancellation" in caplog.text
-    with pytest.raises(grpc.aio.AioRpcError):
-        await stream.read()
-    release.set()
-    await soon(server.stop())
+    assert "long after its server" in caplog.text
 
 
 async def test_a_server_starts_once(serve: Start) -> None:

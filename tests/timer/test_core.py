@@ -184,7 +184,7 @@ class Against(RuleBasedStateMachine):
         if lag <= SETTINGS.lag.tolerance:
             assert advance.forgiven == 0
         else:
-            assert lag <= advance.forgiven <= lag + SETTINGS.lag.settle
+            assert lag <= advance.forgiven <= lag + min(lag, SETTINGS.lag.settle)
         for timer in self.held.values():
             timer.when += advance.forgiven
         expected = []

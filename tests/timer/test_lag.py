@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rallypoint.timer.lag import LagSettings, WatchClock
 
-SETTINGS = LagSettings(tolerance=0.1, pulse=0.5, settle=1.0)
+SETTINGS = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 
 
 def test_ordinary_lateness_forgives_nothing() -> None:
@@ -20,16 +20,18 @@ def test_ordinary_lateness_forgives_nothing() -> None:
 
 @given(
     began=st.floats(0, 1e6),
-    asleep=st.floats(1, 1e4),
+    asleep=st.floats(2 * SETTINGS.pulse, 1e4),
     until_due=st.floats(0, SETTINGS.pulse),
 )
 def test_a_pause_is_forgiven_whole(began: float, asleep: float, until_due: float) -> None:
-    """Wherever in a pulse the pause begins, the clock wakes no later than it fell asleep, settle time included."""
+    """Wherever in a pulse the pause begins, the clock wakes no later than it fell asleep; after a long one, earlier."""
     clock = WatchClock(0.0, SETTINGS)
     before = clock.read(began)
     clock.observe(began + asleep, due=began + until_due)
     left = before - clock.read(began + asleep)
-    assert left >= SETTINGS.settle - SETTINGS.pulse - 1e-6 * max(1.0, began)
+    assert left >= -1e-6
+    if asleep >= SETTINGS.settle + SETTINGS.pulse:
+        assert left >= SETTINGS.settle - SETTINGS.pulse - 1e-6
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), min_size=1, max_size=50))

@@ -316,6 +316,38 @@ def test_an_agent_that_is_gone_is_named(tmp_path: Path) -> None:
         assert not store._connections._idle
 
 
+def test_a_busy_agent_is_waited_for(tmp_path: Path) -> None:
+    """With no room among the connections to accept, a worker waits for room, as all ranks connect at once."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as first:
+        listener.bind(f"{tmp_path}/agent.sock")
+        listener.listen(0)
+        first.connect(f"{tmp_path}/agent.sock")
+        with Store(f"{tmp_path}/agent.sock", round=1) as store, ThreadPoolExecutor(1) as thread:
+            getting = thread.submit(store.get, "k")
+            with socket.socket(socket.AF_UNIX) as probe:
+                # The worker's connection has no room either; nothing can be seen of it but that it waits.
+                probe.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    probe.connect(f"{tmp_path}/agent.sock")
+            assert not getting.done()
+            listener.accept()[0].close()
+            with listener.accept()[0] as connection:
+                connection.sendall(worker_store.encode_frame({}, b"1"))
+                assert getting.result() == b"1"
+
+
+async def test_one_call_too_many_may_be_repeated(tmp_path: Path) -> None:
+    """Its connection is the agent's to close, and is not used again."""
+    async with agent_socket(tmp_path, open_store(TestJournal()), max_connections=1) as path:
+        with Store(path, round=1) as first, Store(path, round=1) as second:
+            await in_thread(first.set, "k", b"1")
+            with pytest.raises(StoreRequestError, match="1 concurrent calls") as refused:
+                await in_thread(second.get, "k")
+            assert refused.value.reason == "TOO_MANY_CONNECTIONS"
+            assert not second._connections._idle
+            assert await in_thread(first.get, "k") == b"1"
+
+
 def test_an_agent_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_store, "_AGENT_GRACE", 0.02)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -223,8 +223,8 @@ class Follower:
         pending = b""  # the line that has no end yet
         in_line = False  # whether a first piece of it is out
         while True:
-            # Each before reading: what is written, or asked, after the read is then not missed.
             self._grown.clear()
+            # Before reading: what is written after the read is then not missed.
             watched = self._watch.arm(fd, self._grown.set)
             last = self._finishing.is_set()
             data = os.pread(fd, self._chunk, offset)

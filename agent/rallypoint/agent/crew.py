@@ -76,7 +76,9 @@ class Crew:
         self._stopped = False
 
     async def start(self) -> None:
-        """Start all workers. A failure to start is reported like any other."""
+        """Start all workers, unless it was stopped before. A failure to start is reported like any other."""
+        if self._stopped:
+            return  # whoever stopped it has said that nothing of it is alive
         local_ranks = range(self._config.local_world_size)
         try:
             self._logs = self._log_directory.new_attempt(local_ranks)

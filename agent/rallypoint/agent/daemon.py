@@ -16,13 +16,13 @@ from rallypoint.agent.job import REFUSED, Job, JobResult
 from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
-from rallypoint.agent.settings import RunSettingError, rendezvous_conf
+from rallypoint.agent.settings import MOST_WORKERS, RunSettingError, rendezvous_conf
+from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.serving.endpoint import parse_endpoint
 from rallypoint.serving.errors import ServiceError, invalid
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.settings import ClientTLS, SettingError
-
-_MOST_WORKERS = 4096
 
 _log = get_logger("rallypoint.agent")
 
@@ -50,7 +50,8 @@ class Daemon:
 
     async def __aexit__(self, *error: object) -> None:
         if self._job is not None and self._running is not None and not self._running.done():
-            self._job.request_stop("the agent is going away", signal.SIGTERM)
+            if not self._job.stopping:  # asked a second time, it would stop at once
+                self._job.request_stop("the agent is going away", signal.SIGTERM)
             await self._running
 
     def _launch(self, spec: pb.JobSpec) -> str:
@@ -62,14 +63,18 @@ class Daemon:
                 f"this agent runs a job of run {run_id!r} already; stop that one, or wait for its end",
                 metadata={"run_id": run_id},
             )
-        self._job = Job(self._config(spec), Spawner.start())
+        config = self._config(spec)
+        try:
+            self._job = Job(config, Spawner.start())
+        except SpawnError as error:
+            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_PROCESSES", str(error)) from None
         self._running = asyncio.create_task(self._run(self._job))
-        return self._job.config.node_id
+        return config.node_id
 
     async def _run(self, job: Job) -> None:
         try:
             result = await job.run()
-        except LogError as error:
+        except (LogError, SettingError) as error:
             result = job.result = JobResult(REFUSED, str(error))
         _log.info("job ended", run_id=job.config.run_id, exit_code=result.exit_code, detail=result.detail)
 
@@ -78,8 +83,8 @@ class Daemon:
             raise invalid("spec.run_id", "must not be empty")
         if not spec.command:
             raise invalid("spec.command", "must name a program")
-        if not 0 <= spec.local_world_size <= _MOST_WORKERS:
-            raise invalid("spec.local_world_size", f"must be from 1 to {_MOST_WORKERS}, or unset for 1")
+        if not 0 <= spec.local_world_size <= MOST_WORKERS:
+            raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
         least = spec.min_nodes or 1
         most = spec.max_nodes or least
         if not 1 <= least <= most:
@@ -92,6 +97,12 @@ class Daemon:
             address = local_address_towards(spec.rendezvous_endpoint)
         except SettingError as error:
             raise invalid("spec.rendezvous_endpoint", str(error)) from None
+        try:
+            parse_endpoint(spec.timer_endpoint or self._timer_endpoint)
+        except SettingError as error:
+            raise invalid("spec.timer_endpoint", str(error)) from None
+        if spec.shutdown_timeout.ToNanoseconds() < 0:
+            raise invalid("spec.shutdown_timeout", "must not be negative")
         timer = Peer(spec.timer_endpoint, self._tls) if spec.timer_endpoint else Peer(self._timer_endpoint)
         return JobConfig(
             run_id=spec.run_id,

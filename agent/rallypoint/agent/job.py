@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from pathlib import Path
@@ -20,6 +20,7 @@ from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.logs import LogDirectory
 from rallypoint.agent.messages import assignment_value, failure_message, failure_value, phase_value
 from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -70,7 +71,7 @@ class Job:
         self._hurried = False
         self.result: JobResult | None = None
         self._membership: Membership
-        self._membership_task: asyncio.Task[None]
+        self._membership_task: asyncio.Task[None] | None = None
         self._console: Console
         self._log_directory: LogDirectory | None = None
         self._sockets: WorkerSockets
@@ -108,6 +109,7 @@ class Job:
         """
         config = self._config
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._close_spawner)
             logs = self._log_directory = LogDirectory.create(config.log_dir, config.run_id)
             self._console = Console()
             stack.push_async_callback(self._console.close, 5.0)
@@ -124,6 +126,7 @@ class Job:
                 connect_timeout=config.connect_timeout,
             )
             self._membership_task = asyncio.create_task(self._be_member())
+            self._membership_task.add_done_callback(self._task_ended)
             stack.push_async_callback(self._end_tasks)
             _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
             while not self._state.finished:
@@ -142,7 +145,7 @@ class Job:
             self._hurried = True
             if self._crew is not None:
                 self._spawn(self._stop_crew(self._crew, "asked again"))
-            self._membership_task.cancel()
+            self._abandon_membership()
 
     def _take(self, event: core.Event) -> None:
         self._state, effects = core.decide(self._state, event)
@@ -156,7 +159,8 @@ class Job:
     @_carry_out.register
     def _start_workers(self, effect: core.StartWorkers) -> None:
         if self._spawner.dead:
-            self._spawner = Spawner.start()
+            with suppress(SpawnError):  # the crew fails for want of one, and says so
+                self._spawner = Spawner.start()
         assert self._log_directory is not None, "run made it"
         seat = effect.assignment
         crew = self._crew = Crew(
@@ -205,8 +209,11 @@ class Job:
 
     @_carry_out.register
     def _leave(self, effect: core.Leave) -> None:
-        self._membership.leave(effect.detail)
-        self._spawn(self._bound_leaving())
+        if self._membership.lease:
+            self._membership.leave(effect.detail)
+            self._spawn(self._bound_leaving())
+        else:
+            self._abandon_membership()
 
     @_carry_out.register
     def _finish(self, effect: core.Finish) -> None:
@@ -237,18 +244,23 @@ class Job:
 
     async def _bound_leaving(self) -> None:
         """A rendezvous service that is away must not keep this node from going: its lease ends by itself."""
+        assert self._membership_task is not None, "who leaves was in"
         done, _ = await asyncio.wait({self._membership_task}, timeout=self._config.close_timeout)
         if not done:
             _log.warning(
                 "the rendezvous service did not take the lease back", timeout=self._config.close_timeout
             )
+            self._abandon_membership()
+
+    def _abandon_membership(self) -> None:
+        if self._membership_task is not None:
             self._membership_task.cancel()
 
     async def _be_member(self) -> None:
         try:
             await self._membership.run()
         except RendezvousUnreachable as error:
-            self._refusal = str(error)
+            self._refusal = f"{error}; is it running, and is --rdzv-endpoint right?"
         except ServiceError as error:
             self._refusal = f"{self._config.rendezvous.endpoint} refused this node: {error.message}"
         finally:
@@ -315,12 +327,15 @@ class Job:
 
     async def _end_tasks(self) -> None:
         """Whatever was going on: when this returns, no worker is left."""
+        assert self._membership_task is not None, "it is the first of the tasks"
         self._membership_task.cancel()
         if self._crew is not None:
             await self._crew.stop(signal.SIGKILL, 0.0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(self._membership_task, *self._tasks, return_exceptions=True)
+
+    async def _close_spawner(self) -> None:
         await self._spawner.close()
 
     def _verdict(self) -> JobResult:
@@ -334,7 +349,9 @@ class Job:
             return JobResult(
                 128 + (self._stop_signal or signal.SIGTERM), f"left the run: {self._state.leaving}"
             )
-        return JobResult(REFUSED, self._refusal or "the membership ended without a reason")
+        # Once workers ran, it was started as asked, and what ended it is a failure.
+        code = REFUSED if self._crew is None else FAILED
+        return JobResult(code, self._refusal or "the membership ended without a reason")
 
 
 def _join_request(config: JobConfig) -> pb.JoinRun:

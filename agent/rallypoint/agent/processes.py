@@ -138,6 +138,8 @@ class Spawner:
     ) -> Self:
         """Starts the helper process; may be called before there is an event loop.
 
+        Makes this process a subreaper: should the helper be killed, its orphans come to us, to be killed here.
+
         Args:
             on_death: called on the loop when the process is found dead without `close` having been called.
             spare: pids of the agent's own children in other sessions. After a death, all descendants of this
@@ -438,6 +440,9 @@ class _LostError(Exception):
 
 
 def _program_path() -> str:
-    # The compiled form, where importing it left one, saves a third of the start-up time.
-    compiled = program.__spec__.cached
-    return compiled if compiled and os.path.exists(compiled) else program.__file__
+    # The compiled form, where importing it left one that is up to date, saves a third of the start-up time.
+    source, compiled = program.__file__, program.__spec__.cached
+    with contextlib.suppress(OSError):
+        if compiled and os.path.getmtime(compiled) >= os.path.getmtime(source):
+            return compiled
+    return source

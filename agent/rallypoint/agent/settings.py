@@ -18,6 +18,14 @@ _DURATIONS = (
 _LOCAL = ("close_timeout", "read_timeout")
 KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_policy")
 
+# Bounds that no sensible run comes near. The rendezvous service has the same, and refuses what passes them; here
+# they give the one-line error before anything is started, and keep numbers within what a message can hold.
+MOST_NODES = 100_000
+MOST_WORKERS = 16_384
+MOST_RESTARTS = 1_000_000
+_MOST_ATTEMPTS = 1000
+_LONGEST = 100 * 24 * 3600
+
 
 class RunSettingError(ValueError):
     """A setting that does not exist, or a value that it can't have; one line."""
@@ -46,7 +54,7 @@ def rendezvous_conf(pairs: Mapping[str, str], nodes: tuple[int, int], max_restar
         if key == "scale_up_policy":
             settings.scale_up_policy = _policy(text)
         elif key == "keep_alive_max_attempt":
-            settings.keep_alive_max_attempt = int(_number(key, text))
+            settings.keep_alive_max_attempt = _attempts(key, text)
         elif key in _LOCAL:
             local[key] = _number(key, text)
         else:
@@ -58,13 +66,17 @@ def _number(key: str, text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise RunSettingError(
-            f"{key}={text!r} is not a number of {'attempts' if 'attempt' in key else 'seconds'}"
-        ) from None
+        raise RunSettingError(f"{key}={text!r} is not a number of seconds") from None
     least = 0.0 if key in ("last_call_timeout", "disconnect_grace") else 1e-3
-    if not least <= number <= 31_536_000:
-        raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to a year of seconds")
+    if not least <= number <= _LONGEST:
+        raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to {_LONGEST} seconds")
     return number
+
+
+def _attempts(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_ATTEMPTS):
+        raise RunSettingError(f"{key}={text!r} is not a whole number from 1 to {_MOST_ATTEMPTS}")
+    return int(text)
 
 
 def _policy(text: str) -> pb.ScaleUpPolicy.ValueType:

@@ -160,10 +160,11 @@ def read_failure(spec: WorkerSpec, event: Mapping[str, Any]) -> SpawnError:
 
 
 def _explain_exec(spec: WorkerSpec, name: str, number: int, reason: str) -> tuple[str, str]:
+    if "/" not in name and number in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+        what = "no program" if number != errno.EACCES else "no program that may be executed named"
+        path = spec.env.get("PATH", os.defpath)
+        return f"{what} {name!r} in PATH={path}", "; check its name or give its whole path"
     if number in (errno.ENOENT, errno.ENOTDIR):
-        if "/" not in name:
-            path = spec.env.get("PATH", os.defpath)
-            return f"no program {name!r} in PATH={path}", "; check its name or give its whole path"
         if (spec.cwd or Path.cwd()).joinpath(name).exists():
             return f"{name!r} names an interpreter that does not exist", "; check its first line (#!)"
         return f"there is no program {name!r}", "; check the path"

@@ -162,6 +162,8 @@ def strike(victims: Iterable[Process], family: set[int]) -> dict[int, int]:
     victims = list(victims)
     session = os.getsid(0)
     for group in {victim.group for victim in victims if victim.session != session}:
+        if group <= 1:  # of a process in the middle of its end, stat may say -1: everybody, to killpg()
+            continue
         leader = look_up(group)
         if leader is None or leader.parent in family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -218,6 +220,7 @@ def kill_descendants(timeout: float, keep: Callable[[Process], bool] | None = No
             vain_looks += 1
             if _reap(-1) if keep is None else (undisturbed or vain_looks > _VAIN_LOOKS):
                 return []
+            select.poll().poll(2)  # overlooked, or dead but held by a debugger
             continue
         vain_looks = 0
         struck = strike(living, {me, *(process.pid for process in tree)})

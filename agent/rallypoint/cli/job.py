@@ -18,6 +18,7 @@ from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
 from rallypoint.agent.settings import rendezvous_conf
 from rallypoint.cli.roles import embedded_rendezvous, embedded_timer
+from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
@@ -58,6 +59,8 @@ async def run_job(
     conf = rendezvous_conf(rdzv_conf, nnodes, max_restarts)
     async with AsyncExitStack() as stack:
         rendezvous, timer = Peer(rdzv_endpoint, tls), Peer(timer_endpoint, tls)
+        _check_endpoint("--rdzv-endpoint", rdzv_endpoint)
+        _check_endpoint("--timer-endpoint", timer_endpoint)
         if standalone:
             rendezvous = Peer(await stack.enter_async_context(embedded_rendezvous()))
         if not timer_endpoint:
@@ -90,27 +93,44 @@ async def run_job(
     return result.exit_code
 
 
+def _check_endpoint(flag: str, endpoint: str) -> None:
+    try:
+        if endpoint:
+            parse_endpoint(endpoint)
+    except EndpointError as error:
+        raise SettingError(f"{flag}: {error}") from None
+
+
 async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or not host:
         raise SettingError(f"--supervisor-address: {address!r} is not of the form HOST:PORT")
-    options = ServerOptions(host=host.strip("[]"), port=int(port))
-    server = Server(options, services=[supervisor_registration(lambda: job)])
-    await server.start()
+    try:
+        if not listening_endpoint(host, int(port)).loopback:
+            raise SettingError("it is served in plaintext, so only on loopback, as in 127.0.0.1:0")
+        options = ServerOptions(host=host, port=int(port))
+        server = Server(options, services=[supervisor_registration(lambda: job)])
+        await server.start()
+    except SettingError as error:
+        raise SettingError(f"--supervisor-address {address}: {error}") from None
     stack.push_async_callback(server.stop)
     _log.info("supervisor ready", supervisor=server.address, rendezvous=job.config.rendezvous.endpoint)
 
 
 async def _run_until_signalled(job: Job) -> JobResult:
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    # Under nohup a terminal that closes is to stop nothing. (SIGINT, which a shell ignores for what it starts in the
+    # background, is handled nevertheless: whoever sends it to an agent means it.)
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = [number for number in _SIGNALS if number != signal.SIGHUP or not nohup]
+    for number in handled:
         # Workers get SIGINT for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
         passed_on = number if number == signal.SIGINT else signal.SIGTERM
         loop.add_signal_handler(number, job.request_stop, f"got {number.name}", passed_on)
     try:
         return await job.run()
     finally:
-        for number in _SIGNALS:
+        for number in handled:
             loop.remove_signal_handler(number)
 
 

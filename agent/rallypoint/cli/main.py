@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 # First of all: what other modules do to the environment is not for workers to inherit.
 from rallypoint.cli import inherited  # noqa: F401
+
+
+class UsageMistake(click.ClickException):
+    """A command line that can't be followed. One line, exit code 2."""
+
+    exit_code = 2
+
+
+@contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """Turns click's usage errors, which come with the usage above them, into the one line that matters."""
+    try:
+        yield
+    except click.UsageError as error:
+        if type(error).show is not click.UsageError.show:  # a group without a command shows its help
+            raise
+        command = error.ctx.command_path if error.ctx is not None else "rallypoint"
+        message = error.format_message().removesuffix(".")
+        raise UsageMistake(f"{message} (`{command} --help` shows what there is)") from None
 
 
 class LazyGroup(click.Group):
@@ -18,6 +39,16 @@ class LazyGroup(click.Group):
         """`lazy`: for each command its `module:attribute`, and the line that `--help` shows."""
         super().__init__(*args, **attributes)
         self._lazy = lazy
+
+    def make_context(self, *args: Any, **attributes: Any) -> click.Context:
+        """Parse the group's own part of the command line."""
+        with _told_in_one_line():
+            return super().make_context(*args, **attributes)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Parse and run the command."""
+        with _told_in_one_line():
+            return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Names of the commands, in the order of the table."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from rallypoint.agent.settings import RunSettingError, rendezvous_conf
+from rallypoint.agent.settings import MOST_NODES, MOST_WORKERS, RunSettingError, rendezvous_conf
 
 
 class NodeCount(click.ParamType[tuple[int, int]]):
@@ -34,6 +34,8 @@ class NodeCount(click.ParamType[tuple[int, int]]):
             self.fail(
                 f"{value!r} has its maximum below its minimum; did you mean {most}:{least}?", param, ctx
             )
+        if nodes[1] > MOST_NODES:
+            self.fail(f"{value!r} asks for more than {MOST_NODES} nodes, the most there can be", param, ctx)
         return nodes
 
 
@@ -52,6 +54,8 @@ class WorkerCount(click.ParamType[int]):
             self.fail(f"{value!r} is not a number of workers; expected a number, auto or cpu", param, ctx)
         if count < 1:
             self.fail(f"{value!r} workers can't form a job; the least is 1", param, ctx)
+        if count > MOST_WORKERS:
+            self.fail(f"{value!r} workers are more than the {MOST_WORKERS} that a host can have", param, ctx)
         return count
 
 

@@ -38,6 +38,10 @@ def ask(
             raise SettingError(f"no rendezvous service answered at {endpoint} within {timeout:g} s") from None
         except grpc.aio.AioRpcError as rpc_error:
             error = decode(rpc_error)
+            if error.reason == grpc.StatusCode.UNAVAILABLE.name:  # gRPC's own: nobody of ours said it
+                raise SettingError(
+                    f"no rendezvous service answers at {endpoint}: {error.message}; check --rdzv-endpoint"
+                ) from None
             raise SettingError(f"{endpoint}: {error.message} ({error.reason})") from None
         finally:
             await channel.close()

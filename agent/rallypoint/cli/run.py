@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import click
 
+from rallypoint.agent.settings import MOST_RESTARTS
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.nodes import NodeCount, RendezvousConfType, WorkerCount
 from rallypoint.serving.options import Setting, client_options
+from rallypoint.serving.settings import SettingError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -27,6 +29,8 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
     """A flag of torchrun's; the environment sets it as PET_<NAME> too, as there, after RALLYPOINT_<NAME>."""
     long = next(declaration for declaration in declarations if declaration.startswith("--"))
     name = long.lstrip("-").replace("-", "_").upper()
+    if attributes.get("default") == "":
+        attributes.setdefault("show_default", False)
     return click.option(
         *declarations, cls=Setting, envvar=[f"RALLYPOINT_{name}", f"PET_{name}"], **attributes
     )
@@ -39,7 +43,13 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
 @_flag(
     "--nnodes", type=NodeCount(), default="1:1", help="Nodes of the job: N, or MIN:MAX for an elastic one."
 )
-@_flag("--nproc-per-node", type=WorkerCount(), default="1", help="Workers on this host.")
+@_flag(
+    "--nproc-per-node",
+    type=WorkerCount(),
+    default="1",
+    metavar="N|auto|cpu",
+    help="Workers on this host; auto and cpu: one per processor.",
+)
 @_flag("--standalone", is_flag=True, help="A job of this host alone, with its own rendezvous inside.")
 @_flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Address of the rendezvous service.")
 @_flag("--rdzv-id", default="", metavar="RUN_ID", help="Name of the run; the same on all its hosts.")
@@ -51,7 +61,7 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
 )
 @_flag(
     "--max-restarts",
-    type=click.IntRange(0),
+    type=click.IntRange(0, MOST_RESTARTS),
     default=0,
     help="Restarts of failed workers, over the whole run.",
 )
@@ -115,8 +125,12 @@ def _run(command: tuple[str, ...], *, log_level: str, log_format: str, **flags: 
     # The spawner comes up while gRPC is being imported. Both only now, with everything that can be wrong with a
     # command line looked at.
     from rallypoint.agent.processes import Spawner  # noqa: PLC0415
+    from rallypoint.agent.spawn_protocol import SpawnError  # noqa: PLC0415
 
-    spawner = Spawner.start()
+    try:
+        spawner = Spawner.start()
+    except SpawnError as error:
+        raise SettingError(str(error)) from None
     from rallypoint.cli.job import run_job  # noqa: PLC0415
     from rallypoint.serving.logs import configure_logs  # noqa: PLC0415
     from rallypoint.serving.loop import run as run_loop  # noqa: PLC0415

@@ -10,6 +10,8 @@ from rallypoint.serving.options import Setting, client_options
 from rallypoint.serving.settings import ClientTLS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
@@ -56,7 +58,6 @@ def status(
 
 
 def _print_runs(runs: list[pb.Run]) -> None:
-    from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
     table = Table("run", "phase", "round", "nodes", "workers", "restarts", "last round ended", box=None)
@@ -67,27 +68,31 @@ def _print_runs(runs: list[pb.Run]) -> None:
         table.add_row(
             run.run_id, _phase(run), str(run.round), nodes, str(run.world_size), restarts, ended or "-"
         )
-    console = Console(soft_wrap=True)
-    console.print(table if runs else "no runs")
+    _console().print(table if runs else "no runs")
+
+
+def _console() -> Console:
+    """A console that shows names and sentences as they are: they come from users, and may look like markup."""
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def _print_run(run: pb.Run) -> None:
-    from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = _console()
     console.print(
         f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on "
         f"{run.node_count} of {_range(run.settings)} nodes, "
-        f"{run.restart_count} of {run.settings.max_restarts} restarts used, revision {run.revision}",
-        markup=False,
+        f"{run.restart_count} of {run.settings.max_restarts} restarts used, revision {run.revision}"
     )
     if run.HasField("last_round_end"):
-        console.print(f"round {run.last_round_end.round} ended: {run.last_round_end.detail}", markup=False)
+        console.print(f"round {run.last_round_end.round} ended: {run.last_round_end.detail}")
     if run.HasField("run_end"):
-        console.print(f"run ended: {run.run_end.detail}", markup=False)
+        console.print(f"run ended: {run.run_end.detail}")
     table = Table("node", "state", "group rank", "ranks", "role", "address", "connected", box=None)
     for node in run.nodes:
         seat = node.assignment

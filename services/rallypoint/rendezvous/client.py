@@ -22,13 +22,16 @@ _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 2.0
 
 # Codes after which the same stream may be opened again. CANCELLED is what a client sees of a server that drops
-# calls under a storm of connects.
+# calls under a storm of connects; INTERNAL and UNKNOWN no service of ours answers with: they tell of a connection
+# that broke in some odd way on the way there.
 _RETRYABLE = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
 }
 # Reasons for which a lease is worth nothing any more, and only joining anew helps.
 _LEASE_ENDED = {"LEASE_LOST", "RUN_NOT_FOUND", "REVISION_AHEAD"}
@@ -60,6 +63,10 @@ class LeaseEnded:
 
 _JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]"
 Event: TypeAlias = Admitted | Updated | LeaseEnded
+
+
+class _Draining(Exception):
+    """The server ends the stream because it is going away; it may not have taken what it was told last."""
 
 
 class RendezvousUnreachable(Exception):
@@ -107,17 +114,25 @@ class Membership:
         self._statement: pb.JoinRequest | None = None
         self._unsaid = asyncio.Event()
         self._progress = False
+        self._last_error = "no answer came"
+
+    @property
+    def lease(self) -> int:
+        """The lease that the node holds, as far as it knows; 0: none."""
+        return self._lease
 
     async def run(self) -> None:
         """Be a member; returns once the run is closed, or the node has left.
 
         Raises:
             RendezvousUnreachable: Nobody answered within the connect timeout.
-            ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, INVALID_ARGUMENT …
+            ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, INVALID_ARGUMENT …, or
+                LEASE_LOST because another agent joined under the node's name.
         """
         backoff = _FIRST_BACKOFF
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
-        while not self._over:
+        # Who is going and holds nothing to give back must not join for the sake of leaving: it would cost a round.
+        while not self._over and (self._lease or not self._going()):
             self._progress = False
             error = await self._one_stream(deadline)
             if error is not None:
@@ -127,7 +142,10 @@ class Membership:
             if self._progress:
                 backoff = _FIRST_BACKOFF
             pause = backoff * (1 - self._jitter.random() / 2)
-            _log.debug("stream ended", endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
+            if not self._ever_admitted:
+                pause = min(pause, max(0.0, deadline - asyncio.get_running_loop().time()))
+            say = _log.warning if self._progress else _log.debug
+            say("stream ended", endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
@@ -159,8 +177,10 @@ class Membership:
     def _judge(self, error: ServiceError, deadline: float) -> None:
         """Decide whether a stream's error is worth another attempt; raise it if not."""
         if error.reason in _LEASE_ENDED and self._lease:
+            if "superseded_by" in error.metadata:
+                raise error  # two agents that join over one another, in turn, would let nobody run
             self._lease = self._revision = 0
-            self._over = self._leaving()
+            self._over = self._going()
             self._statement = None
             self._on_event(LeaseEnded(error.message))
             return
@@ -169,7 +189,7 @@ class Membership:
         if not self._ever_admitted and asyncio.get_running_loop().time() >= deadline:
             raise RendezvousUnreachable(
                 f"no rendezvous service answered at {self._endpoint} within {self._connect_timeout:g} s: "
-                f"{error.message}"
+                f"{self._last_error}"
             )
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:
@@ -185,10 +205,11 @@ class Membership:
             self._over = self._over or self._leaving()
             return None
         except TimeoutError:
-            return ServiceError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, "NO_ANSWER", "connected, but got no answer"
-            )
+            return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_ANSWER", self._last_error)
+        except _Draining:
+            return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
         except grpc.aio.AioRpcError as error:
+            self._last_error = decode(error).message
             return decode(error)
         finally:
             call.cancel()
@@ -210,7 +231,7 @@ class Membership:
         try:
             while isinstance(response := await call.read(), pb.JoinResponse):
                 if response.HasField("draining"):
-                    return
+                    raise _Draining
                 self._revision = max(self._revision, response.update.revision)
                 self._over = response.update.phase == pb.PHASE_CLOSED
                 self._on_event(Updated(response.update))
@@ -233,3 +254,6 @@ class Membership:
 
     def _leaving(self) -> bool:
         return self._statement is not None and self._statement.HasField("leave")
+
+    def _going(self) -> bool:
+        return self._leaving() or (self._statement is not None and self._statement.HasField("depart"))

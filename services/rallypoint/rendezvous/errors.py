@@ -55,6 +55,12 @@ def _differences(error: Exception) -> dict[str, str]:
     }
 
 
+def _lost_lease(error: Exception) -> dict[str, str]:
+    assert isinstance(error, refusals.LeaseLost)
+    facts = _fields("run_id", "node_id", "lease")(error)
+    return facts if error.current is None else {**facts, "superseded_by": str(error.current)}
+
+
 def _end_of_run(error: Exception) -> dict[str, str]:
     assert isinstance(error, refusals.RunIsClosed)
     return {"run_id": error.run_id, "outcome": error.outcome.name}
@@ -63,7 +69,7 @@ def _end_of_run(error: Exception) -> dict[str, str]:
 _as(refusals.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))
 _as(refusals.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _end_of_run)
 _as(refusals.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
-_as(refusals.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _fields("run_id", "node_id", "lease"))
+_as(refusals.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _lost_lease)
 _as(
     refusals.JoinTimedOut,
     StatusCode.FAILED_PRECONDITION,

@@ -63,7 +63,9 @@ async def rendezvous_services(
 
     engine = RendezvousEngine(journal, clock=clock, wall_clock=wall_clock, on_round=forget_earlier_rounds)
     engine.recover(recovered.records)
-    store = StoreService(journal, engine.current_round, recovered.store_entries)
+    store = StoreService(
+        journal, engine.current_round, recovered.store_entries, on_journal_failure=on_failure
+    )
     serving = asyncio.create_task(engine.serve())
     serving.add_done_callback(partial(_report_failure, on_failure))
     servicer = RendezvousServicer(engine)

@@ -20,6 +20,7 @@ from rallypoint.rendezvous.requests import (
     text,
     worker_failure,
 )
+from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.errors import ServiceError, invalid
@@ -55,6 +56,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> None:
         """One node's stream; see the contract."""
         member = await self._admit(await _first(request_iterator))
+        self._end_if_draining(member.updates)
         listener = asyncio.create_task(self._listen(member, request_iterator))
         revision = member.lease.revision
         try:
@@ -120,6 +122,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._check_not_draining()
         name("run_id", request.run_id)
         states = await self._engine.watch(request.run_id, request.revision)
+        self._end_if_draining(states)
         try:
             while (run := await states.take()) is not None:
                 await _write(context, pb.WatchRunResponse(run=run))
@@ -140,6 +143,11 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     def _check_not_draining(self) -> None:
         if self._draining:
             raise Draining
+
+    def _end_if_draining(self, slot: Slot[Any]) -> None:
+        """A stream that was being opened when the others were ended has no longer a life than they."""
+        if self._draining:
+            slot.end(Draining())
 
 
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:

@@ -45,8 +45,8 @@ SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
 # After the last call of ours, its status is still on its way to the socket, and only health watches and
 # reflection streams stay open. They are cut after this many seconds.
 _FLUSH = 0.5
-# A handler that swallows its cancellation keeps its call open for good; the process does not wait longer.
-_STUBBORN = 5.0
+# Past its grace gRPC ends without waiting for anybody. Should it not, the process goes on after so many seconds.
+_OVERDUE = 5.0
 _FOR_EVER = 1e9
 
 
@@ -232,9 +232,9 @@ class Server:
 
     async def _close(self, server: grpc.aio.Server, grace: float | None) -> None:
         closing = asyncio.create_task(server.stop(grace))
-        _, open_still = await asyncio.wait({closing}, timeout=_STUBBORN + (grace or 0))
+        _, open_still = await asyncio.wait({closing}, timeout=_OVERDUE + (grace or 0))
         if open_still:
-            log.error("calls ignore their cancellation; leaving them", open_calls=self._calls.open_calls)
+            log.error("gRPC does not end; leaving it", open_calls=self._calls.open_calls)
 
 
 async def _tell(on_drain: Callable[[], Awaitable[None]]) -> None:

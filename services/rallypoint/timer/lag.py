@@ -20,15 +20,18 @@ class LagSettings:
     # expires later under load.
     tolerance: float = 0.1
     # The watchdog wakes at least this often while it has timers, only to notice whether it was stopped.
-    # Default 0.5: two wake-ups a second cost nothing. A pause is noticed short by at most this much.
-    pulse: float = 0.5
-    # What is forgiven beyond the measured lag: the part of a pause that the pulse did not see, and time to read
-    # what waits in the sockets. Default 1: the pulse, and as much again.
+    # Default 0.25: four wake-ups a second cost nothing. A pause is noticed short by at most this much.
+    pulse: float = 0.25
+    # What is forgiven beyond the measured lag, though never more than the lag itself: the part of a pause that
+    # the pulse did not see, and time to read what waits in the sockets. Default 1.
     settle: float = 1.0
 
 
 class WatchClock:
     """Monotonic seconds, less those in which the watchdog was not watching.
+
+    A pause of at least twice the pulse is left out whole: of its length P the pulse hides h, at most half of P;
+    P - h is measured, and forgiven twice or with `settle` on top, each of which makes at least P.
 
     It may step back, by at most `settle`. It always gets on: of the time really watched, `settle` takes back at
     most half, so a worker that hangs is accused even by a watchdog that stumbles for ever.
@@ -54,7 +57,7 @@ class WatchClock:
         if lag <= self._settings.tolerance:
             return 0.0
         watched = self.read(due) - self._settled_at
-        grace = max(0.0, min(self._settings.settle, watched / 2))
+        grace = max(0.0, min(self._settings.settle, lag, watched / 2))
         self._forgiven += lag + grace
         self._settled_at = self.read(now)
         return lag + grace

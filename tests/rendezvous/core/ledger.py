@@ -169,7 +169,7 @@ class Ledger:
     def check_told(self, update: pb.NodeUpdate | pb.Run) -> None:
         """Nothing is told that is not durable, and a phase is told as it was."""
         require(update.revision <= self.revision, "nothing is told before it is durable")
-        require(update.phase == self._at[update.revision][0], "the phase is that of the revision")
+        require(Phase(update.phase) is self._at[update.revision][0], "the phase is that of the revision")
 
     def check_assignment(self, node_id: str, lease: int, update: pb.NodeUpdate) -> None:
         """An assignment is the seat that the journal has, and it is told to the holder of the seat."""

@@ -123,7 +123,7 @@ def test_what_is_no_fact_is_a_bug() -> None:
 
 def test_every_kind_of_fact_is_known() -> None:
     """No fact can be decided that can't be folded."""
-    kinds = set(facts.Fact.__args__)  # type: ignore[attr-defined]
+    kinds = set(facts.Fact.__args__)
     from rallypoint.rendezvous.core.apply import _apply
 
     assert kinds <= set(_apply.registry)

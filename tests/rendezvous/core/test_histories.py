@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.rendezvous.core import apply, decide, facts
+from rallypoint.rendezvous.core import apply, decide, facts, ranks
 from rallypoint.rendezvous.core.state import Phase, RunState, Seat
 from rendezvous.core import history
 from rendezvous.core.history import History, play
@@ -72,7 +72,7 @@ def test_histories_reach_every_corner() -> None:
         seen.update(
             "spares" for formed in played.ledger.rounds.values() if len(formed.leases) < len(played.agents)
         )
-    wanted = {fact.__name__ for fact in facts.Fact.__args__}  # type: ignore[attr-defined]
+    wanted = {fact.__name__ for fact in facts.Fact.__args__}
     wanted |= {"<LossReason.LEASE_EXPIRED:", "<LossReason.DISCONNECTED:", "<LossReason.SUPERSEDED:"}
     wanted = {word.strip("<:") for word in wanted} | {"spares", "crash"}
     corners = {
@@ -104,7 +104,7 @@ def reuse_round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def give_two_nodes_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last node of a round gets the rank of the first."""
-    assign = decide.assign_seats
+    assign = ranks.assign_seats
 
     def careless(*args: object) -> tuple[Seat, ...]:
         *seats, last = assign(*args)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def give_two_nodes_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def give_two_nodes_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker ranks are counted as if every node had one worker."""
-    assign = decide.assign_seats
+    assign = ranks.assign_seats
 
     def careless(*args: object) -> tuple[Seat, ...]:
         return tuple(replace(seat, base_rank=seat.group_rank) for seat in assign(*args))  # type: ignore[arg-type]

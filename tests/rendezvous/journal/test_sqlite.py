@@ -157,7 +157,7 @@ async def test_a_commit_is_on_the_disk_when_it_is_acknowledged(journal: SqliteJo
         assert connection is not None
         return tuple(
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")
-        )  # type: ignore[return-value]
+        )
 
     assert await journal._in_writer(pragmas) == ("wal", 2)
 

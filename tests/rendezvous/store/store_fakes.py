@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-
-import grpc.aio
+from typing import TYPE_CHECKING
 
 from rallypoint.agent.store_socket import StoreSocket
 from rallypoint.rendezvous.store.client import StoreClient
@@ -17,6 +16,9 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions
+
+if TYPE_CHECKING:
+    import grpc.aio
 
 RUN = "digits"
 

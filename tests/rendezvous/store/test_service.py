@@ -144,6 +144,16 @@ async def test_a_failed_commit_leaves_nothing_behind() -> None:
     await waiter
 
 
+async def test_a_failed_journal_is_reported_once_the_store_knows() -> None:
+    """Whoever runs the service must hear of it even when nothing but the store writes."""
+    journal, told = TestJournal(), list[Exception]()
+    store = StoreService(journal, Rounds(), on_journal_failure=told.append)
+    journal.fails_with = OSError("no space left on device")
+    with pytest.raises(JournalFailed):
+        await store.write(RUN, set_("k"))
+    assert told == [journal.fails_with]
+
+
 async def test_a_writer_that_goes_hurts_nobody() -> None:
     journal = TestJournal()
     store = open_store(journal)

@@ -34,6 +34,7 @@ class SupervisorServiceStub(object):
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
+    UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
     """
 
     def __init__(self, channel):
@@ -68,6 +69,7 @@ class SupervisorServiceServicer(object):
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
+    UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
     """
 
     def GetJob(self, request, context):
@@ -129,6 +131,7 @@ class SupervisorService(object):
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
+    UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
     """
 
     @staticmethod

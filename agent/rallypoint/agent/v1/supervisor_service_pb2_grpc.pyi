@@ -35,6 +35,7 @@ class SupervisorServiceStub:
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
+      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
     """
 
     @_typing.overload
@@ -63,6 +64,7 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
+      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -87,6 +89,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
+      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
     """
 
     @_abc_1.abstractmethod

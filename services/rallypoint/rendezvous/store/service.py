@@ -74,6 +74,7 @@ class StoreService:
         entries: Iterable[StoreChange] = (),
         *,
         limits: StoreLimits | None = None,
+        on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Build the store from what its journal holds.
 
@@ -82,10 +83,12 @@ class StoreService:
             current_round: The latest round of a run, 0 before the first; None: there is no such run.
             entries: What the journal holds. Entries of rounds that are over are left out.
             limits: Bounds of each run.
+            on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
         """
         self._journal = journal
         self._current_round = current_round
         self._limits = limits or StoreLimits()
+        self._on_journal_failure = on_journal_failure
         self._runs: dict[str, _Run] = {}
         self._draining = False
         by_run: dict[str, list[StoreChange]] = {}
@@ -254,6 +257,7 @@ class StoreService:
             _log.error(
                 "store.journal_failed", run_id=entries[0].run_id, entries=len(entries), error=str(error)
             )
+            self._on_journal_failure(error)
             return JournalFailed(str(error))
         return None
 

@@ -35,7 +35,8 @@ class RendezvousServiceStub:
       NOT_FOUND            RUN_NOT_FOUND      no run of that name
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
-      FAILED_PRECONDITION  LEASE_LOST         the lease expired or was superseded: join again, as a newcomer
+      FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
+                                              "superseded_by", another agent joined under the node's name: don't
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
@@ -79,7 +80,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       NOT_FOUND            RUN_NOT_FOUND      no run of that name
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
-      FAILED_PRECONDITION  LEASE_LOST         the lease expired or was superseded: join again, as a newcomer
+      FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
+                                              "superseded_by", another agent joined under the node's name: don't
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
@@ -119,7 +121,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       NOT_FOUND            RUN_NOT_FOUND      no run of that name
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
-      FAILED_PRECONDITION  LEASE_LOST         the lease expired or was superseded: join again, as a newcomer
+      FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
+                                              "superseded_by", another agent joined under the node's name: don't
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere

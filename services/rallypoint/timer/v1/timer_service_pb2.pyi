@@ -57,7 +57,7 @@ class SuperviseRequest(_message.Message):
     ACTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SuperviseAction]:
-        """In the order in which they happened. At most 10,000."""
+        """In the order in which they happened. At most 1,000."""
 
     def __init__(
         self,

@@ -1,0 +1,373 @@
+"""The agent's decisions: workers run in an agreed round only, never two groups of them, and every job has an end."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rallypoint.agent import core
+from rallypoint.agent.core import AgentState, Phase, Workers, decide
+
+WHY = "node b was lost: its connection broke"
+
+
+def seat(round_: int) -> core.Assignment:
+    """A place in a round."""
+    return core.Assignment(
+        round=round_,
+        group_rank=0,
+        group_world_size=2,
+        base_rank=0,
+        world_size=4,
+        base_role_rank=0,
+        role_world_size=4,
+        master_address="10.0.0.1",
+        master_port=5000,
+        fencing_token=100 + round_,
+    )
+
+
+def joinable(detail: str = WHY) -> core.Updated:
+    """A round is being formed."""
+    return core.Updated(Phase.JOINABLE, detail=detail)
+
+
+def frozen(round_: int) -> core.Updated:
+    """A round waits for everybody's confirmation."""
+    return core.Updated(Phase.FROZEN, seat(round_), detail=WHY)
+
+
+def final(round_: int, restart_count: int = 0) -> core.Updated:
+    """A round is agreed."""
+    return core.Updated(Phase.FINAL, seat(round_), restart_count, WHY)
+
+
+CLOSED = core.Updated(Phase.CLOSED)
+
+
+def play(*events: core.Event, state: AgentState | None = None) -> tuple[AgentState, list[core.Effect]]:
+    """Feed events in turn; returns the state after them, and the effects of the last."""
+    effects: list[core.Effect] = []
+    state = state or AgentState()
+    for event in events:
+        state, effects = decide(state, event)
+    return state, effects
+
+
+RUNNING, _ = play(frozen(1), final(1))
+
+
+def test_a_round_is_confirmed_when_frozen_and_started_when_final() -> None:
+    """The two steps of a round: say that nothing old is alive, then run."""
+    state, effects = play(frozen(1))
+    assert effects == [core.Confirm(1)]
+    state, effects = play(final(1, restart_count=3), state=state)
+    assert effects == [core.StartWorkers(seat(1), 3)]
+    assert state.workers is Workers.RUNNING
+
+
+def test_what_is_told_twice_is_done_once() -> None:
+    """Updates are states, not steps: one that says nothing new does nothing."""
+    assert play(frozen(1), frozen(1))[1] == []
+    assert play(frozen(1), final(1), final(1))[1] == []
+
+
+def test_a_final_round_that_was_never_confirmed_here_is_not_started() -> None:
+    """Old workers may be alive on a node that has not said otherwise."""
+    assert play(final(1))[1] == []
+    assert play(frozen(1), final(2))[1] == []
+
+
+def test_without_a_place_nothing_runs() -> None:
+    """A spare waits, whatever the others do."""
+    assert play(core.Updated(Phase.FROZEN), core.Updated(Phase.FINAL))[1] == []
+
+
+def test_a_new_round_stops_the_workers_and_is_confirmed_once_they_are_gone() -> None:
+    """Confirming means that nothing of an earlier round is alive."""
+    state, effects = play(joinable(), state=RUNNING)
+    assert effects == [core.StopWorkers(WHY)]
+    state, effects = play(frozen(2), state=state)
+    assert effects == []
+    state, effects = play(core.WorkersGone(), state=state)
+    assert effects == [core.Confirm(2)]
+    assert play(final(2), state=state)[1] == [core.StartWorkers(seat(2), 0)]
+
+
+def test_a_node_that_slept_through_the_joinable_phase_stops_all_the_same() -> None:
+    """Only the latest state is told: the next round may be frozen, or final, when a slow node hears of it."""
+    assert play(frozen(2), state=RUNNING)[1] == [core.StopWorkers(WHY)]
+    state, effects = play(final(2), state=RUNNING)
+    assert effects == [core.StopWorkers(WHY)]
+    assert play(core.WorkersGone(), state=state)[1] == []
+
+
+def test_the_phases_of_the_round_that_runs_change_nothing() -> None:
+    """A reconnect repeats the present state."""
+    assert play(final(1), final(1), state=RUNNING) == (replace(RUNNING, detail=WHY), [])
+
+
+def test_a_failure_is_reported_before_the_others_here_are_stopped() -> None:
+    """Every moment before the report is downtime on all nodes."""
+    state, effects = play(core.WorkerFailed(), state=RUNNING)
+    assert effects == [core.ReportFailure(1), core.StopWorkers("a worker failed")]
+    assert play(core.WorkerFailed(), state=state)[1] == []
+
+
+def test_workers_that_die_of_being_stopped_have_not_failed() -> None:
+    """A stop is no failure, and takes nothing from the budget."""
+    state, _ = play(joinable(), state=RUNNING)
+    assert play(core.WorkerFailed(), state=state)[1] == []
+
+
+def test_after_a_failure_nothing_starts_before_the_next_round() -> None:
+    """The round that failed is still the latest that the node was told of."""
+    assert play(core.WorkerFailed(), core.WorkersGone(), final(1), state=RUNNING)[1] == []
+
+
+def test_success_is_reported_and_the_node_waits_for_the_others() -> None:
+    """The run closes when all have succeeded."""
+    state, effects = play(core.WorkersSucceeded(), state=RUNNING)
+    assert effects == [core.ReportSuccess(1)]
+    assert (state.workers, state.succeeded) == (Workers.ABSENT, 1)
+    assert play(final(1), state=state)[1] == []
+
+
+def test_workers_run_again_after_success_if_the_round_re_forms() -> None:
+    """Those of a lost node did not finish, and all ranks start together."""
+    state, _ = play(core.WorkersSucceeded(), joinable(), state=RUNNING)
+    assert play(frozen(2), final(2), state=state)[1] == [core.StartWorkers(seat(2), 0)]
+
+
+def test_leaving_departs_stops_then_leaves() -> None:
+    """The others learn at once; the lease is given back when nothing is alive."""
+    state, effects = play(core.StopRequested("got SIGTERM"), state=RUNNING)
+    assert effects == [core.Depart("got SIGTERM"), core.StopWorkers("got SIGTERM")]
+    state, effects = play(core.WorkersGone(), state=state)
+    assert effects == [core.Leave("got SIGTERM")]
+    state, effects = play(core.MembershipEnded(), state=state)
+    assert effects == [core.Finish()]
+    assert state.finished
+
+
+def test_leaving_is_asked_for_once() -> None:
+    """Who asks again changes neither the reason nor the order."""
+    assert play(core.StopRequested("a"), core.StopRequested("b"), state=RUNNING)[1] == []
+
+
+def test_a_node_without_workers_leaves_at_once() -> None:
+    """While it waits there is nothing to stop."""
+    assert play(core.StopRequested("got SIGINT"))[1] == [core.Depart("got SIGINT"), core.Leave("got SIGINT")]
+
+
+def test_a_node_that_leaves_takes_no_part_in_the_next_round() -> None:
+    """It would be waited for in vain."""
+    state, _ = play(core.StopRequested("got SIGTERM"), core.WorkersGone(), state=RUNNING)
+    assert play(frozen(2), final(2), state=state)[1] == []
+
+
+def test_a_closed_run_stops_the_workers_and_ends_the_job() -> None:
+    """In either order of the workers' end and the membership's."""
+    state, effects = play(CLOSED, state=RUNNING)
+    assert effects == [core.StopWorkers("the run is closed")]
+    assert play(core.MembershipEnded(), core.WorkersGone(), state=state)[1] == [core.Finish()]
+    assert play(core.WorkersGone(), core.MembershipEnded(), state=state)[1] == [core.Finish()]
+
+
+def test_a_membership_that_ends_by_itself_stops_the_workers() -> None:
+    """A node that was refused must not run on beside the others."""
+    state, effects = play(core.MembershipEnded(), state=RUNNING)
+    assert effects == [core.StopWorkers("the run is closed")]
+    assert play(core.WorkersGone(), state=state)[1] == [core.Finish()]
+
+
+def test_a_lost_lease_stops_the_workers_and_the_node_starts_over() -> None:
+    """As a newcomer it has confirmed nothing, whatever the numbers of the rounds say."""
+    state, effects = play(core.LeaseEnded("no heartbeat for 15 s"), state=RUNNING)
+    assert effects == [core.StopWorkers("no heartbeat for 15 s")]
+    state, _ = play(core.WorkersGone(), state=state)
+    assert play(frozen(1), state=state)[1] == [core.Confirm(1)]
+    assert play(frozen(1), final(1), state=state)[1] == [core.StartWorkers(seat(1), 0)]
+
+
+def test_nothing_happens_after_the_end() -> None:
+    """A job that is finished stays so."""
+    state, _ = play(core.MembershipEnded())
+    assert state.finished
+    assert play(frozen(1), final(1), core.StopRequested("late"), state=state) == (state, [])
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+class World:
+    """What a shell does with the effects, and a ledger of all that must hold whatever happens."""
+
+    def __init__(self, decisions: ModuleType, seed: int) -> None:
+        """`decisions`: the core, or a broken one."""
+        self.core = decisions
+        self.random = random.Random(seed)
+        self.state = decisions.AgentState()
+        self.running = 0  # the round of the living workers; 0: none
+        self.stopping = False
+        self.confirmed = 0
+        self.departed = self.left = self.out = False
+        self.finished = 0
+        self.done: Counter[str] = Counter()
+
+    def next_event(self) -> Any:
+        """What happens next: half of the time what a good round consists of, else anything that can happen."""
+        core, choose = self.core, self.random
+        if choose.random() < 0.5:
+            if self.stopping:
+                return core.WorkersGone()
+            if self.confirmed and self.state.phase is core.Phase.FROZEN:
+                return self.told(core.Phase.FINAL, self.confirmed)
+            return self.told(core.Phase.FROZEN, self.confirmed + 1)
+        return choose.choices(
+            [
+                self.told(core.Phase.FROZEN, choose.randint(1, 9)),
+                self.told(core.Phase.FINAL, choose.randint(1, 9)),
+                self.told(core.Phase.JOINABLE),
+                self.told(choose.choice([core.Phase.FROZEN, core.Phase.FINAL])),  # a spare's
+                core.WorkersGone(),
+                core.WorkerFailed(),
+                core.WorkersSucceeded(),
+                core.LeaseEnded("it expired"),
+                self.told(core.Phase.CLOSED),
+                core.StopRequested("got SIGTERM"),
+                core.MembershipEnded(),
+            ],
+            weights=[4, 4, 4, 2, 4, 4, 4, 2, 1, 1, 1],
+        )[0]
+
+    def told(self, phase: Any, round_: int = 0) -> Any:
+        """An update, with a place in a round if that is given."""
+        place = self.core.Assignment(round_, 0, 2, 0, 4, 0, 4, "10.0.0.1", 5000, 7) if round_ else None
+        return self.core.Updated(phase, place)
+
+    def happen(self, event: Any) -> None:
+        """Let something happen, if it can happen now."""
+        core = self.core
+        if isinstance(event, core.WorkersGone):
+            # Stopped twice, as one in a hurry does, workers are gone twice.
+            if not (self.stopping or (self.departed and not self.running)):
+                return
+            self.running, self.stopping = 0, False
+        elif isinstance(event, core.WorkersSucceeded) and self.running and not self.stopping:
+            self.running = 0
+        elif isinstance(event, core.Updated | core.LeaseEnded) and self.out:
+            return
+        elif isinstance(event, core.LeaseEnded):
+            self.confirmed = 0
+        elif isinstance(event, core.MembershipEnded):
+            self.out = True
+        self.state, effects = core.decide(self.state, event)
+        for effect in effects:
+            self.take(effect)
+        kinds = [type(effect).__name__ for effect in effects]
+        if "ReportFailure" in kinds:
+            self.check(kinds.index("ReportFailure") < kinds.index("StopWorkers"), "a failure reported late")
+
+    def check(self, holds: bool, what: str) -> None:
+        """Hold the core to an invariant; `what` is how it is broken."""
+        if not holds:
+            raise Violation(what)
+
+    def take(self, effect: Any) -> None:
+        """Carry an effect out, and hold it against what came before."""
+        kind = type(effect).__name__
+        self.done[kind] += 1
+        self.check(not self.finished, "something to do after the end")
+        if kind in ("StartWorkers", "Confirm", "Leave", "Finish"):
+            self.check(not self.running, f"{kind} while workers are alive")
+        match kind:
+            case "StartWorkers":
+                self.check(
+                    effect.assignment.round == self.confirmed, "a round started that was not confirmed"
+                )
+                self.check(not (self.departed or self.out), "workers started by a node that goes, or is out")
+                self.running = effect.assignment.round
+            case "StopWorkers":
+                self.check(bool(self.running) and not self.stopping, "a stop of nothing")
+                self.stopping = True
+            case "Confirm":
+                self.confirmed = effect.round
+            case "Depart":
+                self.check(not self.departed, "departed twice")
+                self.departed = True
+            case "Leave":
+                self.check(self.departed and not self.left, "left without departing, or twice")
+                self.left = True
+            case "Finish":
+                self.check(self.out, "finished while still in the run")
+                self.finished += 1
+
+    def play(self) -> None:
+        """A whole history, and then the end that every job must come to."""
+        for _ in range(40):
+            self.happen(self.next_event())
+        self.happen(self.core.MembershipEnded())
+        self.happen(self.core.WorkersGone())
+        self.check(self.finished == 1 and self.state.finished, "no end")
+
+
+HISTORIES = 1000
+
+
+def play_histories(decisions: ModuleType) -> Counter[str]:
+    """Play one history for each seed; returns how often which effect came of them."""
+    done: Counter[str] = Counter()
+    for seed in range(HISTORIES):
+        world = World(decisions, seed)
+        try:
+            world.play()
+        except Violation as violation:
+            raise Violation(f"seed {seed}: {violation}") from None
+        done += world.done
+    return done
+
+
+def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
+    """Holds for any updates in any order, told to a shell that does what the core says."""
+    done = play_histories(core)
+    # A property that no history reaches would hold of anything.
+    rare = {kind: count for kind, count in done.items() if count < HISTORIES / 10}
+    assert not rare
+    assert len(done) == len(core.Effect.__args__)
+
+
+REVERSED = 'StopWorkers("a worker failed"), ReportFailure(state.started)'
+UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                return state, []\n            "
+
+
+@pytest.mark.parametrize(
+    ("whole", "broken", "seen"),
+    [
+        ("state.workers is not Workers.ABSENT:", "False:", "while workers are alive"),
+        ("and state.confirmed == seat.round and", "and", "not confirmed"),
+        ("confirmed=0, started=0, succeeded=0", "succeeded=0", "not confirmed"),
+        ('ReportFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
+        ("[Depart(event.detail)]", "[]", "without departing"),
+        ("if state.leaving is not None or state.out:", "if state.out:", "departed twice"),
+        ("if state.out or state.phase is Phase.CLOSED:", "if state.phase is Phase.CLOSED:", "no end"),
+        (UNLESS_RUNNING + "done", "done", "while workers are alive"),
+    ],
+)
+def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, broken: str, seen: str) -> None:
+    """The ledger is worth nothing if it can't tell a broken core from a whole one."""
+    mutant = ModuleType("mutant")
+    monkeypatch.setitem(sys.modules, "mutant", mutant)
+    source = inspect.getsource(core)
+    assert whole in source
+    exec(source.replace(whole, broken), mutant.__dict__)  # noqa: S102 (a copy of ours, broken on purpose)
+    with pytest.raises(Violation, match=seen):
+        play_histories(mutant)

@@ -1,0 +1,96 @@
+"""A worker's environment: torchrun's variables under torchrun's names, and what the agent was started with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rallypoint.agent.config import JobConfig, Peer, new_node_id
+from rallypoint.agent.core import Assignment
+from rallypoint.agent.environment import worker_command, worker_environment
+from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+
+CONFIG = JobConfig(
+    run_id="run-7",
+    node_id="node-b",
+    address="10.0.0.2",
+    settings=RunSettings(min_nodes=1, max_nodes=4, max_restarts=3),
+    command=("python", "train.py", "--shard=${local_rank}", "${local_rank}/${local_rank}"),
+    environment={"PATH": "/bin", "RANK": "99"},
+    rendezvous=Peer("10.0.0.9:29400"),
+    timer=Peer("10.0.0.9:29410"),
+    local_world_size=2,
+    role="trainer",
+)
+SEAT = Assignment(
+    round=5,
+    group_rank=1,
+    group_world_size=3,
+    base_rank=4,
+    world_size=8,
+    base_role_rank=2,
+    role_world_size=6,
+    master_address="10.0.0.1",
+    master_port=4242,
+    fencing_token=17,
+)
+
+
+def environment(config: JobConfig = CONFIG, local_rank: int = 1) -> dict[str, str]:
+    """The environment of one worker."""
+    sockets = {"RALLYPOINT_STORE_SOCKET": "/run/agent/store"}
+    return worker_environment(
+        config, SEAT, 2, local_rank, error_file=Path("/logs/1/error.json"), sockets=sockets
+    )
+
+
+def test_a_worker_sees_torchruns_variables_and_ours() -> None:
+    """The whole of it: a variable that is missing, or one too many, is a change of the interface."""
+    assert environment() == {
+        "PATH": "/bin",
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "3",
+        "ROLE_NAME": "trainer",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "8",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_WORLD_SIZE": "6",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "4242",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "run-7",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": "/logs/1/error.json",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": "1",
+        "RALLYPOINT_RUN_ID": "run-7",
+        "RALLYPOINT_NODE_ID": "node-b",
+        "RALLYPOINT_ROUND": "5",
+        "RALLYPOINT_FENCING_TOKEN": "17",
+        "RALLYPOINT_STORE_SOCKET": "/run/agent/store",
+    }
+
+
+def test_what_the_user_set_about_threads_and_nccl_stays() -> None:
+    """Those two are defaults; the ranks are not."""
+    chosen = {"OMP_NUM_THREADS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    seen = environment(replace(CONFIG, environment=chosen))
+    assert {name: seen[name] for name in chosen} == chosen
+
+
+def test_a_single_worker_may_use_all_threads() -> None:
+    """As torchrun: only several workers on one host hinder each other."""
+    assert "OMP_NUM_THREADS" not in environment(replace(CONFIG, local_world_size=1), 0)
+
+
+def test_the_local_rank_is_put_into_arguments() -> None:
+    """Every one that asks for it, as often as it does."""
+    assert worker_command(CONFIG, 1) == ("python", "train.py", "--shard=1", "1/1")
+
+
+def test_no_two_agents_get_the_same_name() -> None:
+    """Several run on one host, and containers share process ids."""
+    assert len({new_node_id() for _ in range(100)}) == 100

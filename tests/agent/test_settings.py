@@ -1,0 +1,86 @@
+"""`--rdzv-conf`: known keys with sensible values become the run's settings, anything else a one-line error."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.agent import settings
+from rallypoint.agent.settings import KNOWN_SETTINGS, RunSettingError, rendezvous_conf
+from rallypoint.rendezvous import requests
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
+    """What is not given stays unset: defaults are the service's."""
+    conf = rendezvous_conf(
+        {
+            "join_timeout": "60",
+            "last_call_timeout": "0",
+            "confirm_timeout": "0.25",
+            "keep_alive_interval": "1e1",
+            "keep_alive_max_attempt": "7",
+            "scale_up_policy": "on-restart",
+        },
+        (2, 4),
+        3,
+    )
+    expected = pb.RunSettings(min_nodes=2, max_nodes=4, max_restarts=3, keep_alive_max_attempt=7)
+    expected.join_timeout.FromSeconds(60)
+    expected.last_call_timeout.FromSeconds(0)
+    expected.confirm_timeout.FromMilliseconds(250)
+    expected.keep_alive_interval.FromSeconds(10)
+    expected.scale_up_policy = pb.SCALE_UP_POLICY_ON_RESTART
+    assert conf.settings == expected
+    assert not conf.settings.HasField("disconnect_grace")
+
+
+def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
+    """Nodes may differ in them."""
+    conf = rendezvous_conf({"read_timeout": "1.5", "close_timeout": "2"}, (1, 1), 0)
+    assert (conf.read_timeout, conf.close_timeout) == (1.5, 2.0)
+    assert conf.settings == pb.RunSettings(min_nodes=1, max_nodes=1)
+    assert (rendezvous_conf({}, (1, 1), 0).read_timeout, rendezvous_conf({}, (1, 1), 0).close_timeout) == (
+        60,
+        30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("join_timout", "1", "'join_timout' is no setting; known: close_timeout"),
+        ("join_timeout", "soon", "join_timeout='soon' is not a number of seconds"),
+        ("join_timeout", "", "join_timeout='' is not a number of seconds"),
+        ("join_timeout", "0", "out of range"),
+        ("join_timeout", "-1", "out of range"),
+        ("join_timeout", "nan", "out of range"),
+        ("join_timeout", "inf", "out of range"),
+        ("join_timeout", "1e12", "out of range"),
+        ("last_call_timeout", "-0.1", "out of range"),
+        ("keep_alive_max_attempt", "0", "whole number from 1"),
+        ("keep_alive_max_attempt", "2.5", "whole number from 1"),
+        ("keep_alive_max_attempt", "1001", "whole number from 1"),
+        ("keep_alive_max_attempt", "²", "whole number from 1"),
+        ("scale_up_policy", "maybe", "none of immediate, on-restart"),
+        ("scale_up_policy", "unspecified", "none of immediate, on-restart"),
+    ],
+)
+def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told: str) -> None:
+    """The line names the key, and what it may be."""
+    with pytest.raises(RunSettingError) as caught:
+        rendezvous_conf({key: value}, (1, 1), 0)
+    assert told in str(caught.value)
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
+    """Neither side's bounds are wider than the other's, so no node is refused for what its own flags allowed."""
+    ours = (settings.MOST_NODES, settings.MOST_WORKERS, settings.MOST_RESTARTS)
+    assert ours == (requests.MOST_NODES, requests.MOST_WORKERS_PER_NODE, requests.MOST_RESTARTS)
+    largest = str(int(requests.LONGEST))
+    for key in set(KNOWN_SETTINGS) - {"keep_alive_max_attempt", "scale_up_policy"}:
+        for value in (largest, "0.001"):
+            requests.run_settings(rendezvous_conf({key: value}, (1, 1), 0).settings)
+    for attempts in ("1", "1000"):
+        requests.run_settings(rendezvous_conf({"keep_alive_max_attempt": attempts}, (1, 1), 0).settings)

@@ -1,0 +1,156 @@
+"""An engine over a journal whose commits, and a clock whose time, the test holds in its hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
+from rallypoint.rendezvous.engine import Member, RendezvousEngine
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.timer.lag import LagSettings
+
+T = TypeVar("T")
+
+RUN = "run"
+# A test's clock jumps; that is no pause of the process.
+NO_PAUSES = LagSettings(tolerance=math.inf)
+
+
+class HeldJournal:
+    """Keeps records in memory, and commits when it is let."""
+
+    def __init__(self, records: Sequence[JournalRecord] = ()) -> None:
+        self.durable = list(records)
+        self.commits = 0
+        self._error: JournalError | None = None
+        self._free = asyncio.Event()
+        self._free.set()
+        self._arrived = asyncio.Event()
+
+    async def open(self) -> Recovered:
+        return Recovered(self.durable, [])
+
+    async def append(self, entries: Sequence[Entry]) -> None:
+        self._arrived.set()
+        await self._free.wait()
+        if self._error is not None:
+            raise self._error
+        self.commits += 1
+        self.durable += [entry for entry in entries if isinstance(entry, JournalRecord)]
+
+    async def close(self) -> None:
+        pass
+
+    def hold(self) -> None:
+        """From now on commits wait."""
+        self._free.clear()
+        self._arrived.clear()
+
+    async def held(self) -> None:
+        """Wait until a commit waits."""
+        await self._arrived.wait()
+
+    def release(self) -> None:
+        """Let commits through."""
+        self._free.set()
+
+    def break_(self) -> None:
+        """Let commits fail."""
+        self._error = JournalError("the disk is full")
+        self._free.set()
+
+
+class Stage:
+    """An engine, and what a test needs to play all the parts around it."""
+
+    def __init__(
+        self, records: Sequence[JournalRecord] = (), lag: LagSettings = NO_PAUSES, **settings: Any
+    ) -> None:
+        self.settings = replace(RunSettings(min_nodes=2, max_nodes=2, max_restarts=3), **settings)
+        self.journal = HeldJournal(records)
+        self.now = 1000.0
+        self.rounds: list[tuple[str, int]] = []
+        self.engine = RendezvousEngine(
+            self.journal,
+            clock=lambda: self.now,
+            wall_clock=lambda: 1.7e9,
+            on_round=lambda run_id, round_: self.rounds.append((run_id, round_)),
+            lag=lag,
+        )
+        self.engine.recover(self.journal.durable)
+
+    def join_command(self, node_id: str) -> commands.Join:
+        return commands.Join(node_id, self.settings, f"{node_id}.cluster", 2, "trainer")
+
+    async def join(self, node_id: str, run_id: str = RUN) -> Member:
+        return await self.engine.join(run_id, self.join_command(node_id))
+
+    async def running(self, *node_ids: str) -> list[Member]:
+        """Members of a round that runs, who have taken all their updates."""
+        members = [await self.join(node_id) for node_id in node_ids]
+        await self.confirm(*members)
+        for member in members:
+            assert (await taken(member)).phase == pb.PHASE_FINAL
+        return members
+
+    async def confirm(self, *members: Member) -> None:
+        """Members confirm the round that stands."""
+        round_ = (await self.engine.get_run(RUN)).round
+        for member in members:
+            command = commands.Confirm(member.node_id, member.lease.lease, round_, 29500)
+            await self.engine.execute(RUN, command)
+
+    async def fail(self, member: Member, round_: int) -> None:
+        failure = WorkerFailure(
+            round_, 0, 0, "trainer", member.node_id, "host", 1, 1, 1.7e9, "it broke", "", ""
+        )
+        await self.engine.execute(RUN, commands.ReportFailure(member.node_id, member.lease.lease, failure))
+
+    async def leave(self, member: Member) -> None:
+        await self.engine.execute(RUN, commands.Leave(member.node_id, member.lease.lease, "told to stop"))
+
+    async def later(self, seconds: float) -> pb.Run:
+        """Time passes and the engine looks at the clock; returns the run as it is then."""
+        self.now += seconds
+        return await self.engine.get_run(RUN)
+
+
+@asynccontextmanager
+async def staged(stage: Stage) -> AsyncIterator[Stage]:
+    """Serve a stage's engine."""
+    serving = asyncio.create_task(stage.engine.serve())
+    try:
+        yield stage
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, JournalError):
+            await serving
+
+
+async def taken(member: Member) -> pb.NodeUpdate:
+    """A member's next update."""
+    update = await member.updates.take()
+    assert update is not None
+    return update
+
+
+async def begun(*coroutines: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
+    """Tasks that got as far as they can."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    await idle()
+    return tasks
+
+
+async def idle() -> None:
+    """Let everybody go on who can; enough turns of the loop for a request to travel to the journal and back."""
+    for _ in range(20):
+        await asyncio.sleep(0)

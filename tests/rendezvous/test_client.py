@@ -1,0 +1,557 @@
+"""A node stays a member of its run over broken streams and servers that come and go, and says nothing in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rallypoint.rendezvous.client import (
+    Admitted,
+    Event,
+    LeaseEnded,
+    Membership,
+    RendezvousUnreachable,
+    Updated,
+)
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.journal.journal import Journal
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.server import Registration, Server
+from rallypoint.serving.settings import ServerOptions
+from rendezvous.cut_proxy import CutProxy
+
+PATIENCE = 20.0
+RUN = "run-1"
+
+
+class Service:
+    """A rendezvous service that can be stopped and started again at the same place."""
+
+    def __init__(self, journal: Callable[[], Journal]) -> None:
+        """`journal`: makes the journal for each start."""
+        # Bound and not listening, it keeps the port for us: nobody else gets it while the service is away.
+        self._place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._place.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._place.getsockname()[1]}"
+        self._journal = journal
+        self._stack = AsyncExitStack()
+        self.server: Server
+
+    async def start(self) -> None:
+        """Serve."""
+        services = await self._stack.enter_async_context(rendezvous_services(self._journal()))
+        options = ServerOptions(port=self._place.getsockname()[1])
+        self.server = Server(options, services=services, translate=translate)
+        await self.server.start()
+        self._stack.push_async_callback(self.server.stop)
+
+    async def stop(self) -> None:
+        """Go away at once, as a process that is killed."""
+        await self._stack.aclose()
+
+    async def close(self) -> None:
+        """Go away for good."""
+        await self.stop()
+        self._place.close()
+
+
+class Member:
+    """A node, and everything that its membership told it."""
+
+    def __init__(self, endpoint: str, request: pb.JoinRun, connect_timeout: float = PATIENCE) -> None:
+        """Begin to be a member."""
+        self.node_id = request.node_id
+        self.events: list[Event] = []
+        self._news = asyncio.Event()
+        self.channel = open_channel(endpoint)
+        self.membership = Membership(
+            self.channel, endpoint, request, self._hear, connect_timeout=connect_timeout
+        )
+        self.running = asyncio.create_task(self.membership.run())
+
+    def _hear(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until what was told makes something true."""
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def admitted(self, times: int = 1) -> Admitted:
+        """Wait for the n-th admission."""
+        await self.until(lambda: len(self.admissions) >= times)
+        return self.admissions[times - 1]
+
+    async def told(self, phase: pb.Phase.ValueType, round_: int = 0) -> pb.NodeUpdate:
+        """Wait until the latest update has this phase, and a place in this round where one is given."""
+
+        def matches() -> bool:
+            updates = self.updates
+            return bool(updates) and updates[-1].phase == phase and updates[-1].assignment.round == round_
+
+        await self.until(matches)
+        return self.updates[-1]
+
+    async def end(self) -> None:
+        """Wait for the end of the membership; raises what it raised."""
+        async with asyncio.timeout(PATIENCE):
+            await self.running
+
+    @property
+    def admissions(self) -> list[Admitted]:
+        """Every stream that was admitted."""
+        return [event for event in self.events if isinstance(event, Admitted)]
+
+    @property
+    def updates(self) -> list[pb.NodeUpdate]:
+        """Every state of the run that was told."""
+        return [event.update for event in self.events if isinstance(event, Updated)]
+
+    @property
+    def lost_leases(self) -> int:
+        """How often the lease ended."""
+        return sum(isinstance(event, LeaseEnded) for event in self.events)
+
+    async def close(self) -> None:
+        """Vanish."""
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.channel.close()
+
+
+def join_request(node_id: str, nodes: int = 2, most: int = 0, **settings: float) -> pb.JoinRun:
+    """What a node of the tests asks for: rounds that form at once, and patience with broken streams."""
+    run_settings = pb.RunSettings(min_nodes=nodes, max_nodes=most or nodes)
+    for name, seconds in {"last_call_timeout": 0.0, "disconnect_grace": PATIENCE, **settings}.items():
+        getattr(run_settings, name).FromNanoseconds(round(seconds * 1e9))
+    return pb.JoinRun(
+        run_id=RUN,
+        node_id=node_id,
+        settings=run_settings,
+        address="10.0.0.1",
+        local_world_size=2,
+        role="default",
+    )
+
+
+@pytest.fixture
+async def service(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Service]:
+    """A service whose runs outlive it; parametrized with "memory", one that forgets them."""
+    forgets = getattr(request, "param", "") == "memory"
+    service = Service(MemoryJournal if forgets else lambda: SqliteJournal(tmp_path / "journal.db"))
+    await service.start()
+    yield service
+    await service.close()
+
+
+@pytest.fixture
+async def join() -> AsyncIterator[Callable[..., Member]]:
+    """Makes members; they vanish with the test."""
+    members: list[Member] = []
+
+    def make(endpoint: str, request: pb.JoinRun, connect_timeout: float = PATIENCE) -> Member:
+        members.append(Member(endpoint, request, connect_timeout))
+        return members[-1]
+
+    yield make
+    for member in members:
+        await member.close()
+
+
+@pytest.fixture
+async def proxy(service: Service) -> AsyncIterator[CutProxy]:
+    """A proxy before the service."""
+    async with CutProxy(service.address) as proxy:
+        yield proxy
+
+
+async def see(endpoint: str, condition: Callable[[pb.Run], bool]) -> pb.Run:
+    """Watch the run until something is true of it."""
+    async with asyncio.timeout(PATIENCE), open_channel(endpoint) as channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        async for response in stub.WatchRun(pb.WatchRunRequest(run_id=RUN), wait_for_ready=True):
+            if condition(response.run):
+                return response.run
+    raise AssertionError("the run was closed before it was so")
+
+
+async def close_run(endpoint: str) -> None:
+    """Close the run, as an operator."""
+    async with open_channel(endpoint) as channel:
+        await pb_grpc.RendezvousServiceStub(channel).CloseRun(pb.CloseRunRequest(run_id=RUN))
+
+
+async def formed(*members: Member, round_: int = 1) -> None:
+    """Bring members to a round that is final."""
+    for member in members:
+        await member.told(pb.PHASE_FROZEN, round_)
+        member.membership.confirm(round_, 5000)
+    for member in members:
+        await member.told(pb.PHASE_FINAL, round_)
+
+
+async def pair(service: Service, join: Callable[..., Member]) -> tuple[Member, Member]:
+    """Two members of a run that can do with one, running in round 2."""
+    one = join(service.address, join_request("a", nodes=1, most=2))
+    await formed(one)
+    two = join(service.address, join_request("b", nodes=1, most=2))
+    await formed(one, two, round_=2)
+    return one, two
+
+
+async def test_two_members_join_confirm_and_run(service: Service, join: Callable[..., Member]) -> None:
+    """The whole way to a round, and to the end of a run that succeeds."""
+    one, two = (join(service.address, join_request(node_id)) for node_id in ("a", "b"))
+    await formed(one, two)
+    seats = {member.updates[-1].assignment.group_rank: member.updates[-1].assignment for member in (one, two)}
+    assert sorted(seats) == [0, 1]
+    assert {(seat.world_size, seat.master_address, seat.master_port) for seat in seats.values()} == {
+        (4, "10.0.0.1", 5000)
+    }
+    for member in (one, two):
+        member.membership.report_success(1)
+    for member in (one, two):
+        await member.end()
+        assert member.updates[-1].run_end.outcome == pb.OUTCOME_SUCCEEDED
+        assert [type(event) for event in member.events[:1]] == [Admitted]
+
+
+async def test_a_restarted_service_is_found_again_under_the_same_lease(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """A service that dies and comes back takes nothing from anybody: no lease ends, no round."""
+    one, two = (join(service.address, join_request(node_id)) for node_id in ("a", "b"))
+    await formed(one, two)
+    await service.stop()
+    await service.start()
+    for member in (one, two):
+        first, again = await member.admitted(1), await member.admitted(2)
+        assert (first.resumed, again.resumed) == (False, True)
+        assert again.lease == first.lease == member.membership.lease
+    run = await see(service.address, lambda run: all(node.connected for node in run.nodes))
+    assert (run.phase, run.round) == (pb.PHASE_FINAL, 1)
+    for member in (one, two):
+        # What a node is told on resuming is the state that it knows.
+        await member.until(lambda member=member: len(member.updates) > 2)  # type: ignore[misc]
+        assert member.updates[-1].assignment.round == 1
+        assert member.lost_leases == 0
+
+
+async def test_a_service_that_drains_is_found_again_too(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """A restart in good order costs no more than one that is none."""
+    one = join(service.address, join_request("a", nodes=1))
+    await formed(one)
+    await service.server.drain()
+    await service.stop()
+    await service.start()
+    assert (await one.admitted(2)).resumed
+    assert one.lost_leases == 0
+
+
+@pytest.mark.parametrize("service", ["memory"], indirect=True)
+async def test_a_service_that_forgot_the_run_gets_it_anew(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """The lease is worth nothing there: the node joins as a newcomer, and is told that it is one."""
+    one = join(service.address, join_request("a", nodes=1))
+    await formed(one)
+    await service.stop()
+    await service.start()
+    again = await one.admitted(2)
+    assert not again.resumed
+    assert [type(event) for event in one.events if not isinstance(event, Updated)] == [
+        Admitted,
+        LeaseEnded,
+        Admitted,
+    ]
+    await formed(one)
+
+
+async def test_who_lost_its_lease_joins_anew(
+    service: Service, proxy: CutProxy, join: Callable[..., Member]
+) -> None:
+    """A node that was away for too long is a newcomer, and its old lease is never shown again."""
+    away = join(proxy.address, join_request("a", nodes=1, most=2, disconnect_grace=0.05))
+    await formed(away)
+    stays = join(service.address, join_request("b", nodes=1, most=2, disconnect_grace=0.05))
+    await formed(away, stays, round_=2)
+    proxy.refuse()
+    await see(service.address, lambda run: [node.node_id for node in run.nodes] == ["b"])
+    proxy.heal()
+    again = await away.admitted(2)
+    assert not again.resumed
+    assert again.lease > away.admissions[0].lease
+    ended = next(event for event in away.events if isinstance(event, LeaseEnded))
+    assert "no longer holds lease" in ended.reason
+
+
+@pytest.mark.parametrize("lost", ["what was said", "the answer"])
+async def test_what_was_said_last_is_said_again_on_the_next_stream(
+    proxy: CutProxy, service: Service, join: Callable[..., Member], lost: str
+) -> None:
+    """A statement written into a connection that broke may have arrived or not; saying it twice is harmless."""
+    one = join(proxy.address, join_request("a", nodes=1))
+    await one.told(pb.PHASE_FROZEN, 1)
+    if lost == "what was said":
+        proxy.swallow()
+        one.membership.confirm(1, 5000)
+        await eventually(lambda: proxy.swallowed > 0)
+    else:
+        proxy.keep_back()
+        one.membership.confirm(1, 5000)
+        await see(service.address, lambda run: run.phase == pb.PHASE_FINAL)
+    proxy.heal()
+    proxy.cut()
+    assert (await one.told(pb.PHASE_FINAL, 1)).assignment.master_port == 5000
+    assert one.lost_leases == 0
+
+
+async def test_leaving_gives_the_lease_back(service: Service, join: Callable[..., Member]) -> None:
+    """The others re-form without the node, and need not wait for a lease to run out."""
+    one, two = await pair(service, join)
+    one.membership.leave("no longer needed")
+    await one.end()
+    run = await see(service.address, lambda run: [node.node_id for node in run.nodes] == ["b"])
+    assert "a left: no longer needed" in run.last_round_end.detail
+    assert two.lost_leases == 0
+
+
+async def test_a_departing_node_is_waited_for_until_it_has_left(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """The round ends at once; the next one is formed when the old workers are gone."""
+    one, two = await pair(service, join)
+    one.membership.depart("got SIGTERM")
+    await two.told(pb.PHASE_JOINABLE)
+    run = await see(service.address, lambda run: run.phase == pb.PHASE_JOINABLE)
+    assert {node.node_id: node.state for node in run.nodes}["a"] == pb.NODE_STATE_DEPARTING
+    one.membership.leave("got SIGTERM")
+    await one.end()
+    await formed(two, round_=3)
+
+
+async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
+    proxy: CutProxy, service: Service, join: Callable[..., Member]
+) -> None:
+    """Otherwise the others would wait for the lease of a node that left in good order."""
+    one = join(proxy.address, join_request("a", nodes=1))
+    await one.admitted()
+    proxy.swallow()
+    one.membership.leave("no longer needed")
+    await eventually(lambda: proxy.swallowed > 0)
+    await service.server.drain(grace=0.1)
+    await service.stop()
+    proxy.heal()
+    proxy.cut()
+    await service.start()
+    await one.end()
+    await see(service.address, lambda run: not run.nodes)
+
+
+async def test_who_is_going_and_lost_its_lease_is_out(
+    proxy: CutProxy, service: Service, join: Callable[..., Member]
+) -> None:
+    """There is nothing left to give back, and joining for the sake of leaving would cost a round."""
+    one = join(proxy.address, join_request("a", nodes=1, disconnect_grace=0.05))
+    await one.admitted()
+    proxy.refuse()
+    one.membership.depart("got SIGTERM")
+    await see(service.address, lambda run: not run.nodes)
+    proxy.heal()
+    await one.end()
+    run = await see(service.address, lambda run: True)
+    assert not run.nodes
+    assert (len(one.admissions), one.lost_leases) == (1, 1)
+
+
+async def test_who_is_going_before_it_was_in_does_not_join(
+    proxy: CutProxy, join: Callable[..., Member]
+) -> None:
+    """The same before the first answer."""
+    proxy.refuse()
+    one = join(proxy.address, join_request("a"))
+    one.membership.depart("got SIGTERM")
+    await one.end()
+    assert one.events == []
+
+
+async def test_two_agents_of_one_name_do_not_chase_each_other_out(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """The younger one has the place; the older one is told, and does not come back."""
+    older = join(service.address, join_request("a"))
+    await older.admitted()
+    younger = join(service.address, join_request("a"))
+    await younger.admitted()
+    with pytest.raises(ServiceError, match="an agent joined again under its name") as caught:
+        await older.end()
+    assert caught.value.reason == "LEASE_LOST"
+    assert not younger.running.done()
+
+
+async def test_a_closed_run_is_left_with_its_end(service: Service, join: Callable[..., Member]) -> None:
+    """Whoever is in learns how it ended, and goes."""
+    one = join(service.address, join_request("a"))
+    await one.admitted()
+    await close_run(service.address)
+    await one.end()
+    assert one.updates[-1].run_end.outcome == pb.OUTCOME_CANCELLED
+
+
+async def test_who_was_away_when_the_run_was_closed_learns_its_end(
+    proxy: CutProxy, service: Service, join: Callable[..., Member]
+) -> None:
+    """Its lease ended with the run; that is no reason to keep the outcome from it."""
+    one = join(proxy.address, join_request("a"))
+    await one.admitted()
+    proxy.refuse()
+    await close_run(service.address)
+    proxy.heal()
+    await one.end()
+    assert one.updates[-1].run_end.outcome == pb.OUTCOME_CANCELLED
+    assert one.lost_leases == 0
+
+
+async def test_who_joins_a_closed_run_is_refused(service: Service, join: Callable[..., Member]) -> None:
+    """The error says that it is closed, and what to do."""
+    first = join(service.address, join_request("a"))
+    await first.admitted()
+    await close_run(service.address)
+    await first.end()
+    with pytest.raises(ServiceError, match="start a new one under another run id") as caught:
+        await join(service.address, join_request("b")).end()
+    assert caught.value.reason == "RUN_CLOSED"
+
+
+async def test_who_comes_with_other_settings_is_refused(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """The error names every setting that differs."""
+    await join(service.address, join_request("a", nodes=2)).admitted()
+    with pytest.raises(ServiceError, match="min_nodes is 2, not 3") as caught:
+        await join(service.address, join_request("b", nodes=3)).end()
+    assert caught.value.reason == "SETTINGS_DIFFER"
+
+
+async def test_nobody_there_is_told_with_the_address_after_the_timeout(join: Callable[..., Member]) -> None:
+    """The reason is the one that connecting failed with."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        one = join(address, join_request("a"), 0.5)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(RendezvousUnreachable, match=f"at {address} within 0.5 s: .*Connection refused"):
+            await one.end()
+    assert 0.4 < asyncio.get_running_loop().time() - began < 10
+
+
+async def test_a_host_that_says_nothing_is_told_with_the_address_too(join: Callable[..., Member]) -> None:
+    """Something listens there, and is no rendezvous service."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(RendezvousUnreachable, match=f"at {address} within 0.5 s: "):
+            await join(address, join_request("a"), 0.5).end()
+
+
+class Script:
+    """A service that says what it is told to, and keeps what it hears."""
+
+    def __init__(self, *streams: list[pb.JoinResponse | grpc.StatusCode]) -> None:
+        """`streams`: what to answer on the first stream, the second …; a status ends it, else it stays open."""
+        self.streams = list(streams)
+        self.heard: list[pb.JoinRequest] = []
+
+    async def join(
+        self,
+        request_iterator: AsyncIterator[pb.JoinRequest],
+        context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
+    ) -> None:
+        """Follow the script."""
+        self.heard.append(await anext(request_iterator))
+        for answer in self.streams.pop(0) if self.streams else []:
+            if isinstance(answer, grpc.StatusCode):
+                await context.abort(answer, "as the script says")
+            else:
+                await context.write(answer)
+        async for request in request_iterator:
+            self.heard.append(request)
+
+
+async def serve_script(script: Script, stack: AsyncExitStack) -> str:
+    """Serve a script; returns where."""
+    name = "rallypoint.rendezvous.v1.RendezvousService"
+    registration = Registration(
+        name, lambda server: pb_grpc.add_RendezvousServiceServicer_to_server(script, server)
+    )
+    server = Server(ServerOptions(), services=[registration])
+    await server.start()
+    stack.push_async_callback(server.stop)
+    return server.address
+
+
+def lease(number: int) -> pb.JoinResponse:
+    """A lease that asks for a heartbeat every hundredth of a second."""
+    answer = pb.JoinResponse(lease=pb.Lease(lease=number, revision=1))
+    answer.lease.keep_alive_interval.FromMilliseconds(10)
+    return answer
+
+
+async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[..., Member]) -> None:
+    """At the interval that the lease names."""
+    async with AsyncExitStack() as stack:
+        script = Script([lease(7)])
+        one = join(await serve_script(script, stack), join_request("a"))
+        await eventually(lambda: len(script.heard) > 5)
+        assert script.heard[0].join == join_request("a")
+        assert {request.WhichOneof("message") for request in script.heard[1:]} == {"heartbeat"}
+        await one.close()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    ],
+)
+async def test_a_broken_stream_is_resumed_from_the_last_revision(
+    join: Callable[..., Member], end: grpc.StatusCode
+) -> None:
+    """Whatever broke it; only a service of ours that refuses for a reason of its own is believed."""
+    async with AsyncExitStack() as stack:
+        seen = pb.JoinResponse(update=pb.NodeUpdate(revision=41, phase=pb.PHASE_JOINABLE))
+        script = Script([lease(7), seen, end], [lease(7)])
+        one = join(await serve_script(script, stack), join_request("a"))
+        await one.admitted(2)
+        resumed = pb.ResumeRun(run_id=RUN, node_id="a", lease=7, revision=41)
+        assert [request.resume for request in script.heard if request.HasField("resume")] == [resumed]
+        assert one.lost_leases == 0
+        await one.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for what no event tells of here."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -1,0 +1,603 @@
+"""The engine tells nothing before it is durable, tells everybody what matters, and accuses nobody wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.refusals import (
+    JoinTimedOut,
+    LeaseLost,
+    RevisionAhead,
+    RunIsClosed,
+    RunNotFound,
+    SettingsDiffer,
+)
+from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.errors import Draining, StreamReplaced
+from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.timer.lag import LagSettings
+from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    """Runs of two nodes; the journal commits at once until it is held, and time stands still."""
+    async with staged(Stage()) as stage:
+        yield stage
+
+
+def states(run: pb.Run) -> dict[str, str]:
+    """What every node does."""
+    return {node.node_id: pb.NodeState.Name(node.state).removeprefix("NODE_STATE_") for node in run.nodes}
+
+
+# ---- nothing is told before it is durable
+
+
+async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> None:
+    """While a commit is held back: no lease, no update, no watcher, no reader, no round; after it, all of them."""
+    first = await stage.join("a")
+    watcher = await stage.engine.watch(RUN, 0)
+    seen = await watcher.take()
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("b"))
+    await stage.journal.held()
+    tasks: list[asyncio.Task[Any]] = [
+        joining,
+        *await begun(first.updates.take()),
+        *await begun(watcher.take()),
+        *await begun(stage.engine.get_run(RUN)),
+        *await begun(stage.engine.list_runs()),
+        *await begun(stage.engine.watch(RUN, 0)),
+    ]
+    assert not any(task.done() for task in tasks)
+    assert stage.engine.current_round(RUN) == 0
+    assert stage.rounds == []
+
+    stage.journal.release()
+    second, update, told, run, runs, _ = await asyncio.gather(*tasks)
+    assert second.lease.lease == 3
+    assert seen is not None
+    assert seen.revision < told.revision == update.revision == run.revision == runs[0].revision == 4
+    assert update.phase == (await taken(second)).phase == pb.PHASE_FROZEN
+    assert stage.engine.current_round(RUN) == 1
+    assert stage.rounds == [(RUN, 1)]
+
+
+async def test_a_refusal_waits_for_what_it_tells_of(stage: Stage) -> None:
+    """That a run is closed is not told to who joins before the closing is durable."""
+    await stage.join("a")
+    stage.journal.hold()
+    (closing,) = await begun(stage.engine.close_run(RUN, "enough"))
+    await stage.journal.held()
+    (joining,) = await begun(stage.join("b"))
+    assert not joining.done()
+    stage.journal.release()
+    assert (await closing).outcome == pb.OUTCOME_CANCELLED
+    with pytest.raises(RunIsClosed):
+        await joining
+
+
+async def test_a_run_that_is_not_durable_is_not_there(stage: Stage) -> None:
+    """The store asks for its round and is told that there is no such run."""
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("a"))
+    await stage.journal.held()
+    assert stage.engine.current_round(RUN) is None
+    stage.journal.release()
+    await joining
+    assert stage.engine.current_round(RUN) == 0
+
+
+async def test_commands_that_arrive_together_are_committed_together(stage: Stage) -> None:
+    """Those that arrive during a commit make up the next one."""
+    stage.journal.hold()
+    (first,) = await begun(stage.join("a"))
+    await stage.journal.held()
+    rest = await begun(*(stage.join(f"n{number}", run_id=f"run{number}") for number in range(20)))
+    stage.journal.release()
+    await asyncio.gather(first, *rest)
+    assert stage.journal.commits == 2
+
+
+async def test_members_are_told_after_the_round_is(stage: Stage) -> None:
+    """Whoever keeps state per round has dropped the old one before any node hears of the new one."""
+    a, b = await stage.running("a", "b")
+    (listening,) = await begun(a.updates.take())
+    rounds_when_told: list[int] = []
+    listening.add_done_callback(lambda _: rounds_when_told.append(len(stage.rounds)))
+    await stage.fail(b, 1)
+    await listening
+    await idle()
+    assert rounds_when_told == [2]
+
+
+# ---- a journal that breaks, a server that ends
+
+
+async def test_a_broken_journal_fails_whoever_waits(stage: Stage) -> None:
+    """The command in the commit, the one behind it, every stream, and whoever comes later."""
+    member = await stage.join("a")
+    watcher = await stage.engine.watch(RUN, 1)
+    await watcher.take()
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("b"))
+    await stage.journal.held()
+    behind = await begun(stage.engine.get_run(RUN))
+    streams: list[asyncio.Task[Any]] = [*await begun(member.updates.take()), *await begun(watcher.take())]
+    stage.journal.break_()
+    for task in [joining, *behind, *streams]:
+        with pytest.raises(JournalError, match="the disk is full"):
+            await task
+    with pytest.raises(JournalError):
+        await stage.engine.get_run(RUN)
+
+
+async def test_serving_ends_with_the_journals_error() -> None:
+    """So that the process ends, and starts again from what is durable."""
+    stage = Stage()
+    serving = asyncio.create_task(stage.engine.serve())
+    stage.journal.break_()
+    with pytest.raises(JournalError):
+        await stage.join("a")
+    with pytest.raises(JournalError):
+        await serving
+
+
+async def test_an_error_that_nobody_thought_of_leaves_nobody_waiting() -> None:
+    """The server ends with it, and so does every call."""
+    stage = Stage(max_nodes=1, min_nodes=1)
+
+    def trip(run_id: str, round_: int) -> None:
+        raise IndexError
+
+    stage.engine._on_round = trip
+    serving = asyncio.create_task(stage.engine.serve())
+    with pytest.raises(IndexError):
+        await stage.join("a")
+    with pytest.raises(IndexError):
+        await serving
+
+
+async def test_a_server_that_is_stopped_leaves_nobody_waiting() -> None:
+    """Who waits for a commit, who listens, who comes later: all are told to come back."""
+    stage = Stage()
+    async with staged(stage):
+        member = await stage.join("a")
+        stage.journal.hold()
+        (joining,) = await begun(stage.join("b"))
+        await stage.journal.held()
+    for waiting in (joining, member.updates.take(), stage.engine.get_run(RUN)):
+        with pytest.raises(Draining):
+            await waiting
+
+
+# ---- members
+
+
+async def test_a_slow_member_is_told_the_latest_state_only(stage: Stage) -> None:
+    """It reads nothing while two rounds pass, and then the one that stands."""
+    a, b = await stage.running("a", "b")
+    for round_ in (1, 2):
+        await stage.fail(b, round_)
+        await stage.confirm(a, b)
+    update = await taken(a)
+    assert (update.phase, update.assignment.round, update.restart_count) == (pb.PHASE_FINAL, 3, 2)
+    (waiting,) = await begun(a.updates.take())
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_every_member_is_told_why_a_round_ended(stage: Stage) -> None:
+    """At once, and with the reason, though none asked."""
+    a, b = await stage.running("a", "b")
+    stage.engine.disconnect(b)
+    await stage.later(2)
+    update = await taken(a)
+    assert (update.phase, update.last_round_end.cause) == (pb.PHASE_JOINABLE, pb.ROUND_END_CAUSE_NODE_LOST)
+    expected = "node b was lost: its connection broke and it did not come back within 2 s"
+    assert update.last_round_end.detail == expected
+
+
+async def test_who_joins_a_round_that_is_there_is_told_its_phase(stage: Stage) -> None:
+    """A spare learns at once that it has no seat."""
+    await stage.running("a", "b")
+    spare = await stage.join("c")
+    update = await taken(spare)
+    assert update.phase == pb.PHASE_FINAL
+    assert not update.HasField("assignment")
+
+
+async def test_a_node_that_joins_again_ends_its_older_stream(stage: Stage) -> None:
+    """With LeaseLost and the reason; nothing that the old stream does touches the new lease."""
+    old, _ = await stage.running("a", "b")
+    new = await stage.join("a")
+    with pytest.raises(LeaseLost, match="node a was lost: an agent joined again under its name"):
+        await old.updates.take()
+    stage.engine.disconnect(old)
+    await stage.later(2)
+    assert states(await stage.engine.get_run(RUN)) == {"a": "ASSIGNED", "b": "ASSIGNED"}
+    assert (await taken(new)).assignment.round == 2
+
+
+async def test_two_nodes_that_share_a_name_get_a_lease_each(stage: Stage) -> None:
+    """Also when they join in the same moment: the first is refused, and never told the second one's lease."""
+    stage.journal.hold()
+    (other,) = await begun(stage.join("b"))
+    await stage.journal.held()
+    first, second = await begun(stage.join("a"), stage.join("a"))
+    stage.journal.release()
+    with pytest.raises(LeaseLost, match=r"no longer holds lease 3 .* superseded it"):
+        await first
+    assert (await second).lease.lease > 3
+    assert (await other).lease.lease == 2
+
+
+async def test_a_stale_lease_can_not_act(stage: Stage) -> None:
+    """Every command shows its lease, and is refused with one that is superseded."""
+    old = await stage.join("a")
+    await stage.join("a")
+    with pytest.raises(LeaseLost):
+        await stage.leave(old)
+    assert states(await stage.engine.get_run(RUN)) == {"a": "WAITING"}
+
+
+async def test_who_leaves_is_let_go_in_peace(stage: Stage) -> None:
+    """Its stream ends without an error, after what it had still to be told."""
+    a, b = await stage.running("a", "b")
+    await stage.fail(b, 1)
+    await stage.leave(a)
+    assert (await taken(a)).assignment.round == 2
+    assert await a.updates.take() is None
+
+
+async def test_closing_a_run_tells_every_member_and_ends_its_stream(stage: Stage) -> None:
+    """With the outcome; whoever closes it again, or comes back to it, learns the same."""
+    a, b = await stage.running("a", "b")
+    end = await stage.engine.close_run(RUN, "wrong data")
+    for member in (a, b):
+        update = await taken(member)
+        assert (update.phase, update.run_end) == (pb.PHASE_CLOSED, end)
+        assert await member.updates.take() is None
+    assert await stage.engine.close_run(RUN, "again") == end
+    late = await stage.engine.resume(RUN, "a", a.lease.lease, 0)
+    assert (await taken(late)).run_end == end
+    assert await late.updates.take() is None
+
+
+async def test_a_node_that_waited_too_long_is_told_so(stage: Stage) -> None:
+    """Not that its lease is lost: joining again would only make it wait again."""
+    member = await stage.join("a")
+    for _ in range(120):
+        await stage.later(5)
+        stage.engine.renew(member)
+    with pytest.raises(JoinTimedOut, match="had fewer than 2 nodes for 600 s"):
+        await member.updates.take()
+
+
+async def test_settings_that_differ_are_refused(stage: Stage) -> None:
+    """And the run stays as it was."""
+    await stage.join("a")
+    other = commands.Join("b", RunSettings(min_nodes=2, max_nodes=3), "b.cluster", 1, "trainer")
+    with pytest.raises(SettingsDiffer, match="max_nodes is 2, not 3"):
+        await stage.engine.join(RUN, other)
+    assert states(await stage.engine.get_run(RUN)) == {"a": "WAITING"}
+
+
+# ---- streams that break and come back
+
+
+async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> None:
+    """Whatever it missed; its lease is the same, and nobody is lost."""
+    a, b = await stage.running("a", "b")
+    stage.engine.disconnect(a)
+    await stage.fail(b, 1)
+    await stage.later(1.9)
+    again = await stage.engine.resume(RUN, "a", a.lease.lease, 1)
+    update = await taken(again)
+    assert (again.lease.lease, update.phase, update.assignment.round) == (a.lease.lease, pb.PHASE_FROZEN, 2)
+    assert states(await stage.later(13)) == {"a": "ASSIGNED", "b": "ASSIGNED"}
+
+
+async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
+    """With the same lease; the older one's end is no broken stream."""
+    a, _ = await stage.running("a", "b")
+    again = await stage.engine.resume(RUN, "a", a.lease.lease, 0)
+    with pytest.raises(StreamReplaced):
+        await a.updates.take()
+    stage.engine.disconnect(a)
+    await stage.later(3)
+    assert (await taken(again)).phase == pb.PHASE_FINAL
+
+
+@pytest.mark.parametrize(
+    ("cursor", "refusal"),
+    [
+        (("other", "a", 2, 0), RunNotFound),
+        ((RUN, "c", 2, 0), LeaseLost),
+        ((RUN, "a", 1, 0), LeaseLost),
+        ((RUN, "a", 2, 9999), RevisionAhead),
+    ],
+)
+async def test_what_can_not_be_resumed_is_refused(
+    stage: Stage, cursor: tuple[str, str, int, int], refusal: type[Exception]
+) -> None:
+    """A run that is not there, a lease that does not stand, a revision that was never given out."""
+    await stage.running("a", "b")
+    with pytest.raises(refusal):
+        await stage.engine.resume(*cursor)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_member_that_goes_away_while_it_joins_is_disconnected(stage: Stage, turns: int) -> None:
+    """At whatever moment: nobody holds its lease, so it is lost after the grace, not after the time to live."""
+    await stage.join("a")
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("b"))
+    await stage.journal.held()
+    stage.journal.release()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if joining.done():
+        stage.engine.disconnect(await joining)
+    joining.cancel()
+    await idle()
+    assert states(await stage.later(1.9)) == {"a": "ASSIGNED", "b": "ASSIGNED"}
+    assert states(await stage.later(0.1)) == {"a": "WAITING"}
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_watcher_that_goes_away_while_it_subscribes_is_dropped(stage: Stage, turns: int) -> None:
+    """At whatever moment."""
+    await stage.join("a")
+    stays = await stage.engine.watch(RUN, 0)
+    going = asyncio.create_task(stage.engine.watch(RUN, 0))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if not going.done():
+        going.cancel()
+        await idle()
+        assert stage.engine._runs[RUN].watchers == {stays}
+
+
+async def test_members_may_speak_while_their_loss_is_being_committed(stage: Stage) -> None:
+    """A heartbeat or a broken stream in that moment is nothing; it neither fails nor touches a newer lease."""
+    a, b = await stage.running("a", "b")
+    stage.engine.disconnect(b)
+    stage.now += 2
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("a"))  # the state is ahead now: b is lost, and a is another a
+    await stage.journal.held()
+    for member in (a, b):
+        stage.engine.renew(member)
+        stage.engine.disconnect(member)
+    stage.journal.release()
+    new = await joining
+    assert states(await stage.later(3)) == {"a": "WAITING"}
+    assert new.lease.lease > a.lease.lease
+
+
+async def test_a_heartbeat_while_the_run_is_being_closed_is_harmless(stage: Stage) -> None:
+    """All leases end with the run, and its members hear of it a moment later."""
+    a, b = await stage.running("a", "b")
+    stage.journal.hold()
+    (closing,) = await begun(stage.engine.close_run(RUN, "enough"))
+    await stage.journal.held()
+    stage.engine.renew(a)
+    stage.engine.disconnect(b)
+    stage.journal.release()
+    await closing
+    assert (await taken(a)).phase == pb.PHASE_CLOSED
+
+
+# ---- time
+
+
+async def test_deadlines_come_due_by_themselves() -> None:
+    """Nobody has to ask: the round freezes when the last call is over, by the engine's own clock."""
+    engine = RendezvousEngine(MemoryJournal(), clock=time.monotonic, wall_clock=time.time)
+    settings = RunSettings(min_nodes=1, max_nodes=2, last_call_timeout=0.05)
+    serving = asyncio.create_task(engine.serve())
+    member = await engine.join(RUN, commands.Join("a", settings, "a.cluster", 1, "trainer"))
+    assert (await taken(member)).phase == pb.PHASE_FROZEN
+    serving.cancel()
+
+
+async def test_a_pause_of_the_server_is_held_against_nobody() -> None:
+    """It slept for a minute and finds no heartbeat: they wait, unread, in its sockets."""
+    async with staged(Stage(lag=LagSettings())) as stage:
+        await stage.running("a", "b")
+        assert states(await stage.later(60)) == {"a": "RUNNING", "b": "RUNNING"}
+        # But who stays silent while it looks is lost all the same.
+        for _ in range(60):
+            run = await stage.later(0.3)
+        assert states(run) == {}
+
+
+async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) -> None:
+    """It sends its nodes away, so that they are away is no news: when it is back, the same round runs."""
+    a, b = await stage.running("a", "b")
+    watcher = await stage.engine.watch(RUN, 0)
+    await watcher.take()
+    stage.engine.drain(Draining())
+    for member in (a, b):
+        with pytest.raises(Draining):
+            await member.updates.take()
+        stage.engine.disconnect(member)
+    with pytest.raises(Draining):
+        await watcher.take()
+    run = await stage.later(100_000)
+    assert (run.phase, run.round) == (pb.PHASE_FINAL, 1)
+
+
+# ---- starting again
+
+
+async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
+    """Same round, same leases; members resume and are told the same state; nobody restarts anything."""
+    members = await stage.running("a", "b")
+    before = await stage.engine.get_run(RUN)
+    async with staged(Stage(records=stage.journal.durable)) as second:
+        resumed = [
+            await second.engine.resume(RUN, each.node_id, each.lease.lease, before.revision)
+            for each in members
+        ]
+        assert await second.engine.get_run(RUN) == before
+        assert second.engine.current_round(RUN) == 1
+        for each in resumed:
+            update = await taken(each)
+            assert (update.phase, update.revision) == (pb.PHASE_FINAL, before.revision)
+
+
+async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
+    """A round that was decided and not committed is told to nobody; the next has its number, for the first time."""
+    a, b = await stage.running("a", "b")
+    stage.journal.hold()
+    (failing,) = await begun(stage.fail(b, 1))
+    await stage.journal.held()
+    (listening,) = await begun(a.updates.take())
+    async with staged(Stage(records=stage.journal.durable)) as second:
+        run = await second.engine.get_run(RUN)
+        assert (run.phase, run.round, run.restart_count) == (pb.PHASE_FINAL, 1, 0)
+        again = await second.engine.resume(RUN, "b", b.lease.lease, run.revision)
+        await second.fail(again, 1)
+        assert (await second.engine.get_run(RUN)).round == 2
+    assert not listening.done()
+    for task in (listening, failing):
+        task.cancel()
+
+
+async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> None:
+    """And then expects to hear from them."""
+    await stage.running("a", "b")
+    async with staged(Stage(records=stage.journal.durable)) as second:
+        run = await second.later(14.9)
+        assert states(run) == {"a": "RUNNING", "b": "RUNNING"}
+        assert not any(node.connected for node in run.nodes)
+        assert states(await second.later(0.1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda records: records.pop(2), "run 'run' has no record 3"),
+        (lambda records: records.append(JournalRecord(run_id=RUN, revision=8)), "a newer version"),
+    ],
+)
+async def test_a_journal_that_makes_no_sense_is_refused(stage: Stage, spoil: Any, message: str) -> None:
+    """A record that is missing, a fact that this version does not know."""
+    await stage.running("a", "b")
+    spoil(stage.journal.durable)
+    with pytest.raises(JournalError, match=message):
+        Stage(records=stage.journal.durable)
+
+
+# ---- people and tools
+
+
+async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stage) -> None:
+    """Each with its place and what it does."""
+    _, a = await stage.running("b", "a")
+    await stage.join("z")
+    spare = await stage.join("c")
+    stage.engine.disconnect(spare)
+    await stage.engine.execute(RUN, commands.ReportSuccess(a.node_id, a.lease.lease, 1))
+    run = await stage.engine.get_run(RUN)
+    assert list(states(run).items()) == [
+        ("a", "SUCCEEDED"),
+        ("b", "RUNNING"),
+        ("z", "WAITING"),
+        ("c", "WAITING"),
+    ]
+    assert [node.assignment.group_rank for node in run.nodes[:2]] == [0, 1]
+    assert not run.nodes[2].HasField("assignment")
+    assert [node.connected for node in run.nodes] == [True, True, True, False]
+    assert (run.node_count, run.world_size) == (4, 4)
+
+
+async def test_a_run_says_who_is_still_stopping_its_workers(stage: Stage) -> None:
+    """ASSIGNED until it has confirmed; DEPARTING when it has said that it goes."""
+    a, b = await stage.running("a", "b")
+    await stage.fail(b, 1)
+    await stage.confirm(b)
+    assert states(await stage.engine.get_run(RUN)) == {"a": "ASSIGNED", "b": "CONFIRMED"}
+    await stage.engine.execute(RUN, commands.Depart("a", a.lease.lease, "SIGTERM"))
+    assert states(await stage.engine.get_run(RUN)) == {"a": "DEPARTING", "b": "WAITING"}
+
+
+async def test_runs_are_listed_by_name_without_their_nodes(stage: Stage) -> None:
+    """A line for each."""
+    for run_id in ("b", "a", "c"):
+        await stage.join("n", run_id)
+    listed = [(run.run_id, run.node_count, len(run.nodes)) for run in await stage.engine.list_runs()]
+    assert listed == [("a", 1, 0), ("b", 1, 0), ("c", 1, 0)]
+
+
+async def test_a_run_that_is_not_there_is_not_made_by_asking(stage: Stage) -> None:
+    """Every question about it is refused."""
+    for question in (
+        stage.engine.get_run("other"),
+        stage.engine.watch("other", 0),
+        stage.engine.close_run("other", "because"),
+        stage.engine.execute("other", commands.Leave("a", 1, "because")),
+    ):
+        with pytest.raises(RunNotFound, match="there is no run 'other'"):
+            await question
+    assert stage.engine.current_round("other") is None
+    assert await stage.engine.list_runs() == []
+
+
+async def test_a_watcher_sees_the_present_and_then_the_latest(stage: Stage) -> None:
+    """What happens while it does not read is one state; revisions grow; a closed run ends it."""
+    await stage.join("a")
+    watcher = await stage.engine.watch(RUN, 0)
+    seen = [await watcher.take()]
+    for node_id in ("b", "c", "d"):
+        await stage.join(node_id)
+    seen.append(await watcher.take())
+    await stage.engine.close_run(RUN, "enough")
+    seen.append(await watcher.take())
+    revisions = [run.revision for run in seen if run is not None]
+    assert revisions == sorted(set(revisions))
+    assert [run.node_count for run in seen if run is not None] == [1, 4, 0]
+    assert await watcher.take() is None
+
+
+async def test_a_watcher_that_comes_back_is_not_told_again_what_it_saw(stage: Stage) -> None:
+    """It waits for something newer, unless the run is over."""
+    await stage.join("a")
+    revision = (await stage.engine.get_run(RUN)).revision
+    watcher = await stage.engine.watch(RUN, revision)
+    (waiting,) = await begun(watcher.take())
+    assert not waiting.done()
+    await stage.join("b")
+    run = await waiting
+    assert run is not None
+    assert run.revision > revision
+    await stage.engine.close_run(RUN, "enough")
+    last = (await stage.engine.get_run(RUN)).revision
+    assert await (await stage.engine.watch(RUN, last)).take() is None
+    with pytest.raises(RevisionAhead):
+        await stage.engine.watch(RUN, last + 1)
+
+
+async def test_a_watcher_that_was_dropped_is_told_nothing(stage: Stage) -> None:
+    """Its slot stays as it is."""
+    await stage.join("a")
+    watcher = await stage.engine.watch(RUN, 0)
+    await watcher.take()
+    stage.engine.unwatch(RUN, watcher)
+    await stage.join("b")
+    (waiting,) = await begun(watcher.take())
+    assert not waiting.done()
+    waiting.cancel()

@@ -1,0 +1,265 @@
+"""Every field from the wire is checked, and a bad one is refused by its name, with what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from grpc import StatusCode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.rendezvous.codec import from_message, to_message
+from rallypoint.rendezvous.core.ranks import assign_seats
+from rallypoint.rendezvous.core.state import Node, RunSettings, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.requests import (
+    LONGEST,
+    MOST_NODES,
+    MOST_WORKERS_PER_NODE,
+    join_command,
+    run_settings,
+    worker_failure,
+)
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.errors import ServiceError
+
+
+def good_join() -> pb.JoinRun:
+    """A join that nothing is wrong with."""
+    return pb.JoinRun(
+        run_id="run",
+        node_id="node1",
+        settings=pb.RunSettings(min_nodes=1, max_nodes=4),
+        address="node1.cluster",
+        local_world_size=8,
+        role="trainer",
+    )
+
+
+def violation(join: pb.JoinRun) -> tuple[str, str]:
+    """The field that is refused, and why."""
+    with pytest.raises(ServiceError) as refusal:
+        join_command(join)
+    error = refusal.value
+    assert (error.code, error.reason) == (StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    ((field, description),) = error.field_violations
+    assert error.message == f"{field}: {description}"
+    return field, description
+
+
+def test_a_good_join_is_taken_as_it_is() -> None:
+    """With the defaults in the place of what is absent."""
+    command = join_command(good_join())
+    assert (command.node_id, command.address, command.local_world_size, command.role) == (
+        "node1",
+        "node1.cluster",
+        8,
+        "trainer",
+    )
+    assert command.settings == RunSettings(min_nodes=1, max_nodes=4)
+
+
+def test_settings_that_are_there_are_taken() -> None:
+    """Each of them, also zero where zero means something."""
+    message = pb.RunSettings(
+        min_nodes=2,
+        max_nodes=3,
+        max_restarts=4,
+        join_timeout=Duration(seconds=1, nanos=118_000_000),
+        last_call_timeout=Duration(),
+        confirm_timeout=Duration(seconds=6),
+        keep_alive_interval=Duration(nanos=500_000_000),
+        keep_alive_max_attempt=7,
+        disconnect_grace=Duration(),
+        scale_up_policy=pb.SCALE_UP_POLICY_ON_RESTART,
+    )
+    assert run_settings(message) == RunSettings(
+        min_nodes=2,
+        max_nodes=3,
+        max_restarts=4,
+        join_timeout=1.118,
+        last_call_timeout=0.0,
+        confirm_timeout=6.0,
+        keep_alive_interval=0.5,
+        keep_alive_max_attempt=7,
+        disconnect_grace=0.0,
+        scale_up_policy=ScaleUpPolicy.ON_RESTART,
+    )
+
+
+def duration(name: str, value: Duration) -> Callable[[pb.JoinRun], None]:
+    """Spoil a join by one of its times."""
+    return lambda join: getattr(join.settings, name).CopyFrom(value)
+
+
+def field(name: str, value: object) -> Callable[[pb.JoinRun], None]:
+    """Spoil a join by one of its fields, or of its settings'."""
+
+    def spoil(join: pb.JoinRun) -> None:
+        head, _, rest = name.rpartition(".")
+        setattr(join.settings if head else join, rest, value)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "description"),
+    [
+        (field("run_id", ""), "run_id", "must not be empty"),
+        (field("run_id", "x" * 257), "run_id", "must have at most 256 bytes, not 257"),
+        (field("run_id", "ä" * 129), "run_id", "must have at most 256 bytes, not 258"),
+        (field("run_id", "a\nb"), "run_id", "must not have control characters"),
+        (field("node_id", ""), "node_id", "must not be empty"),
+        (field("node_id", "\x1b[31mred"), "node_id", "must not have control characters"),
+        (field("node_id", "x" * 257), "node_id", "must have at most 256 bytes, not 257"),
+        (field("address", ""), "address", "must not be empty: it is how the other nodes reach this one"),
+        (field("address", "a\0"), "address", "must not have control characters"),
+        (field("address", "x" * 257), "address", "must have at most 256 bytes, not 257"),
+        (field("role", "a\rb"), "role", "must not have control characters"),
+        (field("role", "x" * 257), "role", "must have at most 256 bytes, not 257"),
+        (field("local_world_size", 0), "local_world_size", "must be from 1 to 16384, not 0"),
+        (field("local_world_size", -1), "local_world_size", "must be from 1 to 16384, not -1"),
+        (field("local_world_size", 16385), "local_world_size", "must be from 1 to 16384, not 16385"),
+        (field("settings.min_nodes", 0), "settings.min_nodes", "must be from 1 to 100000, not 0"),
+        (field("settings.max_nodes", 0), "settings.max_nodes", "must be at least min_nodes (1), not 0"),
+        (field("settings.max_nodes", 100_001), "settings.max_nodes", "must be from 1 to 100000, not 100001"),
+        (field("settings.max_restarts", -1), "settings.max_restarts", "must be from 0 to 1000000, not -1"),
+        (
+            field("settings.keep_alive_max_attempt", -3),
+            "settings.keep_alive_max_attempt",
+            "must be from 0 to 1000, not -3",
+        ),
+        (field("settings.scale_up_policy", 9), "settings.scale_up_policy", "unknown policy 9"),
+        (
+            duration("join_timeout", Duration()),
+            "settings.join_timeout",
+            "must be more than 0 and at most 8640000 seconds, not 0",
+        ),
+        (
+            duration("last_call_timeout", Duration(seconds=-1)),
+            "settings.last_call_timeout",
+            "must be at least 0 and at most 8640000 seconds, not -1",
+        ),
+        (
+            duration("confirm_timeout", Duration(seconds=8640001)),
+            "settings.confirm_timeout",
+            "must be more than 0 and at most 8640000 seconds, not 8.64e+06",
+        ),
+        (
+            duration("keep_alive_interval", Duration(nanos=-1)),
+            "settings.keep_alive_interval",
+            "must be more than 0 and at most 8640000 seconds, not -1e-09",
+        ),
+        (
+            duration("disconnect_grace", Duration(seconds=2**62)),
+            "settings.disconnect_grace",
+            "must be at least 0 and at most 8640000 seconds, not 4.61169e+18",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "must" not in value else "",
+)
+def test_a_bad_field_is_refused_by_name(
+    spoil: Callable[[pb.JoinRun], None], name: str, description: str
+) -> None:
+    """The message says which field it was, what was expected, and what came."""
+    join = good_join()
+    spoil(join)
+    assert violation(join) == (name, description)
+
+
+def test_settings_that_are_not_there_at_all_are_refused() -> None:
+    """There is no run of zero nodes."""
+    join = good_join()
+    join.ClearField("settings")
+    assert violation(join)[0] == "settings.min_nodes"
+
+
+def test_the_largest_run_has_ranks_of_32_bits() -> None:
+    """As many nodes as may be, each with as many workers as may be, still fit the messages."""
+    assert MOST_NODES * MOST_WORKERS_PER_NODE < 2**31
+    nodes = [Node(f"n{n}", n, "a", MOST_WORKERS_PER_NODE, "t", 0.0, 0.0) for n in range(3)]
+    last = assign_seats(nodes, {})[-1]
+    assert last.role_world_size == 3 * MOST_WORKERS_PER_NODE
+
+
+@given(nanoseconds=st.integers(1, int(LONGEST * 1e9)))
+def test_a_time_from_the_wire_is_the_same_after_a_restart(nanoseconds: int) -> None:
+    """Settings are compared as they are: one bit lost in the journal, and every node would be refused after it."""
+    settings = pb.RunSettings(min_nodes=1, max_nodes=1)
+    settings.join_timeout.FromNanoseconds(nanoseconds)
+    of_wire = run_settings(settings)
+    assert from_message(to_message(of_wire), RunSettings) == of_wire
+
+
+class TestFailureReports:
+    """A report that is too long, or odd, is not a report lost: it is cut to what can be kept."""
+
+    def test_the_node_is_who_reports_it(self) -> None:
+        """Whatever the report says."""
+        assert worker_failure(pb.WorkerFailure(node_id="somebody else"), "node1").node_id == "node1"
+
+    def test_it_is_kept_as_it_is_where_it_can_be(self) -> None:
+        """Every field."""
+        message = pb.WorkerFailure(
+            round=3,
+            rank=5,
+            local_rank=1,
+            role="trainer",
+            host="h",
+            pid=4711,
+            exit_code=-9,
+            time=Timestamp(seconds=1_700_000_000, nanos=500_000_000),
+            message="CUDA out of memory",
+            traceback="Traceback\n  File\n",
+            log_file="/log/0.log",
+        )
+        assert worker_failure(message, "node1") == WorkerFailure(
+            round=3,
+            rank=5,
+            local_rank=1,
+            role="trainer",
+            node_id="node1",
+            host="h",
+            pid=4711,
+            exit_code=-9,
+            time=1_700_000_000.5,
+            message="CUDA out of memory",
+            traceback="Traceback\n  File\n",
+            log_file="/log/0.log",
+        )
+
+    def test_the_end_of_a_long_traceback_is_kept(self) -> None:
+        """That is where the error stands; a character that was cut in two goes."""
+        failure = worker_failure(pb.WorkerFailure(traceback="ä" * 20_000 + "!"), "n")
+        assert failure.traceback == "ä" * 8191 + "!"
+
+    def test_the_beginning_of_a_long_sentence_is_kept(self) -> None:
+        """Cut at whole characters."""
+        failure = worker_failure(pb.WorkerFailure(message="ä" * 600, host="h" * 300, role="r" * 300), "n")
+        assert failure.message == "ä" * 512
+        assert (len(failure.host), len(failure.role)) == (256, 256)
+
+    def test_what_would_break_a_line_becomes_a_space(self) -> None:
+        """The message ends up in logs, on terminals, and in one sentence; the traceback keeps its lines."""
+        failure = worker_failure(pb.WorkerFailure(message="a\nb\x1b[31mc", traceback="a\nb"), "n")
+        assert (failure.message, failure.traceback) == ("a b [31mc", "a\nb")
+
+    @pytest.mark.parametrize(
+        "time",
+        [
+            Timestamp(seconds=2**62),
+            Timestamp(seconds=-(2**62)),
+            Timestamp(seconds=253_402_300_799, nanos=999_999_999),
+            Timestamp(seconds=5, nanos=-5),
+            Timestamp(seconds=5, nanos=2**31 - 1),
+        ],
+        ids=str,
+    )
+    def test_a_time_that_can_not_be_is_left_out(self, time: Timestamp) -> None:
+        """It is for people only, and must not stop a server that has to write it down."""
+        failure = worker_failure(pb.WorkerFailure(time=time), "n")
+        assert failure.time == 0.0
+        assert math.isclose(to_message(failure).time.ToNanoseconds(), 0)

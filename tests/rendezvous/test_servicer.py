@@ -1,0 +1,653 @@
+"""The contract of rendezvous_service.proto over real gRPC: streams that live, break and resume; every refusal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rallypoint.rendezvous import servicer as servicer_module
+from rallypoint.rendezvous.engine import Member
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.servicer import RendezvousServicer
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.server import Registration, Server, ServerOptions
+from rendezvous.engine_fixtures import RUN, Stage, staged
+
+Code = grpc.StatusCode
+SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
+SETTINGS = pb.RunSettings(min_nodes=2, max_nodes=2, max_restarts=3)
+PATIENCE = 20.0
+
+
+class NodeStream:
+    """A node's stream, as a client writes and reads it."""
+
+    def __init__(self, stub: pb_grpc.RendezvousServiceAsyncStub) -> None:
+        self.call = stub.Join(timeout=PATIENCE)
+        self.lease = pb.Lease()
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(pb.JoinRequest(**message))
+
+    async def hear(self) -> pb.JoinResponse:
+        response = await self.call.read()
+        assert isinstance(response, pb.JoinResponse), "the stream is over"
+        return response
+
+    async def update(self) -> pb.NodeUpdate:
+        response = await self.hear()
+        assert response.WhichOneof("message") == "update"
+        return response.update
+
+    async def until(self, phase: pb.Phase.ValueType) -> pb.NodeUpdate:
+        """The next update in that phase."""
+        while (update := await self.update()).phase != phase:
+            pass
+        return update
+
+    async def ended(self) -> ServiceError | None:
+        """Read to the end; the error that the stream ended with, if any."""
+        try:
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return decode(error)
+        assert await self.call.code() is Code.OK
+        return None
+
+
+class Served:
+    """A rendezvous service on a real socket, over a journal and a clock that the test holds."""
+
+    def __init__(self, stage: Stage, server: Server) -> None:
+        self.stage = stage
+        self.server = server
+        self._channels: list[grpc.aio.Channel] = []
+
+    def channel(self) -> grpc.aio.Channel:
+        """A connection of its own."""
+        self._channels.append(open_channel(self.server.address))
+        return self._channels[-1]
+
+    def stub(self) -> pb_grpc.RendezvousServiceAsyncStub:
+        stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(self.channel())
+        return stub
+
+    def stream(self) -> NodeStream:
+        return NodeStream(self.stub())
+
+    async def join(self, node_id: str, run_id: str = RUN) -> NodeStream:
+        stream = self.stream()
+        await stream.say(join=good_join(node_id, run_id))
+        stream.lease = (await stream.hear()).lease
+        assert stream.lease.lease > 0
+        return stream
+
+    async def resume(self, node_id: str, lease: int) -> NodeStream:
+        stream = self.stream()
+        await stream.say(resume=pb.ResumeRun(run_id=RUN, node_id=node_id, lease=lease))
+        return stream
+
+    async def running(self, *node_ids: str) -> list[NodeStream]:
+        """Streams of nodes whose round runs."""
+        streams = [await self.join(node_id) for node_id in node_ids]
+        for stream in streams:
+            update = await stream.until(pb.PHASE_FROZEN)
+            await stream.say(confirm=pb.ConfirmRound(round=update.assignment.round, master_port=29500))
+        for stream in streams:
+            await stream.until(pb.PHASE_FINAL)
+        return streams
+
+    async def run(self) -> pb.Run:
+        return await self.stage.engine.get_run(RUN)
+
+    async def until(self, holds: Callable[[pb.Run], bool]) -> pb.Run:
+        """Wait until the run is as it should be."""
+        async with asyncio.timeout(PATIENCE):
+            # Evidence (who is connected, which lease was renewed) is no fact, so no watcher is told of it.
+            while not holds(run := await self.run()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return run
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+        await self.server.stop()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """The service, with reflection and health as every server of ours has them."""
+    async with staged(Stage()) as stage:
+        servicer = RendezvousServicer(stage.engine)
+        add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
+        server = Server(
+            ServerOptions(), services=[Registration(SERVICE, add, servicer.drain)], translate=translate
+        )
+        await server.start()
+        served = Served(stage, server)
+        yield served
+        await served.close()
+
+
+def good_join(node_id: str = "a", run_id: str = RUN) -> pb.JoinRun:
+    return pb.JoinRun(
+        run_id=run_id,
+        node_id=node_id,
+        settings=SETTINGS,
+        address=f"{node_id}.cluster",
+        local_world_size=2,
+        role="trainer",
+    )
+
+
+async def refused(call: Awaitable[object]) -> ServiceError:
+    """The error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return decode(error.value)
+
+
+def field_of(error: ServiceError | None) -> str:
+    """The field that a request is refused for."""
+    assert error is not None
+    assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    ((field, description),) = error.field_violations
+    assert error.message == f"{field}: {description}"
+    return field
+
+
+# ---- a node's stream
+
+
+async def test_two_nodes_form_a_round(served: Served) -> None:
+    """Lease, assignment, confirmation, FINAL: each is told its place, and all the same world."""
+    a, b = await served.join("a"), await served.join("b")
+    assert (a.lease.time_to_live.seconds, a.lease.keep_alive_interval.seconds) == (15, 5)
+    frozen = [await a.until(pb.PHASE_FROZEN), await b.until(pb.PHASE_FROZEN)]
+    assert [update.assignment.group_rank for update in frozen] == [0, 1]
+    assert [update.assignment.base_rank for update in frozen] == [0, 2]
+    await b.say(confirm=pb.ConfirmRound(round=1, master_port=1))
+    await a.say(confirm=pb.ConfirmRound(round=1, master_port=29511))
+    for stream in (a, b):
+        final = (await stream.until(pb.PHASE_FINAL)).assignment
+        assert (final.round, final.group_world_size, final.world_size, final.role_world_size) == (1, 2, 4, 4)
+        assert (final.master_address, final.master_port) == ("a.cluster", 29511)
+        assert final.fencing_token > 0
+
+
+async def test_a_killed_client_is_noticed_after_the_grace(served: Served) -> None:
+    """Its connection breaks; the survivor is told as soon as the grace is over, and by whom it was left."""
+    a, b = await served.running("a", "b")
+    b.call.cancel()
+    await served.until(lambda run: not all(node.connected for node in run.nodes))
+    await served.stage.later(1.9)
+    assert (await served.run()).phase == pb.PHASE_FINAL
+    await served.stage.later(0.1)
+    end = (await a.until(pb.PHASE_JOINABLE)).last_round_end
+    assert (end.cause, end.node_id, end.round) == (pb.ROUND_END_CAUSE_NODE_LOST, "b", 1)
+
+
+async def test_a_closed_channel_is_a_broken_stream(served: Served) -> None:
+    """As when the whole process goes."""
+    await served.running("a", "b")
+    for channel in served._channels:
+        await channel.close()
+    run = await served.until(lambda run: not any(node.connected for node in run.nodes))
+    assert run.phase == pb.PHASE_FINAL
+    assert not (await served.stage.later(2)).nodes
+
+
+async def test_a_client_that_stops_talking_for_good_is_a_broken_stream(served: Served) -> None:
+    """Who can't send heartbeats any more has ended its stream; the server ends its side in order."""
+    a, _ = await served.running("a", "b")
+    await a.call.done_writing()
+    assert await a.ended() is None
+    await served.until(lambda run: not all(node.connected for node in run.nodes))
+
+
+async def test_a_heartbeat_keeps_the_lease(served: Served) -> None:
+    """Who sends them stays; who only has its stream open does not."""
+    a, _ = await served.running("a", "b")
+    deadline = served.stage.engine._runs[RUN].state.nodes["a"].lease_deadline
+    await served.stage.later(14)
+    await a.say(heartbeat=pb.Heartbeat())
+    await served.until(lambda run: served.stage.engine._runs[RUN].state.nodes["a"].lease_deadline > deadline)
+    run = await served.stage.later(1)
+    assert [node.node_id for node in run.nodes] == ["a"]
+    end = (await a.until(pb.PHASE_JOINABLE)).last_round_end
+    assert end.detail == "node b was lost: no heartbeat for 15 s (3 missed, one every 5 s)"
+
+
+async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None:
+    """Same lease, present state, and nobody was lost."""
+    a, b = await served.running("a", "b")
+    a.call.cancel()
+    await served.until(lambda run: not all(node.connected for node in run.nodes))
+    await b.say(worker_failed=pb.WorkerFailure(round=1, rank=2, message="it broke"))
+    await b.until(pb.PHASE_FROZEN)
+    again = await served.resume("a", a.lease.lease)
+    assert (await again.hear()).lease.lease == a.lease.lease
+    update = await again.update()
+    assert (update.phase, update.assignment.round, update.restart_count) == (pb.PHASE_FROZEN, 2, 1)
+    assert update.last_round_end.detail == "worker of rank 2 on node b failed: it broke"
+    assert len((await served.stage.later(3)).nodes) == 2
+
+
+async def test_a_lease_that_ended_is_not_resumed(served: Served) -> None:
+    """LEASE_LOST: as a newcomer, or not at all."""
+    a = await served.join("a")
+    error = await (await served.resume("a", 7)).ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
+    assert error.metadata["superseded_by"] == str(a.lease.lease)
+
+
+async def test_a_superseded_node_is_told_by_whom(served: Served) -> None:
+    """Another agent joined under its name: its stream ends, and so does its right to anything."""
+    old = await served.join("a")
+    new = await served.join("a")
+    error = await old.ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
+    assert error.metadata["superseded_by"] == str(new.lease.lease)
+    assert error.message.endswith("node a was lost: an agent joined again under its name")
+
+
+async def test_the_newer_of_two_streams_of_one_lease_lives(served: Served) -> None:
+    """The older one ends ABORTED, which is not for ever."""
+    old = await served.join("a")
+    new = await served.resume("a", old.lease.lease)
+    assert (await new.hear()).lease.lease == old.lease.lease
+    error = await old.ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.ABORTED, "STREAM_REPLACED")
+    await new.say(leave=pb.LeaveRun(reason="done"))
+    assert await new.ended() is None
+
+
+async def test_who_departs_and_leaves_is_let_go_in_peace(served: Served) -> None:
+    """The others are told at once; its stream ends OK."""
+    a, b = await served.running("a", "b")
+    await b.say(depart=pb.DepartRun(reason="SIGTERM"))
+    update = await a.until(pb.PHASE_JOINABLE)
+    assert update.last_round_end.cause == pb.ROUND_END_CAUSE_NODE_LEFT
+    assert update.last_round_end.detail == "node b left: SIGTERM"
+    await b.say(leave=pb.LeaveRun())
+    assert await b.ended() is None
+    assert [node.node_id for node in (await served.run()).nodes] == ["a"]
+
+
+async def test_the_success_of_all_ends_every_stream_in_order(served: Served) -> None:
+    """CLOSED with the outcome, then OK."""
+    streams = await served.running("a", "b")
+    for stream in streams:
+        await stream.say(succeeded=pb.ReportSuccess(round=1))
+    for stream in streams:
+        update = await stream.until(pb.PHASE_CLOSED)
+        assert update.run_end.outcome == pb.OUTCOME_SUCCEEDED
+        assert await stream.ended() is None
+
+
+async def test_nothing_goes_over_the_wire_before_it_is_durable(served: Served) -> None:
+    """Neither the lease of who joins nor the news to who is there."""
+    a = await served.join("a")
+    served.stage.journal.hold()
+    b = served.stream()
+    await b.say(join=good_join("b"))
+    await served.stage.journal.held()
+    hearing = [asyncio.create_task(stream.hear()) for stream in (a, b)]
+    done, _ = await asyncio.wait(hearing, timeout=0.1)
+    assert not done
+    served.stage.journal.release()
+    first, second = await asyncio.gather(*hearing)
+    assert (first.WhichOneof("message"), second.WhichOneof("message")) == ("update", "lease")
+
+
+async def test_a_broken_journal_ends_every_call_as_unavailable(served: Served) -> None:
+    """Come back: the service starts again."""
+    a = await served.join("a")
+    served.stage.journal.break_()
+    error = await refused(served.stub().CloseRun(pb.CloseRunRequest(run_id=RUN)))
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "JOURNAL_BROKEN")
+    ended = await a.ended()
+    assert ended is not None
+    assert (ended.code, ended.reason) == (Code.UNAVAILABLE, "JOURNAL_BROKEN")
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pb.JoinRequest(),
+        pb.JoinRequest(heartbeat=pb.Heartbeat()),
+        pb.JoinRequest(confirm=pb.ConfirmRound(round=1)),
+        pb.JoinRequest(worker_failed=pb.WorkerFailure()),
+        pb.JoinRequest(succeeded=pb.ReportSuccess()),
+        pb.JoinRequest(depart=pb.DepartRun()),
+        pb.JoinRequest(leave=pb.LeaveRun()),
+    ],
+    ids=lambda message: message.WhichOneof("message") or "empty",
+)
+async def test_the_first_message_must_be_join_or_resume(served: Served, first: pb.JoinRequest) -> None:
+    """Whatever else comes first is refused by name."""
+    stream = served.stream()
+    await stream.call.write(first)
+    error = await stream.ended()
+    assert field_of(error) == "message"
+    assert error is not None
+    assert (first.WhichOneof("message") or "empty") in error.message
+
+
+async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends at once, and one that never says what it is for."""
+    stream = served.stream()
+    await stream.call.done_writing()
+    assert field_of(await stream.ended()) == "message"
+    monkeypatch.setattr(servicer_module, "_FIRST_MESSAGE_TIMEOUT", 0.05)
+    assert field_of(await served.stream().ended()) == "message"
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("run_id", {"join": pb.JoinRun(node_id="a", settings=SETTINGS, address="a", local_world_size=1)}),
+        ("node_id", {"join": pb.JoinRun(run_id=RUN, settings=SETTINGS, address="a", local_world_size=1)}),
+        (
+            "settings.min_nodes",
+            {"join": pb.JoinRun(run_id=RUN, node_id="a", address="a", local_world_size=1)},
+        ),
+        ("address", {"join": pb.JoinRun(run_id=RUN, node_id="a", settings=SETTINGS, local_world_size=1)}),
+        ("local_world_size", {"join": pb.JoinRun(run_id=RUN, node_id="a", settings=SETTINGS, address="a")}),
+        ("run_id", {"resume": pb.ResumeRun(node_id="a", lease=1)}),
+        ("node_id", {"resume": pb.ResumeRun(run_id=RUN, lease=1)}),
+    ],
+)
+async def test_a_bad_field_of_the_first_message_is_named(
+    served: Served, field: str, message: dict[str, Any]
+) -> None:
+    """INVALID_ARGUMENT with a BadRequest; the run is not made."""
+    stream = served.stream()
+    await stream.say(**message)
+    assert field_of(await stream.ended()) == field
+    assert await served.stage.engine.list_runs() == []
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("message", {}),
+        ("message", {"join": good_join()}),
+        ("message", {"resume": pb.ResumeRun(run_id=RUN, node_id="a", lease=2)}),
+        ("confirm.master_port", {"confirm": pb.ConfirmRound(round=1, master_port=65_536)}),
+        ("confirm.master_port", {"confirm": pb.ConfirmRound(round=1, master_port=-1)}),
+        ("depart.reason", {"depart": pb.DepartRun(reason="x" * 1025)}),
+        ("leave.reason", {"leave": pb.LeaveRun(reason="a\nb")}),
+    ],
+)
+async def test_a_bad_field_of_a_later_message_is_named(
+    served: Served, field: str, message: dict[str, Any]
+) -> None:
+    """The stream ends, the lease lives on: a client that is put right can resume."""
+    a = await served.join("a")
+    await a.say(**message)
+    assert field_of(await a.ended()) == field
+    again = await served.resume("a", a.lease.lease)
+    assert (await again.hear()).lease.lease == a.lease.lease
+
+
+async def test_other_settings_are_refused_by_name(served: Served) -> None:
+    """With the run's own in the metadata."""
+    await served.join("a")
+    stream = served.stream()
+    join = good_join("b")
+    join.settings.max_nodes = 9
+    join.settings.last_call_timeout.CopyFrom(Duration(seconds=1, nanos=118_000_000))
+    await stream.say(join=join)
+    error = await stream.ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "SETTINGS_DIFFER")
+    assert error.metadata == {"max_nodes": "2", "last_call_timeout": "30.0"}
+    assert "max_nodes is 2, not 9, last_call_timeout is 30.0, not 1.118" in error.message
+
+
+async def test_a_hostile_report_stops_nobody(served: Served) -> None:
+    """Numbers that no clock shows, control characters, texts without end: it is cut, and the run goes on."""
+    a, _ = await served.running("a", "b")
+    failure = pb.WorkerFailure(
+        round=1,
+        rank=-(2**31),
+        pid=-(2**63),
+        exit_code=2**31 - 1,
+        message="x\x1b\n" * 100_000,
+        traceback="y" * 10**6,
+    )
+    failure.time.seconds, failure.time.nanos = 2**63 - 1, -(2**31)
+    await a.say(worker_failed=failure)
+    update = await a.until(pb.PHASE_FROZEN)
+    assert update.restart_count == 1
+    assert update.last_round_end.detail.isprintable()
+    assert update.ByteSize() < 3000
+
+
+async def test_garbage_is_refused(served: Served) -> None:
+    """Bytes that are no message."""
+    call: Any = served.channel().stream_stream(f"/{SERVICE}/Join")(timeout=PATIENCE)
+    await call.write(b"\xff\xff\xff")
+    error = await refused(call.read())
+    assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+
+
+# ---- people and tools
+
+
+async def test_a_run_can_be_looked_at(served: Served) -> None:
+    """GetRun has every node, ListRuns a line per run."""
+    await served.running("a", "b")
+    await served.join("x", run_id="another")
+    stub = served.stub()
+    run = (await stub.GetRun(pb.GetRunRequest(run_id=RUN))).run
+    assert [(node.node_id, node.state) for node in run.nodes] == [
+        ("a", pb.NODE_STATE_RUNNING),
+        ("b", pb.NODE_STATE_RUNNING),
+    ]
+    assert (run.round, run.world_size, run.settings.max_restarts) == (1, 4, 3)
+    runs = (await stub.ListRuns(pb.ListRunsRequest())).runs
+    assert [(each.run_id, each.node_count) for each in runs] == [("another", 1), (RUN, 2)]
+
+
+@pytest.mark.parametrize("method", ["GetRun", "WatchRun", "CloseRun"])
+async def test_a_run_that_is_not_there_is_not_found(served: Served, method: str) -> None:
+    """And not made by asking for it; a name that can't be is a bad request."""
+    stub = served.stub()
+    request = getattr(pb, method + "Request")
+
+    async def call(run_id: str) -> None:
+        answer = getattr(stub, method)(request(run_id=run_id), timeout=PATIENCE)
+        await (answer.read() if method == "WatchRun" else answer)
+
+    error = await refused(call("nowhere"))
+    assert (error.code, error.reason, error.metadata) == (
+        Code.NOT_FOUND,
+        "RUN_NOT_FOUND",
+        {"run_id": "nowhere"},
+    )
+    for bad in ("", "x" * 257, "a\tb"):
+        assert field_of(await refused(call(bad))) == "run_id"
+
+
+async def test_closing_a_run_tells_everybody(served: Served) -> None:
+    """Nodes and watchers get the last state, and their streams end OK; a second closing says how it ended."""
+    nodes = await served.running("a", "b")
+    stub = served.stub()
+    watching = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
+    await watching.read()
+    end = (await stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="wrong data"))).run_end
+    assert (end.outcome, end.detail) == (pb.OUTCOME_CANCELLED, "closed by an operator: wrong data")
+    for node in nodes:
+        assert (await node.until(pb.PHASE_CLOSED)).run_end == end
+        assert await node.ended() is None
+    last = await watching.read()
+    assert isinstance(last, pb.WatchRunResponse)
+    assert last.run.run_end == end
+    assert await watching.read() is grpc.aio.EOF
+    assert (await stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="again"))).run_end == end
+    error = await refused(stub.CloseRun(pb.CloseRunRequest(run_id=RUN, reason="x" * 1025)))
+    assert field_of(error) == "reason"
+
+
+async def test_who_comes_to_a_closed_run_is_told_how_it_ended(served: Served) -> None:
+    """A newcomer is refused, with the outcome; who was in it gets the last state."""
+    a = await served.join("a")
+    await served.stage.engine.close_run(RUN, "enough")
+    newcomer = served.stream()
+    await newcomer.say(join=good_join("b"))
+    error = await newcomer.ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
+    assert error.metadata == {"run_id": RUN, "outcome": "CANCELLED"}
+    late = await served.resume("a", a.lease.lease)
+    assert (await late.hear()).HasField("lease")
+    assert (await late.update()).run_end.outcome == pb.OUTCOME_CANCELLED
+    assert await late.ended() is None
+
+
+async def test_a_watcher_resumes_where_it_was(served: Served) -> None:
+    """The present state first, or only what is newer than it saw; revisions only grow."""
+    await served.join("a")
+    stub = served.stub()
+    first = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
+    seen = await first.read()
+    assert isinstance(seen, pb.WatchRunResponse)
+    first.cancel()
+    again = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, revision=seen.run.revision), timeout=PATIENCE)
+    reading = asyncio.ensure_future(again.read())
+    await served.until(lambda run: len(served.stage.engine._runs[RUN].watchers) == 1)
+    assert not reading.done()
+    await served.join("b")
+    newer = await reading
+    assert isinstance(newer, pb.WatchRunResponse)
+    assert newer.run.revision > seen.run.revision
+    assert newer.run.node_count == 2
+    ahead = stub.WatchRun(pb.WatchRunRequest(run_id=RUN, revision=999), timeout=PATIENCE)
+    error = await refused(ahead.read())
+    assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "REVISION_AHEAD")
+
+
+async def large_run(served: Served, nodes: int = 300) -> list[Member]:
+    """A run whose state is a message of some 150 KB: a few of them fill what a connection takes unread."""
+    stage = served.stage
+    members = await asyncio.gather(*(stage.join(f"n{number:03}" + "x" * 200) for number in range(nodes)))
+    return list(members)
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_watcher_that_does_not_read_is_told_the_latest_only(served: Served) -> None:
+    """A hundred changes while it looks away: it gets what was on its way, and then the present state."""
+    members = await large_run(served)
+    watching = served.stub().WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
+    await watching.read()
+    for member in members[100:200]:
+        await served.stage.leave(member)
+    last = (await served.run()).revision
+    revisions = [0]
+    while revisions[-1] < last:
+        response = await watching.read()
+        assert isinstance(response, pb.WatchRunResponse)
+        revisions.append(response.run.revision)
+    assert revisions == sorted(set(revisions))
+    assert len(revisions) < 50
+
+
+async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the write timeout, so that it costs nothing; it may resume. Others are told as ever."""
+    monkeypatch.setattr(servicer_module, "_WRITE_TIMEOUT", 0.3)
+    members = await large_run(served)
+    stub = served.stub()
+    stuck = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
+    await stuck.read()
+    watchers = served.stage.engine._runs[RUN].watchers
+    for member in members[100:]:
+        if not watchers:
+            break
+        await served.stage.leave(member)
+        await asyncio.sleep(0.02)
+    await served.until(lambda run: not watchers)
+    error = await refused(read_to_the_end(stuck))
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "SUBSCRIBER_TOO_SLOW")
+    assert (await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)).run.node_count > 0
+
+
+# ---- the server's own coming and going
+
+
+async def test_a_draining_server_says_so_and_ends_every_stream(served: Served) -> None:
+    """Nodes get the message and an orderly end, watchers and newcomers an error to retry; no node is lost by it."""
+    nodes = await served.running("a", "b")
+    watching = served.stub().WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)
+    await watching.read()
+    late = served.stub()
+    await late.ListRuns(pb.ListRunsRequest())
+    revision = (await served.run()).revision
+    draining = asyncio.create_task(served.server.drain(5.0))
+    for node in nodes:
+        response = await node.hear()
+        assert response.WhichOneof("message") == "draining"
+        assert response.draining.revision == revision
+        assert await node.ended() is None
+    error = await refused(watching.read())
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+    error = await refused(late.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE))
+    assert error.code is Code.UNAVAILABLE
+    await draining
+    run = await served.stage.later(100)
+    assert (run.phase, run.round, len(run.nodes)) == (pb.PHASE_FINAL, 1, 2)
+
+
+async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(served: Served) -> None:
+    """Its node was admitted in the last moment: it is told to come back, and holds nobody up."""
+    await served.join("a")
+    served.stage.journal.hold()
+    late = served.stream()
+    await late.say(join=good_join("b"))
+    await served.stage.journal.held()
+    draining = asyncio.create_task(served.server.drain(60.0))
+    watched = served.stage.engine._runs[RUN].members["a"].updates
+    with pytest.raises(Exception, match="going away"):
+        await watched.take()
+    served.stage.journal.release()
+    assert (await late.hear()).HasField("lease")
+    while (response := await late.hear()).WhichOneof("message") != "draining":
+        assert response.HasField("update")
+    assert await late.ended() is None
+    await draining
+
+
+async def test_reflection_and_health_are_served(served: Served) -> None:
+    """grpcurl finds the service, and whoever asks for its health hears SERVING."""
+    channel = served.channel()
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    async for answer in reflection.ServerReflectionInfo(asked, timeout=PATIENCE):
+        assert SERVICE in [service.name for service in answer.list_services_response.service]
+    health = health_pb2_grpc.HealthStub(channel)
+    status = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=PATIENCE)
+    assert status.status == health_pb2.HealthCheckResponse.SERVING

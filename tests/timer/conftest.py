@@ -1,0 +1,77 @@
+"""A timer service on a real socket, and what tests of it wait with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.timer.errors import translate
+from rallypoint.timer.service import registration_of
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.watchdog import Watchdog
+
+
+class Clock:
+    """Monotonic seconds, in the test's hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until it holds; the test's own timeout is what bounds it."""
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.005)
+
+
+class Service:
+    """A timer service that can be ended and started again at its address."""
+
+    def __init__(self, path: Path) -> None:
+        self.options = ServerOptions(host=f"unix:{path}")
+        self.address = self.options.host
+        self.watchdog: Watchdog
+        self.server: Server
+        self.channels: list[grpc.aio.Channel] = []
+
+    async def start(
+        self, settings: TimerSettings | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.watchdog = Watchdog(settings, clock) if clock else Watchdog(settings)
+        self.server = Server(self.options, services=[registration_of(self.watchdog)], translate=translate)
+        await self.server.start()
+
+    def channel(self) -> grpc.aio.Channel:
+        self.channels.append(open_channel(self.address))
+        return self.channels[-1]
+
+    def stub(self) -> pb_grpc.TimerServiceAsyncStub:
+        return pb_grpc.TimerServiceStub(self.channel())
+
+    async def close(self) -> None:
+        for channel in self.channels:
+            await channel.close()
+        await self.server.stop()
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    service = Service(tmp_path / "timer")
+    await service.start()
+    yield service
+    await service.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

@@ -1,0 +1,336 @@
+"""The agent's client keeps the service in step with what the workers hold, whatever breaks between them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.durations import to_duration
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from rallypoint.timer.values import TimerSettings
+
+from .conftest import Clock, Service, eventually
+
+pytestmark = pytest.mark.integration
+
+SETTINGS = ClientSettings(linger=0.001, back_off=0.01, back_off_most=0.05, patience=0.1)
+
+
+class Node:
+    """A client, and what it was told."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, lease: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.client = TimerClient(
+            channel,
+            run_id="run",
+            node_id="a",
+            lease=lease,
+            settings=SETTINGS,
+            clock=clock,
+            jitter=lambda: 0.5,
+        )
+        self.expired: list[ExpiredTimer] = []
+        self.answer: bool | Exception | None = None
+        self.client.start(self.deal)
+
+    async def deal(self, expired: ExpiredTimer) -> bool | None:
+        self.expired.append(expired)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def remaining(service: Service, clock: Callable[[], float]) -> dict[str, float]:
+    return {view.name.scope: view.remaining for view in service.watchdog.table.timers(clock())}
+
+
+@pytest.fixture
+async def node(service: Service) -> AsyncIterator[Node]:
+    node = Node(service.channel())
+    yield node
+    await node.client.close(grace=0)
+
+
+async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node) -> None:
+    """Acquired, run out, dealt with, acknowledged."""
+    node.client.acquire("0@1", "s", 0.05)
+    await eventually(lambda: len(node.expired) == 1)
+    (expired,) = node.expired
+    assert (expired.worker_id, expired.scope, expired.after) == ("0@1", "s", 0.05)
+    assert expired.late_by >= 0
+    await eventually(lambda: len(service.watchdog.table) == 0)
+    assert not node.client.holds(expired)
+
+
+async def test_what_is_released_is_not_told(service: Service, node: Node) -> None:
+    """Nor what is cleared, nor what was acquired anew in time."""
+    for scope in ("released", "again"):
+        node.client.acquire("0@1", scope, 0.3)
+    node.client.acquire("1@1", "cleared", 0.3)
+    await eventually(lambda: len(service.watchdog.table) == 3)
+    node.client.release("0@1", "released")
+    node.client.acquire("0@1", "again", 60)
+    node.client.clear("1@1")
+    node.client.acquire("2@1", "late", 0.4)
+    await eventually(lambda: len(node.expired) == 1)
+    assert node.expired[0].scope == "late"
+    await eventually(lambda: list(remaining(service, time.monotonic)) == ["again"])
+
+
+async def test_a_restarted_service_is_told_everything_with_the_time_that_has_passed(
+    service: Service, clock: Clock
+) -> None:
+    """To the nanosecond: both clocks stand still while the test looks."""
+    await service.server.stop()
+    await service.start(clock=clock)
+    node = Node(service.channel(), clock=clock)
+    node.client.acquire("0@1", "long", 60.0)
+    clock.now += 10
+    node.client.acquire("0@1", "short", 20.0)
+    await eventually(lambda: len(service.watchdog.table) == 2)
+    assert remaining(service, clock) == {"long": pytest.approx(50), "short": pytest.approx(20)}
+    await service.server.stop()
+    clock.now += 5
+    node.client.release("0@1", "short")
+    node.client.acquire("0@1", "meanwhile", 3.0)
+    clock.now += 5
+    await service.start(clock=clock)
+    await eventually(lambda: len(node.expired) == 1)
+    assert node.expired[0].scope == "meanwhile"
+    assert node.expired[0].late_by == pytest.approx(2)
+    await eventually(lambda: len(service.watchdog.table) == 1)
+    assert remaining(service, clock) == {"long": pytest.approx(40)}
+    await node.client.close()
+
+
+async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_path: Path) -> None:
+    """A real process, SIGKILLed and started again: the timer that it never saw running out does run out."""
+    address = f"unix:{tmp_path / 'timer'}"
+
+    async def serve() -> asyncio.subprocess.Process:
+        script = (
+            "from rallypoint.serving import loop; from rallypoint.serving.server import Server, ServerOptions\n"
+            "from rallypoint.timer.service import timer_registration, translate\n"
+            "async def main():\n"
+            f"    server = Server(ServerOptions(host={address!r}), services=[timer_registration()],"
+            " translate=translate)\n"
+            "    await server.start()\n"
+            "    print('ready', flush=True)\n"
+            "    await server.serve_until_signal()\n"
+            "loop.run(main())\n"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
+        return process
+
+    async with open_channel(address) as channel:
+        process = await serve()
+        node = Node(channel)
+        began = time.monotonic()
+        node.client.acquire("0@1", "s", 3.0)
+        await eventually(lambda: node.client._subscribed)
+        process.kill()
+        await process.communicate()
+        process = await serve()
+        await eventually(lambda: bool(node.expired))
+        assert time.monotonic() - began >= 3.0
+        (expired,) = node.expired
+        assert expired.after == 3.0
+        await node.client.close()
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+
+
+async def test_an_expiry_that_could_not_be_dealt_with_is_told_again(service: Service) -> None:
+    """Until it could."""
+    await service.server.stop()
+    await service.start(TimerSettings(reoffer_interval=0.05))
+    node = Node(service.channel())
+    node.answer = False
+    node.client.acquire("0@1", "s", 0.01)
+    await eventually(lambda: len(node.expired) >= 2)
+    assert len(service.watchdog.table) == 1
+    node.answer = None
+    await eventually(lambda: len(service.watchdog.table) == 0)
+    await node.client.close()
+
+
+async def test_one_that_raises_counts_as_dealt_with(service: Service, node: Node) -> None:
+    """As torch has it; the log has the traceback."""
+    node.answer = ValueError("reaping failed")
+    node.client.acquire("0@1", "s", 0.01)
+    await eventually(lambda: len(node.expired) == 1 and len(service.watchdog.table) == 0)
+
+
+async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
+    """However often it is told meanwhile, over a reconnect too; then it is acknowledged on the new stream."""
+    await service.server.stop()
+    await service.start(TimerSettings(reoffer_interval=0.02))
+    calls, go = [], asyncio.Event()
+
+    async def deal(expired: ExpiredTimer) -> None:
+        calls.append(expired)
+        await go.wait()
+
+    client = TimerClient(service.channel(), run_id="run", node_id="a", settings=SETTINGS)
+    client.start(deal)
+    client.acquire("0@1", "s", 0.01)
+
+    def offers() -> int:
+        return sum(view.offers for view in service.watchdog.table.timers(time.monotonic()))
+
+    await eventually(lambda: offers() >= 3)
+    client.renew(1)
+    await eventually(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [1])
+    before = offers()
+    await eventually(lambda: offers() >= before + 3)
+    assert len(calls) == 1
+    go.set()
+    await eventually(lambda: len(service.watchdog.table) == 0)
+    await client.close()
+
+
+async def test_closing_tells_the_service_that_no_worker_is_left(service: Service, node: Node) -> None:
+    """Nothing is left there to run out."""
+    node.client.acquire("0@1", "s", 60.0)
+    await eventually(lambda: len(service.watchdog.table) == 1)
+    node.client.acquire("1@1", "s", 60.0)
+    await node.client.close()
+    assert len(service.watchdog.table) == 0
+    assert service.watchdog._mailboxes == {}
+
+
+async def test_closing_does_not_wait_for_a_service_that_is_gone(service: Service, node: Node) -> None:
+    """Whatever the grace."""
+    await eventually(lambda: node.client._subscribed)
+    await service.server.stop()
+    await eventually(lambda: not node.client._subscribed)
+    await asyncio.wait_for(node.client.close(grace=600), 30)
+
+
+async def test_who_is_superseded_gives_up(service: Service) -> None:
+    """The older of two agents of one node stops, and doesn't fight over the stream."""
+    older = Node(service.channel(), lease=1)
+    older.client.acquire("0@1", "s", 60.0)
+    await eventually(lambda: len(service.watchdog.table) == 1)
+    newer = Node(service.channel(), lease=2)
+    await eventually(lambda: older.client.refusal is not None)
+    assert older.client.refusal is not None
+    assert older.client.refusal.reason == "LEASE_LOST"
+    await eventually(lambda: len(service.watchdog.table) == 0)
+    assert newer.client.refusal is None
+    await older.client.close()
+    await newer.client.close()
+
+
+class Scripted(pb_grpc.TimerServiceServicer):
+    """A service that does what the test says, stream by stream."""
+
+    def __init__(self, *streams: Any) -> None:
+        self.streams = list(streams)
+        self.seen: list[list[pb.SuperviseAction]] = []
+
+    async def Supervise(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.SuperviseResponse]:
+        self.seen.append([])
+        stream = self.streams[min(len(self.seen), len(self.streams)) - 1]
+        async for event in stream(self, request_iterator, context):
+            yield pb.SuperviseResponse(events=[event])
+
+    def register(self, server: grpc.aio.Server) -> None:
+        pb_grpc.add_TimerServiceServicer_to_server(self, server)
+
+
+async def _listen(script: Scripted, requests: Any, count: int) -> None:
+    """Reads until so many actions of this stream were seen."""
+    while len(script.seen[-1]) < count:
+        script.seen[-1].extend((await anext(requests)).actions)
+
+
+async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reaped(tmp_path: Path) -> None:
+    """The number tells: the worker holds another timer of that name by now, or none."""
+
+    async def crossed(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        await _listen(script, requests, 3)
+        sequence = script.seen[-1][1].acquire.sequence
+        yield pb.SuperviseEvent(subscribed=pb.Subscribed())
+        for number, scope in ((sequence - 1, "s"), (sequence, "other")):
+            expired = pb.Expired(
+                expiry_id=7, worker_id="0@1", scope=scope, after=to_duration(1), sequence=number
+            )
+            yield pb.SuperviseEvent(expired=expired)
+        await _listen(script, requests, 5)
+
+    script = Scripted(crossed)
+    server = Server(
+        ServerOptions(host=f"unix:{tmp_path / 's'}"),
+        services=[Registration("rallypoint.timer.v1.TimerService", script.register)],
+    )
+    await server.start()
+    async with open_channel(server.address) as channel:
+        node = Node(channel)
+        node.client.acquire("0@1", "s", 60.0)
+        await eventually(lambda: bool(script.seen) and len(script.seen[0]) == 5)
+        assert [action.acknowledge.expiry_id for action in script.seen[0][3:]] == [7, 7]
+        assert node.expired == []
+        await node.client.close(grace=0)
+    await server.stop()
+
+
+async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
+    """Each time with everything: subscribe, the timers, registered."""
+
+    async def broken(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        await _listen(script, requests, 3)
+        codes = [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT]
+        if len(script.seen) <= len(codes):
+            await context.abort(codes[len(script.seen) - 1], "go away")
+        yield pb.SuperviseEvent(subscribed=pb.Subscribed())
+        yield pb.SuperviseEvent(draining=pb.Draining())
+
+    script = Scripted(broken)
+    server = Server(
+        ServerOptions(host=f"unix:{tmp_path / 's'}"),
+        services=[Registration("rallypoint.timer.v1.TimerService", script.register)],
+    )
+    await server.start()
+    async with open_channel(server.address) as channel:
+        node = Node(channel)
+        node.client.acquire("0@1", "s", 60.0)
+        await eventually(lambda: len(script.seen) >= 6)
+        for seen in script.seen[:5]:
+            assert [action.WhichOneof("action") for action in seen] == ["subscribe", "acquire", "registered"]
+        assert node.client.refusal is None
+        await node.client.close(grace=0)
+    await server.stop()
+
+
+async def test_a_client_waits_for_a_service_that_is_not_there_yet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes timers meanwhile, and says once that it waits."""
+    service = Service(tmp_path / "timer")
+    node = Node(service.channel())
+    node.client.acquire("0@1", "s", 60.0)
+    await eventually(lambda: "no connection to the timer service" in caplog.text)
+    await service.start()
+    await eventually(lambda: len(service.watchdog.table) == 1)
+    await node.client.close()
+    await service.close()
+    assert caplog.text.count("no connection to the timer service") == 1
