@@ -22,13 +22,12 @@ def _modules() -> Iterator[tuple[str, Path]]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Names of the modules that a file imports, anywhere in it."""
+    """Names that a file imports, anywhere in it: modules, and things as `module.thing`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
 

@@ -497,10 +497,11 @@ class Script:
 
 async def serve_script(script: Script, stack: AsyncExitStack) -> str:
     """Serve a script; returns where."""
-    name = "rallypoint.rendezvous.v1.RendezvousService"
-    registration = Registration(
-        name, lambda server: pb_grpc.add_RendezvousServiceServicer_to_server(script, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        script.join, pb.JoinRequest.FromString, pb.JoinResponse.SerializeToString
     )
+    generic = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Join": handler})
+    registration = Registration(SERVICE_NAME, lambda server: server.add_generic_rpc_handlers((generic,)))
     server = Server(ServerOptions(), services=[registration])
     await server.start()
     stack.push_async_callback(server.stop)
