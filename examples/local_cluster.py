@@ -97,6 +97,7 @@ class LocalCluster:
         self.folder = folder
         self.programs: dict[str, Program] = {}
         self.output: Feed[Line] = Feed()
+        self._lock = -1
         self._failures: Feed[str] = Feed()
         self._ports: dict[str, socket.socket] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}

@@ -170,10 +170,13 @@ def end_well(main: Callable[[Path], Coroutine[Any, Any, None]], description: str
     try:
         asyncio.run(_until_signalled(main(folder), received))
     except asyncio.CancelledError:
-        print(f"\nStopped by {received[0].name}; no process is left.", file=sys.stderr)
+        print(f"\nStopped by {received[0].name}; nothing that was started is left.", file=sys.stderr)
         return 128 + received[0]
     except (ClusterError, OSError) as error:
-        print(f"\nFailed: {error}\nNo process is left; logs are in {_short(folder)}.", file=sys.stderr)
+        print(
+            f"\nFailed: {error}\nNothing that was started is left; logs are in {_short(folder)}.",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rallypoint.agent.spawner import watch_forks
+
 PATIENCE = 20.0
 """Seconds that a test waits for what should take milliseconds, before it gives up."""
 
@@ -70,20 +72,30 @@ def all_there(folder: Path, workers: int) -> bool:
 def living(marker: str) -> list[int]:
     """Pids of the processes, zombies left out, that have the marker in their arguments or environment."""
     found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
+    # Youngest first: a hopper is gone the soonest.
+    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+        if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            folder = Path("/proc", name)
-            text = folder.joinpath("cmdline").read_bytes() + folder.joinpath("environ").read_bytes()
-            if marker.encode() in text:  # both are empty for a zombie
-                found.append(int(name))
+            folder = Path("/proc", str(pid))
+            # Both are empty for a zombie.
+            if (
+                marker.encode() in folder.joinpath("cmdline").read_bytes()
+                or marker.encode() in folder.joinpath("environ").read_bytes()
+            ):
+                found.append(pid)
     return found
 
 
 def gone(marker: str, besides: int = 0) -> bool:
-    """Whether nobody has the marker. Looks several times: a hopper can be between two processes at a glance."""
-    return not any(set(living(marker)) - {besides} for _ in range(5))
+    """Whether nobody has the marker. One look may miss a hopper between two processes, unless nobody forked."""
+    for _ in range(20):
+        before = watch_forks()
+        if set(living(marker)) - {besides}:
+            return False
+        if watch_forks() == before:
+            return True
+    return True
 
 
 @contextlib.contextmanager

@@ -182,7 +182,7 @@ async def test_clusters_can_run_side_by_side(tmp_path: Path, marker: str) -> Non
         assert one.rendezvous_endpoint != two.rendezvous_endpoint
         log = (tmp_path / "one" / "rendezvous.log").read_text()
         assert '"ready"' in log
-        with pytest.raises(ClusterError, match="another cluster runs in .*one; choose another folder"):
+        with pytest.raises(ClusterError, match=r"another cluster runs in .*one; choose another folder"):
             await LocalCluster(tmp_path / "one").__aenter__()
         assert (tmp_path / "one" / "rendezvous.log").read_text() == log
         assert one.programs[RENDEZVOUS].running

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.codec import decode_record, encode_record, from_message, to_message
@@ -91,6 +92,7 @@ any_fact = st.one_of(
 )
 
 
+@hypothesis_settings(deadline=None)
 @given(fact=any_fact, run_id=text, revision=st.integers(1, 2**62))
 def test_a_fact_is_read_back_from_its_record_as_it_was(fact: facts.Fact, run_id: str, revision: int) -> None:
     """Through bytes, as a journal keeps it; every field, also empty ones, and times to the nanosecond."""
@@ -100,6 +102,7 @@ def test_a_fact_is_read_back_from_its_record_as_it_was(fact: facts.Fact, run_id:
     assert decode_record(record) == fact
 
 
+@hypothesis_settings(deadline=None)
 @given(settings=settings)
 def test_settings_survive_any_number_of_journeys(settings: state.RunSettings) -> None:
     """Those of the wire are those of the journal: a node is not refused because a server started again."""

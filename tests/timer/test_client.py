@@ -293,6 +293,45 @@ async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reape
     await server.stop()
 
 
+async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) -> None:
+    """A restarted service counts anew, and may have given the number to somebody else's expiry."""
+    go = asyncio.Event()
+
+    async def first(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        await _listen(script, requests, 3)
+        yield pb.SuperviseEvent(subscribed=pb.Subscribed())
+        sequence = script.seen[-1][1].acquire.sequence
+        yield pb.SuperviseEvent(
+            expired=pb.Expired(
+                expiry_id=7, worker_id="0@1", scope="s", after=to_duration(1), sequence=sequence
+            )
+        )
+
+    async def second(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        await _listen(script, requests, 3)
+        yield pb.SuperviseEvent(subscribed=pb.Subscribed())
+        go.set()
+        await _listen(script, requests, 4)
+
+    async def deal(expired: ExpiredTimer) -> None:
+        await go.wait()
+
+    script = Scripted(first, second)
+    server = Server(
+        ServerOptions(host=f"unix:{tmp_path / 's'}"),
+        services=[Registration("rallypoint.timer.v1.TimerService", script.register)],
+    )
+    await server.start()
+    async with open_channel(server.address) as channel:
+        client = TimerClient(channel, run_id="run", node_id="a", settings=SETTINGS)
+        client.start(deal)
+        client.acquire("0@1", "s", 60.0)
+        await eventually(lambda: len(script.seen) > 1 and len(script.seen[1]) == 4)
+        assert script.seen[1][3] == pb.SuperviseAction(release=pb.Release(worker_id="0@1", scope="s"))
+        await client.close(grace=0)
+    await server.stop()
+
+
 async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
     """Each time with everything: subscribe, the timers, registered."""
 

@@ -279,6 +279,20 @@ def test_a_deadline_survives_a_restart_of_the_service() -> None:
     assert (expiry.after, expiry.late_by, expiry.sequence) == (10.0, 0.0, 7)
 
 
+def test_what_a_new_stream_does_not_name_ends_with_registered() -> None:
+    """Not before, and not what a single call acquired."""
+    timers = table()
+    earlier = timers.subscribe(RUN, "a", 0, 0.0)
+    timers.register(earlier, "w", "kept", 60.0, 0.0, sequence=1)
+    timers.register(earlier, "w", "gone", 60.0, 0.0, sequence=2)
+    timers.acquire(TimerName(RUN, "a", "w", "call"), 60.0, 0.0)
+    later = timers.subscribe(RUN, "a", 0, 10.0)
+    timers.register(later, "w", "kept", 60.0, 10.0, sequence=1, elapsed=10.0)
+    assert len(timers) == 3
+    timers.registered(later)
+    assert [(view.name.scope, view.remaining) for view in timers.timers(10.0)] == [("call", 50), ("kept", 50)]
+
+
 def test_an_expiry_is_told_again_until_acknowledged() -> None:
     """Under the same id, every reoffer_interval; acknowledging ends the timer."""
     timers = table()
@@ -301,6 +315,19 @@ def test_an_expiry_waits_for_its_agent() -> None:
     timers.subscribe(RUN, "a", 0, 100.0)
     (expiry,) = timers.advance(100.0, due=100.0).expiries
     assert (expiry.sequence, expiry.late_by) == (0, 99.0)
+
+
+def test_a_flood_of_expiries_is_told_in_portions() -> None:
+    """So that releases get in between; in order, none twice, none lost."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    for number in range(5000):
+        timers.register(agent, f"w{number}", "s", 1.0, 0.0, sequence=number + 1)
+    portions = []
+    while timers.next_wake(1.0) == 1.0:
+        portions.append([expiry.sequence for expiry in timers.advance(1.0, due=1.0).expiries])
+    assert sum(portions, []) == list(range(1, 5001))
+    assert max(map(len, portions)) <= 2000
 
 
 def test_what_nobody_claims_is_forgotten() -> None:

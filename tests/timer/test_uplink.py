@@ -171,6 +171,40 @@ def test_a_connection_is_closed_only_when_no_thread_can_send_on_it(agent: Agent)
         os.fstat(descriptor)
 
 
+def test_a_release_while_another_thread_connects_is_told(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds no link yet, and the timer is on its way to the agent already: who connects must tell."""
+    up = Uplink(agent.path, 1.0)
+    up._retry_at = float("inf")
+    outer = up.acquire(60.0, b"outer")
+    up._retry_at = 0.0
+    connect = uplink._connect
+
+    def connect_slowly(path: str, patience: float) -> uplink._Link:
+        link = connect(path, patience)
+        send = link.send
+
+        def send_and_release(message: bytes, flags: int) -> int:
+            sent = send(message, flags)
+            releasing = threading.Thread(target=up.release, args=(outer,))
+            releasing.start()
+            releasing.join()
+            return sent
+
+        link.send = send_and_release
+        return link
+
+    monkeypatch.setattr(uplink, "_connect", connect_slowly)
+    up.acquire(60.0, b"inner")
+    up.close()
+    connection = agent.accept()
+    seen = []
+    while (message := receive(connection)) is not None:
+        seen.append(message)
+    assert wire.Release(outer) in seen
+
+
 def test_threads_lose_no_release_while_the_connection_breaks(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:

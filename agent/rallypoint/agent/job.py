@@ -134,11 +134,17 @@ class Job:
         self.result = self._verdict()
         return self.result
 
-    def request_stop(self, detail: str, number: int = signal.SIGTERM) -> None:
-        """Leave the run in good order: workers get signal `number`. Asked twice: at once, workers are killed."""
+    def request_stop(self, detail: str, received: int = signal.SIGTERM) -> None:
+        """Leave the run in good order. Asked twice: at once, workers are killed.
+
+        Args:
+            detail: Who asked, for people.
+            received: The signal that asked, or that stands for who did; the exit code names it. Workers get SIGINT
+                for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
+        """
         if not self.stopping:
             _log.warning("leaving the run", reason=detail)
-            self._stop_signal = number
+            self._stop_signal = received
             self._events.put_nowait(core.StopRequested(detail))
         elif not self._hurried:
             _log.warning("stopping at once", reason=detail)
@@ -224,7 +230,7 @@ class Job:
         await crew.start()
 
     async def _stop_crew(self, crew: Crew, detail: str) -> None:
-        number = self._stop_signal or signal.SIGTERM
+        number = signal.SIGINT if self._stop_signal == signal.SIGINT else signal.SIGTERM
         timeout = self._config.shutdown_timeout
         if self._hurried:
             number, timeout = signal.SIGKILL, 0.0

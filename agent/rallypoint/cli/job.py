@@ -124,9 +124,7 @@ async def _run_until_signalled(job: Job) -> JobResult:
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [number for number in _SIGNALS if number != signal.SIGHUP or not nohup]
     for number in handled:
-        # Workers get SIGINT for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
-        passed_on = number if number == signal.SIGINT else signal.SIGTERM
-        loop.add_signal_handler(number, job.request_stop, f"got {number.name}", passed_on)
+        loop.add_signal_handler(number, job.request_stop, f"got {number.name}", number)
     try:
         return await job.run()
     finally:

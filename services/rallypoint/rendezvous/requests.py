@@ -14,12 +14,13 @@ NAME_BYTES = 256
 SENTENCE_BYTES = 1024
 PATH_BYTES = 4096
 TRACEBACK_BYTES = 16 * 1024
-# Bounds that no sensible run comes near. The first two keep every rank within 32 bits, and a time this short is
-# exact to the nanosecond as a float, so a node's settings are the same on the wire, in the core and in a journal.
+# Bounds that no sensible run comes near. The first two keep every rank within 32 bits. A time no longer than the
+# last (in nanoseconds below 2**51) goes through a float and back without losing one of them, so a node's settings
+# are the same on the wire, in the core and in a journal.
 MOST_NODES = 100_000
 MOST_WORKERS_PER_NODE = 16_384
 MOST_RESTARTS = 1_000_000
-LONGEST = 100 * 24 * 3600.0
+LONGEST = 25 * 24 * 3600.0
 # Past it a time can't be written down again (year 10,000), unix seconds.
 _LATEST = 253_402_300_000
 

@@ -29,6 +29,9 @@ MAX_AFTER = 315_360_000.0
 # A deadline this close, in seconds, has come. Deadlines are moved between two clocks, and a sum of floats that
 # rounds the wrong way must not have the caller wake at the same instant for ever.
 _ROUNDING = 1e-6
+# Timers judged in one go. A hundred thousand that run out in one instant must not hold up the event loop for a
+# second, in which releases would wait; the rest are due at once and get their turn after the loop had its own.
+_MOST_AT_ONCE = 2000
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +245,8 @@ class TimerTable:
         return max(now, min(earliest + self._clock.forgiven, now + self.settings.lag.pulse))
 
     def advance(self, now: float, due: float) -> Advance:
-        """Lets time pass. All that arrived before is to be put in first.
+        """Lets time pass. All that arrived before is to be put in first. If much is due, the rest waits for the
+        next call, for which `next_wake` then says `now`.
 
         Args:
             now: the monotonic clock, in seconds.
@@ -253,7 +257,10 @@ class TimerTable:
         watch = self._clock.read(now)
         expiries: list[Expiry] = []
         unclaimed = abandoned = 0
-        while (item := self._queue.pop_due(watch + _ROUNDING)) is not None:
+        for _ in range(_MOST_AT_ONCE):
+            item = self._queue.pop_due(watch + _ROUNDING)
+            if item is None:
+                break
             if isinstance(item, _Node):
                 del self._nodes[item.run_id, item.node_id]
             elif item.node.stream:

@@ -242,6 +242,24 @@ class TestReforming:
         run.lose("a")
         assert (sorted(run.ranks), run.waiting) == (["b", "z"], ["c"])
 
+    def test_survivors_keep_their_ranks(self) -> None:
+        """In a smaller round as in a larger one; only who must move moves."""
+        run = ScriptedRun(min_nodes=1, max_nodes=4)
+        run.start("a", "b", "c", "d")
+        run.lose("a")
+        run.run_round()
+        assert run.ranks == ["d", "b", "c"]
+        run.join("a")
+        assert run.ranks == ["d", "b", "c", "a"]
+
+    def test_a_node_that_joins_again_goes_before_a_spare(self) -> None:
+        """Though the spare has waited longer: the place is that of who was in the round."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        run.join("spare")
+        run.join("a")
+        assert (run.ranks, run.waiting) == (["a", "b"], ["spare"])
+
     def test_a_spare_takes_no_seat_that_nobody_left(self) -> None:
         """A restart for a failed worker seats the same nodes."""
         run = ScriptedRun(min_nodes=1, max_nodes=2, max_restarts=1)

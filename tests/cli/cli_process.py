@@ -1,0 +1,73 @@
+"""The command line as its users have it: a process, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RALLYPOINT = Path(sys.executable).with_name("rallypoint")
+PATIENCE = 30.0
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment, without settings of ours that the tests themselves were started with."""
+    foreign = ("RALLYPOINT_", "PET_", "TORCHELASTIC_", "GRPC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | more
+
+
+def rallypoint(
+    *arguments: str | Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [str(RALLYPOINT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=clean_environment(**environment or {}),
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line with which a command was refused; fails if it was not, or not in one line."""
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("Error: ")
+    assert result.stdout == ""
+    return lines[0].removeprefix("Error: ")
+
+
+@contextmanager
+def service(role: str, *arguments: str | Path) -> Iterator[str]:
+    """A service in a process of its own; yields its address, and ends it."""
+    process = subprocess.Popen(
+        [str(RALLYPOINT), "serve", role, "--port", "0", "--log-format", "json", *map(str, arguments)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert process.stderr is not None
+    try:
+        yield _ready(process.stderr)["address"]
+    finally:
+        process.terminate()
+        # To its end: a pipe that is full would keep the process from ending.
+        process.communicate(timeout=PATIENCE)
+
+
+def _ready(lines: Iterator[str]) -> dict[str, Any]:
+    seen = []
+    for line in lines:
+        seen.append(line)
+        record: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
+        if record.get("event") == "ready":
+            return record
+    raise AssertionError(f"it ended before it was ready: {''.join(seen)}")

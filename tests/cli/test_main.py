@@ -1,0 +1,106 @@
+"""`rallypoint`: every command says what it does without loading gRPC, and a mistyped one is answered in a line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from click.testing import CliRunner
+
+from rallypoint.cli.main import main
+
+COMMANDS = [
+    [],
+    ["run"],
+    ["serve"],
+    ["serve", "rendezvous"],
+    ["serve", "timer"],
+    ["serve", "agent"],
+    ["status"],
+    ["close"],
+    ["completion"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_has_help(command: list[str], flag: str) -> None:
+    """A usage line, what the command does, and its options."""
+    result = CliRunner().invoke(main, [*command, flag])
+    assert result.exit_code == 0
+    first, *rest = result.output.splitlines()
+    assert first.startswith(
+        " ".join(["Usage: rallypoint", *command]).replace("Usage: rallypoint", "Usage: main")
+    )
+    assert len(rest[1].strip()) > 20
+    assert "Options:" in result.output
+
+
+def test_the_commands_are_listed_as_they_introduce_themselves() -> None:
+    """The list is written by hand, so that it costs no imports; it must not go out of date."""
+    result = CliRunner().invoke(main, ["--help"])
+    for name in ("run", "serve", "status", "close", "completion"):
+        assert f"\n  {name} " in result.output
+        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "run --help", "status --help", "close --help", "completion bash"]
+)
+def test_help_and_completion_load_no_grpc(command: str) -> None:
+    """It takes longer than all the rest, and completion runs at every press of the Tab key."""
+    program = f"""
+import sys
+from rallypoint.cli.main import main
+try:
+    main({command.split()!r})
+finally:
+    assert not [name for name in sys.modules if name.split(".")[0] == "grpc"]
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    """One place says it."""
+    result = CliRunner().invoke(main, ["--version"], prog_name="rallypoint")
+    assert result.output == f"rallypoint, version {version('rallypoint')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["statsu"], "No such command 'statsu'"),
+        (["serve", "everything"], "No such command 'everything'"),
+        (["--verbose"], "No such option '--verbose'"),
+        (["status", "--joson"], "No such option '--joson'"),
+        (["close"], "Missing argument 'RUN_ID'"),
+        (["completion", "cmd"], "'cmd' is not one of 'bash', 'zsh', 'fish'"),
+        (["status", "a", "b"], "Got unexpected extra argument (b)"),
+        (["serve", "timer", "--port", "70000"], "70000 is not in the range"),
+    ],
+)
+def test_a_command_line_that_can_not_be_followed_is_answered_in_one_line(
+    arguments: list[str], told: str
+) -> None:
+    """What is wrong, and where to look; the whole usage would hide it."""
+    result = CliRunner().invoke(main, arguments, prog_name="rallypoint")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert told in result.stderr
+    assert result.stderr.count("\n") == 1
+    command = " ".join(
+        ["rallypoint", *[name for name in arguments[:1] if name in ("status", "close", "completion")]]
+    )
+    assert command in result.stderr
+
+
+@pytest.mark.parametrize("group", [[], ["serve"]])
+def test_a_group_without_a_command_shows_its_help(group: list[str]) -> None:
+    """It is a question rather than a mistake."""
+    result = CliRunner().invoke(main, group)
+    assert result.exit_code == 2
+    assert "Commands:" in result.output

@@ -1,0 +1,60 @@
+"""`make demo` breaks a job in four ways while it trains, and it trains to its end all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import demo
+from process_probe import fresh_marker, gone
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+
+def test_every_fault_is_recovered_and_named(tmp_path: Path) -> None:
+    """The accuracy is reached, the timeline tells of each fault what was done, noticed and measured; nothing stays."""
+    with fresh_marker() as marker:
+        done = subprocess.run(
+            [sys.executable, demo.__file__, "--var", str(tmp_path)],
+            env={**os.environ, "DEMO_MARKER": marker},
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert gone(marker)
+
+    told = json.loads((tmp_path / "demo.json").read_text())
+    assert told["accuracy"] >= 0.92
+    worker, hung, agent, newcomer, rendezvous = told["faults"]
+    assert "killed by SIGKILL" in worker["detail"]
+    assert "did not leave 'step' within 2 s" in hung["detail"]
+    assert "was lost: its connection broke" in agent["detail"]
+    assert "joined" in newcomer["detail"]
+    assert "no worker was restarted" in rendezvous["detail"]
+    assert [fault["workers"] for fault in told["faults"]] == [[4, 4], [4, 4], [4, 2], [2, 4], [4, 4]]
+    assert [fault["restarts"] for fault in told["faults"]] == [1, 2, 2, 2, 2]
+    assert hung["noticed_after"] >= demo.STEP_TIMEOUT
+    rounds = [fault["rounds"] for fault in told["faults"]]
+    assert all(before < after for before, after in rounds[:4])
+    assert rounds[4][0] == rounds[4][1]
+    for fault in told["faults"]:
+        assert 0 < fault["noticed_after"] < fault["epoch_after"]
+        assert 0 < fault["down"] <= fault["epoch_after"]
+
+    table = " ".join(done.stdout.split("fault, and who noticed it")[1].split())
+    for fault in told["faults"]:
+        for text in (
+            fault["fault"],
+            fault["detail"],
+            f"{fault['noticed_after']:.2f} s",
+            f"{fault['down']:.2f} s",
+        ):
+            assert " ".join(text.split()) in table
+    assert f"Held-out accuracy {told['accuracy']:.2f}" in table

@@ -1,0 +1,76 @@
+"""`make run` trains to the end on a cluster of its own, and can be stopped at any moment."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import run_digits
+from process_probe import fresh_marker, gone
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The example, as from a shell; at the end, nothing of it is left."""
+    with fresh_marker() as marker:
+        environment = {**os.environ, "RUN_MARKER": marker}
+        command = [sys.executable, run_digits.__file__, "--var", str(folder)]
+        with subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            yield process
+        assert gone(marker)
+
+
+def test_it_trains_to_the_end_and_says_how_to_look_at_it(tmp_path: Path) -> None:
+    """The console has where everything is, every epoch and the accuracy; the status command it names works."""
+    with started(tmp_path) as process:
+        assert process.stdout is not None
+        shown = [process.stdout.readline()]
+        while " epoch 1/" not in shown[-1]:
+            shown.append(process.stdout.readline())
+        look = next(line for line in shown if line.startswith("look at it with"))
+        status = subprocess.run(
+            look.split("with", 1)[1].split(), capture_output=True, text=True, timeout=30, check=False
+        )
+        assert "FINAL, round 1, 4 workers on 2 of 2 nodes" in status.stdout
+        rest, errors = process.communicate(timeout=150)
+    assert (process.returncode, errors) == (0, "")
+    output = "".join(shown) + rest
+    assert all(f" epoch {epoch}/30 " in output for epoch in range(1, 31))
+    last = re.search(r"^Held-out accuracy ([\d.]+): all 4 workers of round 1 succeeded", output, re.MULTILINE)
+    assert last is not None
+    assert float(last[1]) >= 0.92
+
+
+def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
+    """In the middle of the training: a clear message, the code of a program that Ctrl-C ended, nothing left."""
+    with started(tmp_path) as process:
+        assert process.stdout is not None
+        while " epoch 1/" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=150)
+    assert process.returncode == 130
+    assert errors.split("\n")[-2] == "Stopped by SIGINT; nothing that was started is left."
+
+
+def test_a_failure_is_reported(tmp_path: Path) -> None:
+    """A job that can't be done ends with exit code 1 and the reason, not with a traceback of ours."""
+    (tmp_path / "runs").write_text("in the way of a folder")
+    with started(tmp_path) as process:
+        _, errors = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert "cannot make a log directory" in errors
+    assert "Nothing that was started is left; logs are in" in errors
+    assert "Traceback" not in errors
