@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from local_cluster import RENDEZVOUS, Job, LocalCluster
 from process_probe import fresh_marker, gone, living
-from programs import ClusterError
+from programs import ClusterError, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 pytestmark = pytest.mark.integration
@@ -135,11 +136,12 @@ async def test_the_rendezvous_service_is_killed_and_started_again(tmp_path: Path
 async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path, marker: str) -> None:
     """An exception, Ctrl-C, and Ctrl-C once more while everything is being stopped."""
     started = asyncio.Event()
+    agents: list[Program] = []
 
     async def block() -> None:
         async with LocalCluster(tmp_path) as cluster:
             await cluster.start_rendezvous()
-            await cluster.start_agent("one", job(tmp_path))
+            agents.append(await cluster.start_agent("one", job(tmp_path)))
             await cluster.watch("run-wait").until(*final(workers=2))
             started.set()
             if how == "failing":
@@ -157,20 +159,27 @@ async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path,
     with pytest.raises(LookupError if how == "failing" else asyncio.CancelledError):
         await task
     assert gone(marker)
+    if how != "cancelled twice":
+        assert await agents[0].ended() == 128 + signal.SIGTERM
+        assert '"node left"' in (tmp_path / "rendezvous.log").read_text()  # in good order
 
 
-async def test_a_service_that_ends_unasked_ends_the_work(tmp_path: Path, marker: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_service_that_ends_unasked_ends_the_work(
+    number: signal.Signals, tmp_path: Path, marker: str
+) -> None:
     """Nobody waits for a timeout: the error names who ended, and how. One that was told to end is no error."""
     async with LocalCluster(tmp_path) as cluster:
         rendezvous = await cluster.start_rendezvous()
         timer = await cluster.start_timer()
         await rendezvous.kill()
+        how = "signal SIGKILL" if number == signal.SIGKILL else "exit code 0"
 
         async def work() -> None:
-            os.kill(timer.pid, 9)
+            os.kill(timer.pid, number)
             await asyncio.Event().wait()
 
-        with pytest.raises(ClusterError, match=r"^timer ended with signal SIGKILL, see .*timer\.log$"):
+        with pytest.raises(ClusterError, match=rf"^timer ended with {how}, see .*timer\.log$"):
             await asyncio.wait_for(cluster.unless_one_fails(work()), 20)
     assert gone(marker)
 

@@ -309,6 +309,22 @@ async def test_a_member_that_resumes_is_told_the_present_state(stage: Stage) -> 
     assert states(await stage.later(13)) == {"a": "ASSIGNED", "b": "ASSIGNED"}
 
 
+async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage: Stage) -> None:
+    """It came within the grace; that the commit before it took longer than that is not its fault."""
+    a, _ = await stage.running("a", "b")
+    stage.engine.disconnect(a)
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("c"))
+    await stage.journal.held()
+    stage.now += 1.9
+    (resuming,) = await begun(stage.engine.resume(RUN, "a", a.lease.lease, 0))
+    stage.now += 5
+    stage.journal.release()
+    assert (await resuming).lease.lease == a.lease.lease
+    await joining
+    assert states(await stage.engine.get_run(RUN)) == {"a": "RUNNING", "b": "RUNNING", "c": "WAITING"}
+
+
 async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
     """With the same lease; the older one's end is no broken stream."""
     a, _ = await stage.running("a", "b")

@@ -579,7 +579,7 @@ async def test_a_watcher_that_does_not_read_is_told_the_latest_only(served: Serv
 
 async def test_a_watcher_that_never_reads_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the write timeout, so that it costs nothing; it may resume. Others are told as ever."""
-    monkeypatch.setattr(servicer_module, "_WRITE_TIMEOUT", 0.3)
+    monkeypatch.setattr(servicer_module, "_WRITE_TIMEOUT", 0.5)
     members = await large_run(served)
     stub = served.stub()
     stuck = stub.WatchRun(pb.WatchRunRequest(run_id=RUN), timeout=PATIENCE)

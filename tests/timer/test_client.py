@@ -17,6 +17,7 @@ from rallypoint.serving.channel import open_channel
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
 from rallypoint.timer.durations import to_duration
+from rallypoint.timer.lag import LagSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from rallypoint.timer.values import TimerSettings
@@ -76,19 +77,26 @@ async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node)
     assert not node.client.holds(expired)
 
 
-async def test_what_is_released_is_not_told(service: Service, node: Node) -> None:
+async def test_what_is_released_is_not_told(service: Service, clock: Clock) -> None:
     """Nor what is cleared, nor what was acquired anew in time."""
+    await service.server.stop()
+    await service.start(TimerSettings(lag=LagSettings(tolerance=1e9)), clock)
+    node = Node(service.channel(), clock=clock)
     for scope in ("released", "again"):
-        node.client.acquire("0@1", scope, 0.3)
-    node.client.acquire("1@1", "cleared", 0.3)
+        node.client.acquire("0@1", scope, 10)
+    node.client.acquire("1@1", "cleared", 10)
     await eventually(lambda: len(service.watchdog.table) == 3)
     node.client.release("0@1", "released")
     node.client.acquire("0@1", "again", 60)
     node.client.clear("1@1")
-    node.client.acquire("2@1", "late", 0.4)
+    node.client.acquire("2@1", "late", 15)
+    await eventually(lambda: remaining(service, clock) == {"again": 60, "late": 15})
+    clock.now += 20
+    service.watchdog.ring()
     await eventually(lambda: len(node.expired) == 1)
     assert node.expired[0].scope == "late"
-    await eventually(lambda: list(remaining(service, time.monotonic)) == ["again"])
+    await eventually(lambda: list(remaining(service, clock)) == ["again"])
+    await node.client.close()
 
 
 async def test_a_restarted_service_is_told_everything_with_the_time_that_has_passed(
@@ -212,7 +220,7 @@ async def test_closing_tells_the_service_that_no_worker_is_left(service: Service
     node.client.acquire("0@1", "s", 60.0)
     await eventually(lambda: len(service.watchdog.table) == 1)
     node.client.acquire("1@1", "s", 60.0)
-    await node.client.close()
+    await node.client.close(grace=30)
     assert len(service.watchdog.table) == 0
     assert service.watchdog._mailboxes == {}
 

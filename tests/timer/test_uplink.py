@@ -141,13 +141,11 @@ def test_a_new_connection_is_told_all_that_is_held(agent: Agent, clock: Iterator
 def test_an_agent_that_does_not_read_costs_the_patience_once(agent: Agent) -> None:
     """Its queue fills up, one call waits, then the connection is given up and the agent sees all timers end."""
     up = Uplink(agent.path, 0.05)
-    waits = []
     outer = up.acquire(60.0, b"outer")
+    began = time.monotonic()
     for _ in range(3000):
-        began = time.monotonic()
         up.release(up.acquire(60.0, b"s"))
-        waits.append(time.monotonic() - began)
-    assert sum(wait >= 0.05 for wait in waits) <= 10, "each back-off may end in one wait, not each call"
+    assert time.monotonic() - began < 3000 * 0.05 / 5, "each back-off may end in one wait, not each call"
     connection = agent.accept()
     while receive(connection) is not None:
         pass

@@ -90,7 +90,8 @@ class Crew:
         except (SpawnError, LogError) as error:
             if not self._stopped:
                 local_rank = getattr(error, "local_rank", None) or 0
-                self._fail(failure_to_start(str(error), **self._identity(local_rank)))
+                failure = failure_to_start(str(error), local_rank=local_rank, **self._identity(local_rank))
+                self._fail(failure)
             return
         started = time.time()
         for local_rank, pid in self._group.pids.items():

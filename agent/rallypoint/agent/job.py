@@ -33,6 +33,10 @@ SUCCEEDED = 0
 FAILED = 1
 REFUSED = 2
 
+# Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
+# wrapper around this program that passes it on; that must not cost the workers their checkpoints.
+_ONE_REQUEST = 0.2
+
 _log = get_logger("rallypoint.agent")
 
 
@@ -68,6 +72,7 @@ class Job:
         self._internal_error: str | None = None
         self._lease = 0
         self._stop_signal: int | None = None
+        self._asked_at: float | None = None
         self._hurried = False
         self.result: JobResult | None = None
         self._membership: Membership
@@ -99,7 +104,7 @@ class Job:
     @property
     def stopping(self) -> bool:
         """Whether it was asked to leave, or is out of its run."""
-        return self._state.leaving is not None or self._state.out
+        return self._asked_at is not None or self._state.out
 
     async def run(self) -> JobResult:
         """Run the job to its end. Whatever happens, no process of it is left then.
@@ -135,18 +140,19 @@ class Job:
         return self.result
 
     def request_stop(self, detail: str, received: int = signal.SIGTERM) -> None:
-        """Leave the run in good order. Asked twice: at once, workers are killed.
+        """Leave the run in good order. Asked again, after a moment: at once, workers are killed.
 
         Args:
             detail: Who asked, for people.
             received: The signal that asked, or that stands for who did; the exit code names it. Workers get SIGINT
                 for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
         """
+        now = asyncio.get_running_loop().time()
         if not self.stopping:
             _log.warning("leaving the run", reason=detail)
-            self._stop_signal = received
+            self._stop_signal, self._asked_at = received, now
             self._events.put_nowait(core.StopRequested(detail))
-        elif not self._hurried:
+        elif not self._hurried and (self._asked_at is None or now >= self._asked_at + _ONE_REQUEST):
             _log.warning("stopping at once", reason=detail)
             self._hurried = True
             if self._crew is not None:

@@ -70,14 +70,14 @@ class _Run:
         member.updates.end()
         return member
 
-    def holds_lease(self, member: Member) -> bool:
-        """Whether the member's lease stands. The state may be ahead of what the member was told."""
-        node = self.state.nodes.get(member.node_id)
-        return node is not None and node.lease == member.lease.lease
+    def holds_lease(self, node_id: str, lease: int) -> bool:
+        """Whether a node's lease stands. The state may be ahead of what the node was told."""
+        node = self.state.nodes.get(node_id)
+        return node is not None and node.lease == lease
 
     def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft) -> None:
         member = self.members.get(fact.node_id)
-        if member is None or self.holds_lease(member):
+        if member is None or self.holds_lease(member.node_id, member.lease.lease):
             return
         del self.members[fact.node_id]
         member.updates.end(self._refusal(member, fact) if isinstance(fact, facts.NodeLost) else None)
@@ -202,6 +202,7 @@ class RendezvousEngine:
             run.durable_round = run.state.round
         for run in self._runs.values():
             leases.restart_leases(run.state, now)
+        self._wake.set()  # what must happen by now, happens as soon as the engine is served
         if self._runs:
             _log.info("recovered", runs=len(self._runs), records=len(records))
 
@@ -383,12 +384,17 @@ class RendezvousEngine:
             member.updates.put(node_update(run.state, node_id))
             return member
 
+        run = self._runs.get(run_id)
+        if run is not None and run.holds_lease(node_id, lease):
+            # A sign of life counts from when it came, however long the commit takes that is under way.
+            leases.renew(run.state, node_id, self._now())
         return await self._submit(enrol, undo=self.disconnect)
 
     def renew(self, member: Member) -> None:
         """Take a sign of life of a member."""
         run = self._runs[member.run_id]
-        if run.members.get(member.node_id) is member and run.holds_lease(member):
+        stands = run.holds_lease(member.node_id, member.lease.lease)
+        if stands and run.members.get(member.node_id) is member:
             leases.renew(run.state, member.node_id, self._now())
 
     def disconnect(self, member: Member) -> None:
@@ -397,7 +403,7 @@ class RendezvousEngine:
         if run.members.get(member.node_id) is not member:
             return
         del run.members[member.node_id]
-        if run.holds_lease(member):
+        if run.holds_lease(member.node_id, member.lease.lease):
             leases.disconnect(run.state, member.node_id, self._now())
             self._wake.set()
 

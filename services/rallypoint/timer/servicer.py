@@ -57,7 +57,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             yield _response([pb.SuperviseEvent(subscribed=pb.Subscribed(reoffer_interval=interval))])
             while (news := await mailbox.take()) is not None:
                 expiries, refusals = news
-                yield _response([*map(_expired, expiries), *map(_refused, refusals)])
+                yield _response([*map(_refused, refusals), *map(_expired, expiries)])
             if self._watchdog.draining:
                 yield _response([pb.SuperviseEvent(draining=pb.Draining())])
         finally:

@@ -174,13 +174,8 @@ class Watchdog:
 
     def _tell(self, expiry: Expiry) -> None:
         name = expiry.name
-        log.info(
-            "timer ran out",
-            **name._asdict(),
-            after=expiry.after,
-            late_by=round(expiry.late_by, 3),
-            offers=expiry.offers,
-        )
+        if expiry.offers == 1:
+            log.info("timer ran out", **name._asdict(), after=expiry.after, late_by=round(expiry.late_by, 3))
         subscriber = self._mailboxes.get((name.run_id, name.node_id))
         if subscriber is not None:
             subscriber[1].offer(expiry)

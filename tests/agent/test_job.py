@@ -1,0 +1,337 @@
+"""A job goes from joining to its end, whatever happens on the way, and leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from process_probe import fresh_marker, gone, living, until
+from rallypoint.agent import job as job_module
+from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.job import FAILED, REFUSED, SUCCEEDED, Job, JobResult
+from rallypoint.agent.logs import LogError, Redirect, Streams
+from rallypoint.agent.processes import Spawner
+from rallypoint.cli.roles import embedded_rendezvous, embedded_timer
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import ClientTLS, SettingError
+
+PATIENCE = 30.0
+RUN = "run-1"
+
+
+class Bench:
+    """Services, and jobs that run against them."""
+
+    def __init__(self, stack: AsyncExitStack, folder: Path, rendezvous: str, timer: str, marker: str) -> None:
+        """The services are there already."""
+        self.folder, self.rendezvous, self.timer, self.marker = folder, rendezvous, timer, marker
+        self._stack = stack
+
+    def job(
+        self, script: str, node_id: str = "a", nodes: tuple[int, int] = (1, 1), restarts: int = 0, **more: Any
+    ) -> Job:
+        """A job of two workers that run a shell script, whose first argument is the test's folder."""
+        settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=restarts)
+        settings.last_call_timeout.FromMilliseconds(50)
+        config = JobConfig(
+            **{
+                "run_id": RUN,
+                "node_id": node_id,
+                "address": "127.0.0.1",
+                "settings": settings,
+                "command": ("sh", "-c", script, self.marker, str(self.folder)),
+                "environment": {"PATH": os.environ["PATH"]},
+                "rendezvous": Peer(self.rendezvous),
+                "timer": Peer(self.timer),
+                "local_world_size": 2,
+                "redirects": Redirect(Streams.BOTH),
+                "log_dir": self.folder / "logs",
+                "connect_timeout": 0.5,
+                **more,
+            }
+        )
+        return Job(config, Spawner.start())
+
+    def start(self, job: Job) -> asyncio.Task[JobResult]:
+        """Run a job in the background, and make sure that it does not outlive the test."""
+        running = asyncio.create_task(job.run())
+
+        async def end() -> None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+        return running
+
+    async def run(self, job: Job) -> JobResult:
+        """Run a job to its end."""
+        return await asyncio.wait_for(self.start(job), PATIENCE)
+
+    async def state(self) -> pb.Run:
+        """The run, as the service knows it."""
+        async with open_channel(self.rendezvous) as channel:
+            request = pb.GetRunRequest(run_id=RUN)
+            return (await pb_grpc.RendezvousServiceStub(channel).GetRun(request)).run
+
+    async def has(self, name: str) -> None:
+        """Wait until a worker has made a file."""
+        await until((self.folder / name).exists, name)
+
+    def read(self, name: str) -> str:
+        """What a worker wrote."""
+        return (self.folder / name).read_text()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    """Services inside this process; at the end no worker of any job is left."""
+    with fresh_marker() as marker:
+        async with AsyncExitStack() as services:
+            rendezvous = await services.enter_async_context(embedded_rendezvous())
+            timer = await services.enter_async_context(embedded_timer())
+            async with AsyncExitStack() as stack:
+                yield Bench(stack, tmp_path, rendezvous, timer, marker)
+        assert gone(marker)
+
+
+async def test_a_job_whose_workers_succeed_ends_with_0(bench: Bench) -> None:
+    """On the only host, that is the run's end too."""
+    job = bench.job("exit 0")
+    assert await bench.run(job) == JobResult(SUCCEEDED, "all 2 workers of round 1 succeeded")
+    assert (await bench.state()).run_end.outcome == pb.OUTCOME_SUCCEEDED
+    assert job.log_dir is not None
+    assert sorted(path.name for path in (job.log_dir / "attempt_0" / "1").iterdir()) == [
+        "stderr.log",
+        "stdout.log",
+    ]
+
+
+async def test_a_job_whose_worker_fails_ends_with_1_and_the_failure(bench: Bench) -> None:
+    """With no restart allowed, at once; the other worker does not live on."""
+    result = await bench.run(bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 60'))
+    assert result.exit_code == FAILED
+    assert result.failure is not None
+    assert (result.failure.rank, result.failure.exit_code, result.failure.traceback) == (1, 3, "no data")
+    assert result.detail == "worker of rank 1 on node a failed: exited with code 3; no restarts were allowed"
+
+
+async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) -> None:
+    """The restart count is the run's, and both workers see it; both attempts keep their logs."""
+    script = """
+        echo "$RALLYPOINT_ROUND $TORCHELASTIC_RESTART_COUNT" >> $1/seen.$RANK
+        [ $RALLYPOINT_ROUND = 2 ] && exit 0
+        [ $RANK = 1 ] && exit 1
+        sleep 60
+    """
+    job = bench.job(script, restarts=1)
+    assert (await bench.run(job)).exit_code == SUCCEEDED
+    assert [bench.read(f"seen.{rank}") for rank in (0, 1)] == ["1 0\n2 1\n"] * 2
+    assert job.log_dir is not None
+    assert sorted(path.name for path in job.log_dir.iterdir()) == ["attempt_0", "attempt_1"]
+
+
+async def test_a_failure_on_one_host_is_told_on_all(bench: Bench) -> None:
+    """Also by the agent whose own workers were fine."""
+    script = "[ $RANK = 3 ] && exit 9; sleep 60"
+    jobs = [bench.job(script, node_id, nodes=(2, 2)) for node_id in ("a", "b")]
+    results = await asyncio.gather(*(bench.run(job) for job in jobs))
+    assert results[0] == results[1]
+    assert results[0].failure is not None
+    assert (results[0].exit_code, results[0].failure.rank, results[0].failure.exit_code) == (FAILED, 3, 9)
+
+
+async def test_a_job_that_is_asked_to_stop_leaves_and_the_run_goes_on(bench: Bench) -> None:
+    """Its workers get SIGTERM; the run is not closed."""
+    job = bench.job(
+        'trap "echo TERM > $1/got.$RANK; exit" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done'
+    )
+    running = bench.start(job)
+    await bench.has("started.0")
+    await bench.has("started.1")
+    job.request_stop("got SIGTERM")
+    assert await running == JobResult(128 + signal.SIGTERM, "left the run: got SIGTERM")
+    assert [bench.read(f"got.{rank}") for rank in (0, 1)] == ["TERM\n"] * 2
+    run = await bench.state()
+    assert (run.phase, run.node_count) == (pb.PHASE_JOINABLE, 0)
+
+
+async def test_ctrl_c_reaches_the_workers_as_sigint(bench: Bench) -> None:
+    """Python programs turn it into KeyboardInterrupt; those that ignore it are killed after the timeout."""
+    ignoring = 'trap "touch $1/got.$RANK" INT; touch $1/started.$RANK; while :; do sleep 0.02; done'
+    job = bench.job(ignoring, shutdown_timeout=0.3)
+    running = bench.start(job)
+    await bench.has("started.1")
+    job.request_stop("got SIGINT", signal.SIGINT)
+    assert (await running).exit_code == 128 + signal.SIGINT
+    await bench.has("got.1")
+
+
+async def test_asked_twice_a_job_stops_at_once(bench: Bench) -> None:
+    """Whoever asks again won't wait for the shutdown timeout."""
+    job = bench.job('trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done')
+    running = bench.start(job)
+    await bench.has("started.1")
+    job.request_stop("got SIGTERM")
+    await bench.has("got.1")
+    await asyncio.sleep(job_module._ONE_REQUEST)
+    job.request_stop("got SIGTERM")
+    result = await asyncio.wait_for(running, 20)  # the shutdown timeout is 30 s
+    assert result.exit_code == 128 + signal.SIGTERM
+
+
+async def test_a_job_that_never_got_in_stops_at_once(bench: Bench) -> None:
+    """There is no lease to give back, and nobody to give it to."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
+        job = bench.job("exit 0", rendezvous=Peer(endpoint), connect_timeout=PATIENCE, close_timeout=PATIENCE)
+        running = bench.start(job)
+        await until(lambda: hasattr(job, "_membership"), "the job to begin")
+        job.request_stop("got SIGINT", signal.SIGINT)
+        began = time.monotonic()
+        assert (await running).exit_code == 128 + signal.SIGINT
+        assert time.monotonic() - began < PATIENCE / 3
+
+
+async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> None:
+    """The lease can't be given back: it runs out by itself, and the job ends after the close timeout."""
+    async with AsyncExitStack() as service:
+        rendezvous = await service.enter_async_context(embedded_rendezvous())
+        job = bench.job("touch $1/started.$RANK; sleep 60", rendezvous=Peer(rendezvous), close_timeout=0.2)
+        running = bench.start(job)
+        await bench.has("started.1")
+    assert living(bench.marker), "workers run on while the service is away"
+    job.request_stop("got SIGTERM")
+    result = await asyncio.wait_for(running, 20)
+    assert result == JobResult(128 + signal.SIGTERM, "left the run: got SIGTERM")
+
+
+async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
+    """Nobody there, other settings: it could not be started as asked, and the line says why."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+        result = await bench.run(bench.job("exit 0", rendezvous=Peer(endpoint)))
+    assert result.exit_code == REFUSED
+    assert result.detail.startswith(f"no rendezvous service answered at {endpoint} within 0.5 s: ")
+    first = bench.job("sleep 60", nodes=(2, 2))
+    bench.start(first)
+    await until(lambda: bool(first._lease), "the first to be in")
+    result = await bench.run(bench.job("exit 0", "b", nodes=(3, 3)))
+    assert result.exit_code == REFUSED
+    assert result.detail.startswith(
+        f"{bench.rendezvous} refused this node: run 'run-1' has other settings: min_nodes"
+    )
+
+
+async def test_a_job_that_another_took_the_name_of_ends_with_1(bench: Bench) -> None:
+    """It did start as asked, so it is no mistake of its command line; its workers must not run beside the other's."""
+    first = bench.job("touch $1/started.$RANK; sleep 60")
+    running = bench.start(first)
+    await bench.has("started.1")
+    bench.start(bench.job("sleep 60"))
+    result = await asyncio.wait_for(running, PATIENCE)
+    assert result.exit_code == FAILED
+    assert "an agent joined again under its name" in result.detail
+
+
+async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
+    """An operator ended it, for all its hosts."""
+    job = bench.job("touch $1/started.$RANK; sleep 60")
+    running = bench.start(job)
+    await bench.has("started.1")
+    async with open_channel(bench.rendezvous) as channel:
+        await pb_grpc.RendezvousServiceStub(channel).CloseRun(pb.CloseRunRequest(run_id=RUN, reason="enough"))
+    assert await running == JobResult(FAILED, "closed by an operator: enough")
+
+
+async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> None:
+    """Its workers die with it; the next round has a new one."""
+    script = "touch $1/started.$RALLYPOINT_ROUND.$RANK; [ $RALLYPOINT_ROUND = 2 ] || sleep 60"
+    job = bench.job(script, restarts=1)
+    running = bench.start(job)
+    await bench.has("started.1.1")
+    assert job._spawner.pid is not None
+    os.kill(job._spawner.pid, signal.SIGKILL)
+    assert (await running).exit_code == SUCCEEDED
+    await bench.has("started.2.1")
+
+
+async def test_what_workers_leave_behind_does_not_live_into_the_next_round(bench: Bench) -> None:
+    """A daemon that outlives its worker would hold its port, its memory or its files."""
+    script = f"""
+        setsid sh -c 'touch $0; sleep 60' $1/daemon.$RANK {bench.marker} &
+        while [ ! -e $1/daemon.$RANK ]; do sleep 0.01; done
+    """
+    assert (await bench.run(bench.job(script))).exit_code == SUCCEEDED
+    assert gone(bench.marker)
+
+
+async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that hangs is the worst failure: nobody learns of it. No worker is left either."""
+    job = bench.job("touch $1/started.$RANK; sleep 60")
+    running = bench.start(job)
+    await bench.has("started.1")
+
+    async def fail() -> None:
+        raise ZeroDivisionError("what nobody thought of")
+
+    job._spawn(fail())
+    result = await asyncio.wait_for(running, PATIENCE)
+    assert result.exit_code == FAILED
+    assert "internal error: ZeroDivisionError('what nobody thought of')" in result.detail
+
+
+@pytest.mark.parametrize("method", ["run", "_one_stream"])
+async def test_a_membership_that_breaks_ends_the_job_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """With the error, rather than as if the node had been refused without a reason."""
+
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError("what nobody thought of")
+
+    monkeypatch.setattr(f"rallypoint.agent.job.Membership.{method}", fail)
+    result = await bench.run(bench.job("sleep 60"))
+    assert (result.exit_code, "ZeroDivisionError" in result.detail) == (FAILED, True)
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"log_dir": Path("/proc/none")}, LogError),
+        ({"rendezvous": Peer("127.0.0.1:1", ClientTLS(ca=Path("/none.pem")))}, SettingError),
+    ],
+)
+async def test_what_can_not_be_set_up_leaves_no_spawner_behind(
+    bench: Bench, more: dict[str, Any], error: type[Exception]
+) -> None:
+    """A daemon lives on after a job that could not be started."""
+    job = bench.job("exit 0", **more)
+    with pytest.raises(error):
+        await bench.run(job)
+    assert job._spawner.dead
+
+
+async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
+    """Ctrl-C comes from the terminal and from a wrapper around us: workers get their time all the same."""
+    script = 'trap "sleep 0.1; touch $1/saved.$RANK; exit" INT; touch $1/started.$RANK; while :; do sleep 0.02; done'
+    job = bench.job(script)
+    running = bench.start(job)
+    await bench.has("started.0")
+    await bench.has("started.1")
+    job.request_stop("got SIGINT", signal.SIGINT)
+    assert job.stopping
+    job.request_stop("got SIGTERM", signal.SIGTERM)
+    assert await running == JobResult(128 + signal.SIGINT, "left the run: got SIGINT")
+    assert sorted(path.name for path in bench.folder.glob("saved.*")) == ["saved.0", "saved.1"]

@@ -1,0 +1,58 @@
+"""A role that can't go on ends, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rallypoint.cli import roles
+from rallypoint.cli.roles import embedded_rendezvous, embedded_timer, serve_rendezvous_role
+from rallypoint.rendezvous.journal.journal import Entry, JournalError
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Server
+from rallypoint.serving.settings import ServerOptions, SettingError
+
+
+class FullDisk(MemoryJournal):
+    """A journal that can keep nothing."""
+
+    async def append(self, entries: Sequence[Entry]) -> None:
+        """Fail."""
+        raise JournalError("can't write the journal x.db: the disk is full")
+
+
+async def test_a_service_whose_journal_breaks_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it told before was durable; what it would tell now is not, so it must go."""
+    servers: asyncio.Queue[Server] = asyncio.Queue()
+    start = Server.start
+
+    async def note(server: Server) -> None:
+        await start(server)
+        servers.put_nowait(server)
+
+    monkeypatch.setattr(Server, "start", note)
+    monkeypatch.setattr(roles, "open_journal", lambda url: FullDisk())
+    serving = asyncio.create_task(serve_rendezvous_role(ServerOptions(), "sqlite:x.db"))
+    server = await servers.get()
+    async with open_channel(server.address) as channel:
+        call = pb_grpc.RendezvousServiceStub(channel).Join()
+        settings = pb.RunSettings(min_nodes=1, max_nodes=1)
+        join = pb.JoinRun(
+            run_id="r", node_id="n", settings=settings, address="a", local_world_size=1, role="d"
+        )
+        await call.write(pb.JoinRequest(join=join))
+        with pytest.raises(SettingError, match="the disk is full"):
+            await asyncio.wait_for(serving, 20)
+        call.cancel()
+
+
+async def test_embedded_services_stand_on_loopback_at_ports_of_their_own() -> None:
+    """Several agents on one host don't collide."""
+    async with embedded_rendezvous() as one, embedded_rendezvous() as two, embedded_timer() as three:
+        assert len({one, two, three}) == 3
+        assert all(address.startswith("127.0.0.1:") for address in (one, two, three))

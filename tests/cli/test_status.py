@@ -1,0 +1,105 @@
+"""`rallypoint status`: a run with its nodes for people, the whole answer as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rallypoint.cli import operator
+from rallypoint.cli.main import main
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+def run_message(**more: Any) -> pb.Run:
+    """A run of two nodes that is in its third round."""
+    run = pb.Run(run_id="digits", revision=21, phase=pb.PHASE_FINAL, round=3, world_size=4, restart_count=1)
+    run.settings.MergeFrom(pb.RunSettings(min_nodes=1, max_nodes=3, max_restarts=2))
+    run.last_round_end.MergeFrom(pb.RoundEnd(round=2, detail="node c was lost: its connection broke"))
+    for rank, name in enumerate(("a", "b")):
+        node = run.nodes.add(node_id=name, role="trainer", local_world_size=2, address=f"10.0.0.{rank}")
+        node.state, node.connected = pb.NODE_STATE_RUNNING, rank == 0
+        node.assignment.MergeFrom(pb.Assignment(round=3, group_rank=rank, base_rank=2 * rank))
+    run.nodes.add(
+        node_id="spare", role="trainer", local_world_size=2, state=pb.NODE_STATE_WAITING, connected=True
+    )
+    run.node_count = 3
+    run.MergeFrom(pb.Run(**more))
+    return run
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
+    """Runs `status` with an answer in the place of a service's; returns what it prints."""
+
+    def show(response: Any, arguments: list[str]) -> str:
+        monkeypatch.setattr(operator, "ask", lambda *_: response)
+        result = CliRunner().invoke(main, ["status", *arguments])
+        assert (result.exit_code, result.stderr) == (0, "")
+        return result.output
+
+    return show
+
+
+def words(text: str) -> list[list[str]]:
+    """The words of each line."""
+    return [line.split() for line in text.splitlines()]
+
+
+def test_a_run_is_shown_with_its_nodes(answer: Callable[..., str]) -> None:
+    """Who is in, with which ranks, who waits, and why the round before ended."""
+    lines = answer(pb.GetRunResponse(run=run_message()), ["digits"]).splitlines()
+    assert lines[:2] == [
+        "run digits: FINAL, round 3, 4 workers on 3 of 1:3 nodes, 1 of 2 restarts used, revision 21",
+        "round 2 ended: node c was lost: its connection broke",
+    ]
+    assert words("\n".join(lines[2:])) == [
+        ["node", "state", "group", "rank", "ranks", "role", "address", "connected"],
+        ["a", "RUNNING", "0", "0-1", "trainer", "10.0.0.0", "yes"],
+        ["b", "RUNNING", "1", "2-3", "trainer", "10.0.0.1", "no"],
+        ["spare", "WAITING", "-", "-", "trainer", "yes"],
+    ]
+
+
+def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
+    """Its outcome, and the sentence that says why."""
+    end = pb.RunEnd(outcome=pb.OUTCOME_FAILED, detail="worker of rank 1 on node a failed")
+    run = pb.Run(run_id="digits", phase=pb.PHASE_CLOSED, round=1, run_end=end)
+    assert answer(pb.GetRunResponse(run=run), ["digits"]).splitlines() == [
+        "run digits: CLOSED FAILED, round 1, 0 workers on 0 of 0 nodes, 0 of 0 restarts used, revision 0",
+        "run ended: worker of rank 1 on node a failed",
+    ]
+
+
+def test_runs_are_listed(answer: Callable[..., str]) -> None:
+    """A line for each."""
+    one = run_message()
+    shown = words(answer(pb.ListRunsResponse(runs=[one, pb.Run(run_id="x", phase=pb.PHASE_JOINABLE)]), []))
+    assert shown[0][:3] == ["run", "phase", "round"]
+    assert shown[1][:8] == ["digits", "FINAL", "3", "3", "of", "1:3", "4", "1/2"]
+    assert shown[-1] == ["x", "JOINABLE", "0", "0", "of", "0", "0", "0/0", "-"]
+
+
+@pytest.mark.parametrize("text", ["[/b]", "[red]x[/red]", ":smile:", "[link=x"])
+def test_names_and_reasons_are_shown_as_they_are(answer: Callable[..., str], text: str) -> None:
+    """They are users' own, and exceptions quote anything: none of it is markup."""
+    run = run_message(run_id=text, last_round_end=pb.RoundEnd(detail=f"failed: {text}"))
+    run.nodes[0].node_id = text
+    shown = answer(pb.GetRunResponse(run=run), [text])
+    assert [f"run {text}: FINAL" in shown, f"failed: {text}" in shown, f"\n {text}" in shown] == [True] * 3
+    listed = answer(pb.ListRunsResponse(runs=[run]), [])
+    assert listed.count(text) == 2
+
+
+@pytest.mark.parametrize("arguments", [["digits", "--json"], ["--json"]])
+def test_programs_get_the_whole_answer(answer: Callable[..., str], arguments: list[str]) -> None:
+    """As the protocol's own JSON, with fields that are zero."""
+    run = run_message()
+    response = pb.GetRunResponse(run=run) if len(arguments) > 1 else pb.ListRunsResponse(runs=[run])
+    shown = json.loads(answer(response, arguments))
+    seen = shown["run"] if len(arguments) > 1 else shown["runs"][0]
+    assert (seen["runId"], seen["phase"], seen["restartCount"]) == ("digits", "PHASE_FINAL", 1)
+    assert seen["nodes"][0]["assignment"]["baseRank"] == 0
