@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
-from rallypoint.rendezvous.engine import Member, RendezvousEngine
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
-from rallypoint.timer.lag import LagSettings
+from rallypoint.serving.lag import LagSettings
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from rallypoint.rendezvous import servicer as servicer_module
-from rallypoint.rendezvous.engine import Member
 from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc

@@ -14,10 +14,10 @@ import grpc
 import pytest
 
 from rallypoint.serving.channel import open_channel
+from rallypoint.serving.lag import LagSettings
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
 from rallypoint.timer.durations import to_duration
-from rallypoint.timer.lag import LagSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from rallypoint.timer.values import TimerSettings

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from rallypoint.serving.lag import LagSettings
 from rallypoint.timer.core import MAX_AFTER, TimerTable
-from rallypoint.timer.lag import LagSettings
 from rallypoint.timer.refusals import InvalidField, LeaseLost, Refused, StreamReplaced, TooMany
 from rallypoint.timer.values import Expiry, Subscription, TimerName, TimerSettings, TimerState
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -14,18 +14,18 @@ from rallypoint.rendezvous.core import commands, facts, leases
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
-from rallypoint.rendezvous.core.explain import explain_loss
-from rallypoint.rendezvous.core.refusals import JoinTimedOut, LeaseLost, Refused, RunNotFound
-from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
-from rallypoint.rendezvous.errors import Draining, StreamReplaced
+from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
+from rallypoint.rendezvous.core.state import Phase, RunState
+from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.fact_log import log_fact
+from rallypoint.rendezvous.hosted_run import HostedRun, Member
 from rallypoint.rendezvous.journal.journal import Journal, JournalError
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
-from rallypoint.rendezvous.views import lease_message, node_update, run_message, run_summary
+from rallypoint.rendezvous.views import node_update, run_message, run_summary
+from rallypoint.serving.lag import LagSettings, WatchClock
 from rallypoint.serving.logs import get_logger
-from rallypoint.timer.lag import LagSettings, WatchClock
 
 _T = TypeVar("_T")
 _log = get_logger(__name__)
@@ -33,83 +33,6 @@ _log = get_logger(__name__)
 # What every node must act on. Others (who else joined, who confirmed) are for watchers only: a round that n
 # nodes join is told to each of them once, not n times.
 _TOLD_TO_NODES = (facts.RoundFrozen, facts.RoundFinalized, facts.RoundEnded, facts.RunClosed)
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """A node with a stream open; `updates` is what waits to be told to it."""
-
-    run_id: str
-    node_id: str
-    lease: pb.Lease
-    updates: Slot[pb.NodeUpdate]
-
-
-@dataclass(slots=True)
-class _Run:
-    """A run, and who is to be told of it."""
-
-    state: RunState
-    recorded: int = 0  # the last revision that was given to the journal
-    durable_round: int | None = None  # the last round that is durable; None while nothing of the run is
-    members: dict[str, Member] = field(default_factory=dict)
-    watchers: set[Slot[pb.Run]] = field(default_factory=set)
-
-    def enrol(self, node_id: str, number: int) -> Member:
-        older = self.members.get(node_id)
-        if older is not None:
-            older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
-        lease = lease_message(self.state, number)
-        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
-        return member
-
-    def farewell(self, node_id: str, number: int) -> Member:
-        """What a node gets that comes back to a run which was closed while it was away."""
-        member = Member(self.state.run_id, node_id, lease_message(self.state, number), Slot())
-        member.updates.put(node_update(self.state, node_id))
-        member.updates.end()
-        return member
-
-    def holds_lease(self, node_id: str, lease: int) -> bool:
-        """Whether a node's lease stands. The state may be ahead of what the node was told."""
-        node = self.state.nodes.get(node_id)
-        return node is not None and node.lease == lease
-
-    def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft) -> None:
-        member = self.members.get(fact.node_id)
-        if member is None or self.holds_lease(member.node_id, member.lease.lease):
-            return
-        del self.members[fact.node_id]
-        member.updates.end(self._refusal(member, fact) if isinstance(fact, facts.NodeLost) else None)
-
-    def _refusal(self, member: Member, loss: facts.NodeLost) -> Refused:
-        run_id, settings = self.state.run_id, self.state.settings
-        if loss.reason is LossReason.JOIN_TIMED_OUT:
-            return JoinTimedOut(run_id, loss.node_id, settings.min_nodes, settings.join_timeout)
-        node = self.state.nodes.get(loss.node_id)
-        detail = explain_loss(loss.node_id, loss.reason, settings)
-        return LeaseLost(run_id, loss.node_id, member.lease.lease, node.lease if node else None, detail)
-
-    def tell_members(self) -> None:
-        for member in self.members.values():
-            member.updates.put(node_update(self.state, member.node_id))
-        if self.state.run_end is not None:
-            for member in self.members.values():
-                member.updates.end()
-            self.members.clear()
-
-    def tell_watchers(self) -> None:
-        if not self.watchers:
-            return
-        message = run_message(self.state)
-        for watcher in self.watchers:
-            watcher.put(message)
-            if self.state.run_end is not None:
-                watcher.end()
-
-    def slots(self) -> Iterator[Slot[Any]]:
-        yield from (member.updates for member in self.members.values())
-        yield from self.watchers
 
 
 @dataclass(slots=True)
@@ -175,7 +98,7 @@ class RendezvousEngine:
         self._stopped_at: float | None = None
         self._wall_clock = wall_clock
         self._on_round = on_round
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, HostedRun] = {}
         self._requests: list[_Request[Any]] = []
         self._wake = asyncio.Event()
         self._broken: Exception | None = None
@@ -188,7 +111,7 @@ class RendezvousEngine:
         """
         now = self._now()
         for record in records:
-            run = self._runs.setdefault(record.run_id, _Run(RunState(record.run_id)))
+            run = self._runs.setdefault(record.run_id, HostedRun(RunState(record.run_id)))
             try:
                 apply(run.state, decode_record(record), now)
             except ValueError as error:
@@ -250,7 +173,7 @@ class RendezvousEngine:
 
     async def _step(self, requests: Sequence[_Request[Any]]) -> None:
         now = self._now()
-        changes: list[tuple[_Run, Sequence[facts.Fact]]] = []
+        changes: list[tuple[HostedRun, Sequence[facts.Fact]]] = []
         for request in requests:
             if request.command is None:
                 continue
@@ -267,7 +190,7 @@ class RendezvousEngine:
         for request in requests:
             request.settle()
 
-    def _records(self, changes: Sequence[tuple[_Run, Sequence[facts.Fact]]]) -> list[JournalRecord]:
+    def _records(self, changes: Sequence[tuple[HostedRun, Sequence[facts.Fact]]]) -> list[JournalRecord]:
         wall_time = self._wall_clock()
         records = []
         for run, happened in changes:
@@ -276,9 +199,9 @@ class RendezvousEngine:
                 records.append(encode_record(run.state.run_id, run.recorded, fact, wall_time))
         return records
 
-    def _publish(self, changes: Sequence[tuple[_Run, Sequence[facts.Fact]]]) -> None:
+    def _publish(self, changes: Sequence[tuple[HostedRun, Sequence[facts.Fact]]]) -> None:
         """Tell what has become durable."""
-        changed: dict[int, tuple[_Run, bool]] = {}
+        changed: dict[int, tuple[HostedRun, bool]] = {}
         for run, happened in changes:
             if not happened:
                 continue
@@ -292,7 +215,7 @@ class RendezvousEngine:
                 run.tell_members()
             run.tell_watchers()
 
-    def _note(self, run: _Run, fact: facts.Fact) -> None:
+    def _note(self, run: HostedRun, fact: facts.Fact) -> None:
         log_fact(run.state.run_id, fact)
         if isinstance(fact, facts.RunCreated):
             run.durable_round = 0
@@ -317,12 +240,12 @@ class RendezvousEngine:
             for slot in run.slots():
                 slot.end(error)
 
-    def _run_for(self, run_id: str, command: commands.Command) -> _Run:
+    def _run_for(self, run_id: str, command: commands.Command) -> HostedRun:
         if isinstance(command, commands.Join):
-            return self._runs.setdefault(run_id, _Run(RunState(run_id)))
+            return self._runs.setdefault(run_id, HostedRun(RunState(run_id)))
         return self._run(run_id)
 
-    def _run(self, run_id: str) -> _Run:
+    def _run(self, run_id: str) -> HostedRun:
         run = self._runs.get(run_id)
         if run is None:
             raise RunNotFound(run_id)

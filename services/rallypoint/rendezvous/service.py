@@ -72,7 +72,9 @@ async def rendezvous_services(
     try:
         yield [
             Registration(
-                SERVICE_NAME, partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer), servicer.drain
+                SERVICE_NAME,
+                partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer),
+                servicer.drain,
             ),
             store_registration(store),
         ]

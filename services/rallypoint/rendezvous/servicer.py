@@ -10,8 +10,9 @@ import grpc
 from google.protobuf.message import Message
 
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.engine import Member, RendezvousEngine
+from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import Draining
+from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.requests import (
     SENTENCE_BYTES,
     count,

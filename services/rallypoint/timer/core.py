@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rallypoint.serving.lag import WatchClock
 from rallypoint.timer.deadlines import DeadlineQueue
-from rallypoint.timer.lag import WatchClock
 from rallypoint.timer.refusals import InvalidField, LeaseLost, StreamReplaced, TooMany
 from rallypoint.timer.values import (
     Advance,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from rallypoint.timer.lag import LagSettings
+from rallypoint.serving.lag import LagSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,12 @@ class RendezvousServiceStub(object):
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
+    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     """
 
     def __init__(self, channel):
@@ -85,9 +88,12 @@ class RendezvousServiceServicer(object):
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
+    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     """
 
     def Join(self, request_iterator, context):
@@ -98,7 +104,9 @@ class RendezvousServiceServicer(object):
         an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
         that is slow, or that was away, is told the latest state only, and revisions only grow.
 
-        When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`.
+        When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
+        and say again what was said last. Nothing that a client says is acknowledged, and everything may be said
+        twice.
         Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -182,9 +190,12 @@ class RendezvousService(object):
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
+    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     """
 
     @staticmethod

@@ -37,9 +37,12 @@ class RendezvousServiceStub:
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
+      FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+      UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     """
 
     @_typing.overload
@@ -54,7 +57,9 @@ class RendezvousServiceStub:
     an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
     that is slow, or that was away, is told the latest state only, and revisions only grow.
 
-    When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`.
+    When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
+    and say again what was said last. Nothing that a client says is acknowledged, and everything may be said
+    twice.
     Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]
@@ -82,9 +87,12 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
+      FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+      UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -96,7 +104,9 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
     that is slow, or that was away, is told the latest state only, and revisions only grow.
 
-    When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`.
+    When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
+    and say again what was said last. Nothing that a client says is acknowledged, and everything may be said
+    twice.
     Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]  # type: ignore[assignment]
@@ -123,9 +133,12 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
+      FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+      UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     """
 
     @_abc_1.abstractmethod
@@ -141,7 +154,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
         that is slow, or that was away, is told the latest state only, and revisions only grow.
 
-        When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`.
+        When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
+        and say again what was said last. Nothing that a client says is acknowledged, and everything may be said
+        twice.
         Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
         """
 
