@@ -174,7 +174,7 @@ def end_well(main: Callable[[Path], Coroutine[Any, Any, None]], description: str
         return 128 + received[0]
     except (ClusterError, OSError) as error:
         print(
-            f"\nFailed: {error}\nNothing that was started is left; logs are in {_short(folder)}.",
+            f"\nFailed: {error}\nNothing that was started is left; logs are below {_short(folder)}.",
             file=sys.stderr,
         )
         return 1

@@ -118,14 +118,9 @@ class Timeline:
         )
 
     def _lines(self, recovery: Recovery) -> list[str]:
-        at, back = recovery.injected, recovery.workers_back
-        figures = [
-            _seconds(at - self.began),
-            _seconds(recovery.noticed - at),
-            "-" if back is None else _seconds(back - at),
-            _seconds(recovery.trained - at),
-            _seconds(recovery.down),
-        ]
+        told = recovery.as_figures(self.began)
+        names = ("at", "noticed_after", "workers_back_after", "epoch_after", "down")
+        figures = ["-" if told[name] is None else f"{told[name]:.2f} s" for name in names]
         (before, after), (fewer, more) = recovery.rounds, recovery.workers
         texts = [
             recovery.fault,
@@ -141,7 +136,3 @@ class Timeline:
 
 def _row(cells: Iterable[str], text: str) -> str:
     return "".join(f"{cell:>{_COLUMN}}  " for cell in cells) + text
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s"

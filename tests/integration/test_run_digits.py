@@ -72,5 +72,5 @@ def test_a_failure_is_reported(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=150)
     assert process.returncode == 1
     assert "cannot make a log directory" in errors
-    assert "Nothing that was started is left; logs are in" in errors
+    assert "Nothing that was started is left; logs are below" in errors
     assert "Traceback" not in errors
