@@ -128,9 +128,10 @@ class Timeline:
             f"   round {before} with {fewer} workers -> round {after} with {more}; restarts used: {recovery.restarts}",
         ]
         width = _WIDTH - len(_row(_HEADINGS, ""))
-        first, *others = (
-            line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="   ")
-        )
+        wrapper = textwrap.TextWrapper(
+            width, subsequent_indent="   ", break_on_hyphens=False
+        )  # names have hyphens
+        first, *others = (line for text in texts for line in wrapper.wrap(text))
         return ["", _row(figures, first), *(_row([""] * len(figures), line) for line in others)]
 
 

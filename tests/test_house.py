@@ -98,7 +98,9 @@ def test_the_agent_reaches_services_through_their_clients() -> None:
 @pytest.mark.parametrize("statement", ["from rallypoint.timer import expires", "import rallypoint.worker"])
 def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
     """A training process forks; gRPC in it would take the children down."""
-    program = f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] in {{'grpc', 'google'}}])"
+    program = (
+        f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] in {{'grpc', 'google'}}])"
+    )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
 

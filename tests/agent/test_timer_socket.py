@@ -121,6 +121,7 @@ class Host:
             env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(self.path)},
         )
         self.workers[process.pid] = worker_id
+        self.socket.introduce()
         self.processes.append(process)
         return process
 
@@ -365,6 +366,19 @@ async def test_a_stranger_is_refused(host: Host) -> None:
     with pytest.raises(OSError, match="reset"):
         connection.recv(1)
     assert host.timers.acquired == []
+    connection.close()
+
+
+async def test_a_worker_that_connects_before_it_is_known_is_guarded_once_it_is(host: Host) -> None:
+    """On a busy host a worker can be quicker than the news of its start."""
+    connection = host.connect()
+    host.workers.clear()
+    connection.send(wire.acquire(1, time.monotonic_ns(), 60.0, b"early"))
+    await asyncio.sleep(0)
+    assert host.timers.scopes() == []
+    host.workers[os.getpid()] = "0@1"
+    host.socket.introduce()
+    await host.timers.until(lambda: host.timers.scopes() == ["early"])
     connection.close()
 
 

@@ -56,18 +56,19 @@ def service(role: str, *arguments: str | Path) -> Iterator[str]:
     )
     assert process.stderr is not None
     try:
-        yield _ready(process.stderr)["address"]
+        yield _ready(process.stderr, f"rallypoint.{role}.")["address"]
     finally:
         process.terminate()
         # To its end: a pipe that is full would keep the process from ending.
         process.communicate(timeout=PATIENCE)
 
 
-def _ready(lines: Iterator[str]) -> dict[str, Any]:
+def _ready(lines: Iterator[str], package: str) -> dict[str, Any]:
+    """The record of the role's own server; an agent has another one inside."""
     seen = []
     for line in lines:
         seen.append(line)
         record: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
-        if record.get("event") == "ready":
+        if record.get("event") == "ready" and record["services"][0].startswith(package):
             return record
     raise AssertionError(f"it ended before it was ready: {''.join(seen)}")

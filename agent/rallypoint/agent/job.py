@@ -234,6 +234,7 @@ class Job:
     async def _start_crew(self, crew: Crew) -> None:
         await self._sockets.act_under(self._lease)
         await crew.start()
+        self._sockets.introduce()
 
     async def _stop_crew(self, crew: Crew, detail: str) -> None:
         number = signal.SIGINT if self._stop_signal == signal.SIGINT else signal.SIGTERM

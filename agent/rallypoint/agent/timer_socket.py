@@ -74,6 +74,11 @@ class TimerLimits:
     # Connections at once, one per process. Default 256: data loaders of a very large host. Each costs a file
     # descriptor of the agent.
     connections: int = 256
+    # Seconds that a process nobody knows may wait to be introduced. Default 1. A worker can be quicker with its
+    # first timer than the news of its start is; a second is long for news, and short for a stranger.
+    introduction: float = 1.0
+    # Strangers that may wait at once. Default 64; each costs a file descriptor.
+    strangers: int = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +126,7 @@ class TimerSocket:
                 permissions of its directory.
             timers: a client of the timer service, not started yet.
             worker_of: the worker to whom a process of this host belongs, being the worker or a descendant of
-                it; None if there is none, and its connection is refused. Called once per connection.
+                it; None if there is none. Who stays unknown is refused.
             on_expired: has the worker reaped: (worker_id, scope, seconds it was given, seconds since its
                 deadline). One call at a time per worker. False: it could not, try again later.
             limits: see TimerLimits.
@@ -136,6 +141,8 @@ class TimerSocket:
         self._listener: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
         self._workers: dict[str, _Worker] = {}
+        # Connections whose process nobody knows yet, with the end of their waiting.
+        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         # One lock per worker that is being judged.
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -172,9 +179,16 @@ class TimerSocket:
                 os.unlink(self.path)
         if self._again is not None:
             self._again.cancel()
+        for connected in list(self._strangers):
+            self._refuse(connected)
         for worker_id in list(self._workers):
             self.clear(worker_id)
         await self._timers.close()
+
+    def introduce(self) -> None:
+        """More workers have become known: looks again at who has connected and was unknown."""
+        for connected in list(self._strangers):
+            self._welcome(connected)
 
     def clear(self, worker_id: str) -> None:
         """A worker is gone: ends its timers and its connections, those of its descendants included."""
@@ -199,31 +213,46 @@ class TimerSocket:
                     _OUT_OF_FILES, loop.add_reader, listener, self._accept, listener
                 )
                 return
-            self._welcome(connected)
+            if not self._welcome(connected):
+                self._hold(connected)
 
-    def _welcome(self, connected: socket.socket) -> None:
-        # The kernel's word, given when the process connected; the worker has no say in it.
-        peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid: int = _CREDENTIALS.unpack(peer)[0]
+    def _hold(self, connected: socket.socket) -> None:
+        """Keeps a connection unread until its process is introduced, or it is time to refuse it."""
+        if len(self._strangers) >= self._limits.strangers:
+            self._refuse(connected)
+            return
+        refuse = asyncio.get_running_loop().call_later(self._limits.introduction, self._refuse, connected)
+        self._strangers[connected] = refuse
+
+    def _refuse(self, connected: socket.socket) -> None:
+        """Ends a connection of a stranger, or of a child of a worker that is gone already."""
+        if (waiting := self._strangers.pop(connected, None)) is not None:
+            waiting.cancel()
+        log.info("refused a process that belongs to no worker", pid=_peer(connected))
+        connected.close()
+
+    def _welcome(self, connected: socket.socket) -> bool:
+        """Takes a worker's connection; false if nobody knows the process."""
+        pid = _peer(connected)
         try:
             worker_id = self._worker_of(pid)
         except Exception:
             log.exception("could not find the worker of a process", pid=pid)
             worker_id = None
         if worker_id is None:
-            # A stranger, or a child of a worker that is gone already.
-            log.info("refused a process that belongs to no worker", pid=pid)
-            connected.close()
-            return
+            return False
+        if (waiting := self._strangers.pop(connected, None)) is not None:
+            waiting.cancel()
         worker = self._workers.setdefault(worker_id, _Worker(worker_id))
         if len(worker.connections) >= self._limits.connections:
             self._warn(worker, "too many processes with timers", self._limits.connections)
             connected.close()
-            return
+            return True
         connected.setblocking(False)
         connection = _Connection(connected, pid, worker)
         worker.connections.add(connection)
         asyncio.get_running_loop().add_reader(connected, self._read, connection)
+        return True
 
     def _read(self, connection: _Connection) -> None:
         if self._take(connection, _TURN) or connection.closed:
@@ -343,3 +372,10 @@ def _free_name(scope: str, taken: set[str]) -> str:
     if scope not in taken:
         return scope
     return next(name for number in count(2) if (name := f"{scope}~{number}") not in taken)
+
+
+def _peer(connected: socket.socket) -> int:
+    """Process that connected: the kernel's word, given at that moment; the worker has no say in it."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid

@@ -78,6 +78,11 @@ class WorkerSockets:
             self._timers.renew(lease)
         self._lease = lease
 
+    def introduce(self) -> None:
+        """More workers have become known to `worker_of`."""
+        if self._timer_socket is not None:
+            self._timer_socket.introduce()
+
     def clear(self, worker: str) -> None:
         """Forget the timers of a worker that is gone."""
         if self._timer_socket is not None:

@@ -19,7 +19,7 @@ from rallypoint.serving.logs import get_logger
 # Wait between two attempts to connect, seconds: doubled from the first to the longest, each cut by a random
 # half, so that a thousand nodes which lost the same server don't come back in step.
 _FIRST_BACKOFF = 0.1
-_LONGEST_BACKOFF = 2.0
+_LONGEST_BACKOFF = 1.0
 
 # Codes after which the same stream may be opened again. CANCELLED is what a client sees of a server that drops
 # calls under a storm of connects; INTERNAL and UNKNOWN no service of ours answers with: they tell of a connection
@@ -194,7 +194,9 @@ class Membership:
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:
         """Live through one stream; returns the error that ended it, None for an orderly end."""
-        call = self._stub.Join()
+        # Once in, wait for a connection rather than fail for want of one: the channel tries every second at the longest,
+        # and a back-off of ours on top would double that. Before, the reason why there is none is wanted.
+        call = self._stub.Join(wait_for_ready=self._ever_admitted)
         try:
             async with asyncio.timeout_at(None if self._ever_admitted else deadline):
                 with contextlib.suppress(asyncio.InvalidStateError):  # it has ended already: read tells how

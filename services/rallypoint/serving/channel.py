@@ -28,10 +28,10 @@ CLIENT_ARGUMENTS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted server is found again within 2 s, at the price of an attempt every 2 s per client while it is
+    # A restarted server is found again within 1 s, at the price of an attempt every second per client while it is
     # gone. gRPC adds 20 % of jitter. `min` is how long one attempt may take (a host that swallows packets).
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # The name may point to another address after a restart; gRPC would wait 30 s before it asks again.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),

@@ -73,6 +73,18 @@ def test_a_restarted_server_gives_every_lease_a_full_new_term() -> None:
     assert {fact.node_id for fact in lost} == {"a", "b"}
 
 
+def test_after_a_restart_a_short_lease_lives_long_enough_to_be_resumed() -> None:
+    """A node that tries every 2 s can't show itself within a term of 1.5 s; once it has, its own term holds again."""
+    run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=0.5, keep_alive_max_attempt=3)
+    run.start("a", "b")
+    leases.restart_leases(run.state, run.now)
+    assert execute.settle(run.state, run.now + 5) == []
+    leases.renew(run.state, "a", run.now + 5)
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in execute.settle(run.state, run.now + 6.5)
+    assert "b" in run.state.nodes
+    assert facts.NodeLost("b", LossReason.LEASE_EXPIRED) in execute.settle(run.state, run.now + 10)
+
+
 def test_the_lease_of_a_node_that_joined_again_is_another_one() -> None:
     """What the old lease left in the queue ends nothing."""
     run = run_of_two()

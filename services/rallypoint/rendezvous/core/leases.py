@@ -6,6 +6,11 @@ import heapq
 
 from rallypoint.rendezvous.core.state import LossReason, Node, RunState
 
+LEAST_TERM_AFTER_RESTART = 10.0
+"""Seconds that a lease lives at least once its server has started again, however short its term. Nodes don't know when
+that is: each waits up to some 2 s before it tries again, and takes longer on a network that is in trouble too. Longer
+keeps a node that died meanwhile in its round for as long."""
+
 
 def enqueue(state: RunState, node: Node) -> None:
     """Put a lease into the queue under its present deadline, in the place of its entry before."""
@@ -19,8 +24,10 @@ def renew(state: RunState, node_id: str, now: float) -> None:
     node.connected = True
     node.loss_if_expired = LossReason.LEASE_EXPIRED
     # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a
-    # heartbeat costs no queue operation.
+    # heartbeat costs no queue operation, but for the first one after a restart, which may bring the end nearer.
     node.lease_deadline = now + state.settings.time_to_live
+    if node.lease_deadline < node.queued_deadline:
+        enqueue(state, node)
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:
@@ -48,9 +55,10 @@ def prune(state: RunState, now: float) -> None:
 
 
 def restart_leases(state: RunState, now: float) -> None:
-    """Give every lease a full new term: a server that was away has no evidence against anybody."""
+    """Give every lease a full new term, and time to come back: who was away has no evidence against anybody."""
     state.lease_queue = []
+    term = max(state.settings.time_to_live, LEAST_TERM_AFTER_RESTART)
     for node in state.nodes.values():
         node.connected = False
-        node.lease_deadline = now + state.settings.time_to_live
+        node.lease_deadline = now + term
         enqueue(state, node)

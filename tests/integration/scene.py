@@ -1,0 +1,94 @@
+"""A cluster of real processes whose workers do as they are told, for tests to do harm to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local_cluster import Job, LocalCluster, RunWatch
+from process_probe import fresh_marker, gone
+from programs import Line, Program
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+WORKER = Path(__file__).with_name("obedient_worker.py")
+RUN = "run-1"
+# Seconds. What a test asserts of times is this far from what an idle machine needs.
+PATIENCE = 30.0
+
+
+@dataclass
+class Scene:
+    """A cluster, and the one job that runs on it."""
+
+    cluster: LocalCluster
+    folder: Path
+    job: Job
+
+    async def start_agents(self, *names: str) -> list[Program]:
+        """Start agents at the same time; returns when all have joined."""
+        return list(await asyncio.gather(*(self.cluster.start_agent(name, self.job) for name in names)))
+
+    async def said(self, event: str, count: int, round_: int = 1) -> list[Mapping[str, Any]]:
+        """Wait until so many workers of a round have said something; returns what, by rank."""
+
+        def lines() -> list[Line]:
+            return [
+                line
+                for line in self.cluster.output.items
+                if line.event == event and line.fields["round"] == round_
+            ]
+
+        await self.cluster.output.first(
+            f"{count} workers of round {round_} to say {event!r}",
+            lambda _: len(lines()) >= count,
+            timeout=PATIENCE,
+        )
+        assert len(lines()) == count
+        return sorted((line.fields for line in lines()), key=lambda fields: int(fields["rank"]))
+
+    async def started(self, count: int, round_: int = 1) -> list[Mapping[str, Any]]:
+        """Wait until so many workers of a round have started; returns what they said, by rank."""
+        return await self.said("started", count, round_)
+
+    async def becomes(self, what: str, condition: Callable[[pb.Run], bool]) -> pb.Run:
+        """Wait until the run is so."""
+        watch: RunWatch = self.cluster.watch(RUN)
+        return (await watch.until(what, condition, PATIENCE)).run
+
+    async def finish(self) -> None:
+        """Let the workers end with success, and wait for the agents."""
+        (self.folder / "finish").touch()
+        for name, program in self.cluster.programs.items():
+            if name not in ("rendezvous", "timer") and not program.told_to_end:
+                assert await program.ended(PATIENCE) == 0, program.report
+
+    def report(self, name: str) -> str:
+        """What an agent had to say to people."""
+        return self.cluster.programs[name].report
+
+
+@asynccontextmanager
+async def scene(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *order: str,
+    nodes: str = "2",
+    workers: int = 2,
+    max_restarts: int = 0,
+    conf: Mapping[str, str] | None = None,
+) -> AsyncIterator[Scene]:
+    """A rendezvous service and a job whose workers follow an order; afterwards no process of it is left."""
+    with fresh_marker() as marker:
+        monkeypatch.setenv("SCENE_MARKER", marker)
+        async with LocalCluster(folder / "cluster") as cluster:
+            await cluster.start_rendezvous()
+            command = (str(WORKER), str(folder), *(order or ("wait",)))
+            job = Job(RUN, command, nodes, workers, max_restarts, conf or {}, folder / "logs")
+            yield Scene(cluster, folder, job)
+        assert gone(marker)

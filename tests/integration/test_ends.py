@@ -1,0 +1,148 @@
+"""However an agent ends, nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment
+from integration.scene import PATIENCE, WORKER
+from process_probe import STUBBORN, all_there, fresh_marker, gone, until, wait_until
+from programs import Program
+
+pytestmark = pytest.mark.integration
+
+
+async def test_a_killed_agent_takes_everything_along(tmp_path: Path) -> None:
+    """Within a second none of its workers, their children, or the daemons they made exists."""
+    with fresh_marker() as marker:
+        command = [
+            str(RALLYPOINT),
+            "run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--log-dir",
+            str(tmp_path),
+        ]
+        worker = ["--no-python", sys.executable, "-c", STUBBORN, marker, str(tmp_path)]
+        agent = Program("agent", [*command, *worker], tmp_path, clean_environment())
+        await until(lambda: all_there(tmp_path, 2), "all parts of the stubborn workers")
+        killed = await agent.kill()
+        # Exact for those that were seen before; one that is never the same process for long was not among them.
+        seconds = killed.all_dead - killed.at
+        print(f"killed → all {len(killed.pids)} dead {seconds:.3f} s")  # noqa: T201
+        assert seconds < 1.0
+        await until(lambda: gone(marker), "the end of the rest")
+
+
+class Terminal:
+    """A job at a terminal of its own, as somebody would type it."""
+
+    def __init__(self, folder: Path, marker: str, *arguments: str) -> None:
+        """Start it; the marker is in the environment of all that it starts."""
+        self._keyboard, screen = os.openpty()
+        self._output = folder / "terminal.out"
+        self._errors = folder / "terminal.err"
+        with open(self._output, "wb") as stdout, open(self._errors, "wb") as stderr:
+            self.process = subprocess.Popen(
+                [
+                    "setsid",
+                    "--ctty",
+                    str(RALLYPOINT),
+                    "run",
+                    "--standalone",
+                    "--log-dir",
+                    str(folder),
+                    *arguments,
+                ],
+                stdin=screen,
+                stdout=stdout,
+                stderr=stderr,
+                env=clean_environment(TERMINAL=marker),
+            )
+        os.close(screen)
+
+    def press_ctrl_c(self) -> None:
+        """The terminal sends SIGINT to what runs in its foreground."""
+        os.write(self._keyboard, b"\x03")
+
+    def wait_for(self, event: str, count: int = 1) -> None:
+        """Wait until workers have said something."""
+        wait_until(lambda: self._output.read_text().count(f'"event": "{event}"') == count, event)
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """The agent's log."""
+        return [json.loads(line) for line in self._errors.read_text().splitlines() if line.startswith("{")]
+
+    @property
+    def errors(self) -> list[str]:
+        """What the agent said to people."""
+        return [line for line in self._errors.read_text().splitlines() if not line.startswith("{")]
+
+    def close(self) -> None:
+        """Take the terminal away."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(PATIENCE)
+        os.close(self._keyboard)
+
+
+@contextmanager
+def terminal(folder: Path, *arguments: str) -> Iterator[Terminal]:
+    """A job at a terminal; afterwards nothing of it is left."""
+    with fresh_marker() as marker:
+        shown = Terminal(folder, marker, *arguments)
+        try:
+            yield shown
+        finally:
+            shown.close()
+        assert gone(marker)
+
+
+def test_ctrl_c_interrupts_the_workers_and_kills_those_that_ignore_it(tmp_path: Path) -> None:
+    """Both hear of it; the agent waits as long as it was told, says what it did, and ends with 130."""
+    order = [
+        "--nproc-per-node",
+        "2",
+        "--shutdown-timeout",
+        "1",
+        str(WORKER),
+        str(tmp_path),
+        "ignore-interrupt",
+        "1",
+    ]
+    with terminal(tmp_path, *order) as shown:
+        shown.wait_for("started", 2)
+        shown.press_ctrl_c()
+        pressed = time.monotonic()
+        assert shown.process.wait(PATIENCE) == 128 + signal.SIGINT
+        assert time.monotonic() - pressed > 0.9
+        shown.wait_for("interrupted")
+        shown.wait_for("ignored")
+        assert shown.errors == ["Error: left the run: got SIGINT"]
+        (killed,) = (record for record in shown.log if record["event"].endswith("were killed"))
+        assert (killed["local_ranks"], killed["timeout"]) == ([1], 1.0)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """Whoever presses it again does not want to wait for the timeout."""
+    order = ["--shutdown-timeout", "300", str(WORKER), str(tmp_path), "ignore-interrupt"]
+    with terminal(tmp_path, *order) as shown:
+        shown.wait_for("started")
+        shown.press_ctrl_c()
+        shown.wait_for("ignored")
+        time.sleep(0.3)  # within a moment of the first it would be the same
+        shown.press_ctrl_c()
+        assert shown.process.wait(PATIENCE) == 128 + signal.SIGINT

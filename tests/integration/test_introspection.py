@@ -1,0 +1,126 @@
+"""Anybody can look in with tools of the gRPC world: reflection, health, and calls made by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from cli.cli_process import PATIENCE, clean_environment, rallypoint, service
+from process_probe import wait_until
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.integration
+
+BUF = Path(sys.executable).with_name("buf")
+OF_GRPC = {
+    "grpc.health.v1.Health",
+    "grpc.reflection.v1alpha.ServerReflection",
+}
+SERVICES = {
+    "rendezvous": {"rallypoint.rendezvous.v1.RendezvousService", "rallypoint.rendezvous.v1.StoreService"},
+    "timer": {"rallypoint.timer.v1.TimerService"},
+    "agent": {"rallypoint.agent.v1.SupervisorService"},
+}
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[dict[str, str]]:
+    """Every role, in a process of its own."""
+    with ExitStack() as stack:
+        yield {
+            role: stack.enter_context(
+                service(role, *(["--journal", "memory"] if role == "rendezvous" else []))
+            )
+            for role in SERVICES
+        }
+
+
+def buf(*arguments: str) -> str:
+    """What `buf curl` prints; it knows nothing but what reflection tells."""
+    if not BUF.exists():
+        pytest.skip("needs buf (buf-bin)")
+    command = [str(BUF), "curl", "--http2-prior-knowledge", "--protocol", "grpc", *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=clean_environment(), timeout=PATIENCE, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def call(address: str, method: str, **request: Any) -> dict[str, Any]:
+    """Call a method by hand."""
+    answer: dict[str, Any] = json.loads(buf("--data", json.dumps(request), f"http://{address}/{method}"))
+    return answer
+
+
+@pytest.mark.parametrize("role", SERVICES)
+def test_reflection_lists_the_services(addresses: dict[str, str], role: str) -> None:
+    """What the role serves, health, and reflection itself."""
+    assert set(buf("--list-services", f"http://{addresses[role]}").split()) == SERVICES[role] | OF_GRPC
+
+
+@pytest.mark.parametrize("role", SERVICES)
+def test_every_service_is_serving(addresses: dict[str, str], role: str) -> None:
+    """By its full name, as orchestrators ask for it, and the server as a whole."""
+    with grpc.insecure_channel(addresses[role]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ["", *SERVICES[role]]:
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_run_can_be_looked_at_and_steered_by_hand(addresses: dict[str, str], tmp_path: Path) -> None:
+    """Launched on a daemon, followed, and closed with nothing but buf curl; `rallypoint status` says the same."""
+    method = "rallypoint.agent.v1.SupervisorService"
+    spec = {
+        "runId": "by-hand",
+        "nodeId": "here",
+        "rendezvousEndpoint": addresses["rendezvous"],
+        "timerEndpoint": addresses["timer"],
+        "command": ["sleep", "300"],
+        "logDir": str(tmp_path),
+    }
+    assert call(addresses["agent"], f"{method}/LaunchJob", spec=spec) == {"nodeId": "here"}
+    wait_until_final(addresses["rendezvous"], "by-hand")
+    run = call(addresses["rendezvous"], "rallypoint.rendezvous.v1.RendezvousService/GetRun", runId="by-hand")[
+        "run"
+    ]
+    assert (run["phase"], run["round"], run["worldSize"], run["nodes"][0]["nodeId"]) == (
+        "PHASE_FINAL",
+        1,
+        1,
+        "here",
+    )
+    job = call(addresses["agent"], f"{method}/GetJob")["job"]
+    assert (job["state"], job["round"]) == ("JOB_STATE_RUNNING", 1)
+    shown = rallypoint("status", "by-hand", "--rdzv-endpoint", addresses["rendezvous"]).stdout
+    assert shown.startswith("run by-hand: FINAL, round 1, 1 workers on 1 of 1 nodes")
+    end = call(
+        addresses["rendezvous"],
+        "rallypoint.rendezvous.v1.RendezvousService/CloseRun",
+        runId="by-hand",
+        reason="seen enough",
+    )
+    assert end == {"runEnd": {"outcome": "OUTCOME_CANCELLED", "detail": "closed by an operator: seen enough"}}
+
+
+def wait_until_final(address: str, run_id: str) -> None:
+    """Watch a run, from before it is there, until its workers run."""
+    with grpc.insecure_channel(address) as channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        wait_until(
+            lambda: any(run.run_id == run_id for run in stub.ListRuns(pb.ListRunsRequest()).runs), run_id
+        )
+        states = stub.WatchRun(pb.WatchRunRequest(run_id=run_id), timeout=PATIENCE)
+        assert any(response.run.phase == pb.PHASE_FINAL for response in states)
+        states.cancel()
