@@ -194,8 +194,8 @@ class Membership:
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:
         """Live through one stream; returns the error that ended it, None for an orderly end."""
-        # Once in, wait for a connection rather than fail for want of one: the channel tries every second at the longest,
-        # and a back-off of ours on top would double that. Before, the reason why there is none is wanted.
+        # Once in, wait for a connection rather than fail for want of one: the channel tries every second at the
+        # longest, and a back-off of ours on top would double that. Before, the reason for there being none is wanted.
         call = self._stub.Join(wait_for_ready=self._ever_admitted)
         try:
             async with asyncio.timeout_at(None if self._ever_admitted else deadline):
