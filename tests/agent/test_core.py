@@ -183,8 +183,8 @@ def test_a_closed_run_stops_the_workers_and_ends_the_job() -> None:
 
 def test_a_membership_that_ends_by_itself_stops_the_workers() -> None:
     """A node that was refused must not run on beside the others."""
-    state, effects = play(core.MembershipEnded(), state=RUNNING)
-    assert effects == [core.StopWorkers("the run is closed")]
+    state, effects = play(core.MembershipEnded("another took its name"), state=RUNNING)
+    assert effects == [core.StopWorkers("another took its name")]
     assert play(core.WorkersGone(), state=state)[1] == [core.Finish()]
 
 

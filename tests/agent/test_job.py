@@ -131,8 +131,9 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
     script = """
         echo "$RALLYPOINT_ROUND $TORCHELASTIC_RESTART_COUNT" >> $1/seen.$RANK
         [ $RALLYPOINT_ROUND = 2 ] && exit 0
-        [ $RANK = 1 ] && exit 1
-        sleep 60
+        [ $RANK = 0 ] && sleep 60
+        while [ ! -s $1/seen.0 ]; do sleep 0.01; done
+        exit 1
     """
     job = bench.job(script, restarts=1)
     assert (await bench.run(job)).exit_code == SUCCEEDED
@@ -190,6 +191,34 @@ async def test_asked_twice_a_job_stops_at_once(bench: Bench) -> None:
     assert result.exit_code == 128 + signal.SIGTERM
 
 
+async def test_asked_twice_a_job_still_gives_its_lease_back(bench: Bench) -> None:
+    """The others re-form at once, instead of when the lease of a node that is gone has ended."""
+    job = bench.job('trap "touch $1/got.$RANK" TERM; touch $1/started.$RANK; while :; do sleep 0.02; done')
+    running = bench.start(job)
+    await bench.has("started.1")
+    job.request_stop("got SIGTERM")
+    await bench.has("got.1")
+    await asyncio.sleep(job_module._ONE_REQUEST)
+    job.request_stop("got SIGTERM")
+    await asyncio.wait_for(running, 20)
+    assert (await bench.state()).node_count == 0
+
+
+async def test_asked_twice_a_job_waits_for_no_service_that_is_away(bench: Bench) -> None:
+    """Neither for the close timeout, nor for the shutdown timeout of its workers."""
+    async with AsyncExitStack() as service:
+        rendezvous = await service.enter_async_context(embedded_rendezvous())
+        script = "trap : TERM; touch $1/started.$RANK; while :; do sleep 0.02; done"
+        job = bench.job(script, rendezvous=Peer(rendezvous), close_timeout=PATIENCE)
+        running = bench.start(job)
+        await bench.has("started.1")
+    job.request_stop("got SIGTERM")
+    await asyncio.sleep(job_module._ONE_REQUEST)
+    job.request_stop("got SIGTERM")
+    result = await asyncio.wait_for(running, 20)
+    assert result == JobResult(128 + signal.SIGTERM, "left the run: got SIGTERM")
+
+
 async def test_a_job_that_never_got_in_stops_at_once(bench: Bench) -> None:
     """There is no lease to give back, and nobody to give it to."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -200,7 +229,7 @@ async def test_a_job_that_never_got_in_stops_at_once(bench: Bench) -> None:
         job.request_stop("got SIGINT", signal.SIGINT)
         began = time.monotonic()
         assert (await running).exit_code == 128 + signal.SIGINT
-        assert time.monotonic() - began < PATIENCE / 3
+        assert time.monotonic() - began < 4  # gRPC gives up after 5
 
 
 async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> None:
@@ -267,14 +296,22 @@ async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> 
     await bench.has("started.2.1")
 
 
-async def test_what_workers_leave_behind_does_not_live_into_the_next_round(bench: Bench) -> None:
-    """A daemon that outlives its worker would hold its port, its memory or its files."""
-    script = f"""
-        setsid sh -c 'touch $0; sleep 60' $1/daemon.$RANK {bench.marker} &
-        while [ ! -e $1/daemon.$RANK ]; do sleep 0.01; done
-    """
-    assert (await bench.run(bench.job(script))).exit_code == SUCCEEDED
-    assert gone(bench.marker)
+async def test_what_workers_leave_behind_is_gone_before_success_is_reported(bench: Bench) -> None:
+    """A daemon that outlives its worker would hold its port, its memory or its files in the next round."""
+    with fresh_marker() as left_behind:
+        leaves = f"""
+            setsid sh -c 'touch $0; sleep 60' $1/daemon.$RANK {left_behind} &
+            while [ ! -e $1/daemon.$RANK ]; do sleep 0.01; done
+        """
+        waits = "while [ ! -e $1/go ]; do sleep 0.02; done"
+        jobs = [bench.job(leaves, "a", nodes=(2, 2)), bench.job(waits, "b", nodes=(2, 2))]
+        running = [bench.start(job) for job in jobs]
+        await bench.has("daemon.0")
+        await bench.has("daemon.1")
+        await until(lambda: bool(jobs[0].state.succeeded), "the first host's success")
+        assert gone(left_behind)
+        (bench.folder / "go").touch()
+        assert [(await job).exit_code for job in running] == [SUCCEEDED, SUCCEEDED]
 
 
 async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,19 @@ def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
     assert not conf.settings.HasField("disconnect_grace")
 
 
+@pytest.mark.parametrize(
+    ("shutdown", "pairs", "confirm"),
+    [(30.0, {}, None), (5.0, {}, None), (300.0, {}, 600.0), (300.0, {"confirm_timeout": "400"}, 400.0)],
+)
+def test_workers_that_get_long_to_stop_get_long_to_confirm(
+    shutdown: float, pairs: dict[str, str], confirm: float | None
+) -> None:
+    """A host that still stops its workers would be taken for lost, at every restart."""
+    run_settings = rendezvous_conf(pairs, (1, 1), 0, shutdown).settings
+    told = run_settings.confirm_timeout.ToSeconds() if run_settings.HasField("confirm_timeout") else None
+    assert told == confirm
+
+
 def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
     """Nodes may differ in them."""
     conf = rendezvous_conf({"read_timeout": "1.5", "close_timeout": "2"}, (1, 1), 0)

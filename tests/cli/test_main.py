@@ -104,3 +104,14 @@ def test_a_group_without_a_command_shows_its_help(group: list[str]) -> None:
     result = CliRunner().invoke(main, group)
     assert result.exit_code == 2
     assert "Commands:" in result.output
+
+
+def test_ctrl_c_before_there_is_anything_to_stop_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell's code for it, and no traceback, from the first moment on."""
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    result = CliRunner().invoke(main, ["run", "train.py"])
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Error: interrupted\n")

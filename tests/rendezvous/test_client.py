@@ -363,7 +363,8 @@ async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
     proxy.cut()
     await service.start()
     await one.end()
-    await see(service.address, lambda run: not run.nodes)
+    run = await see(service.address, lambda run: not run.nodes)
+    assert run.last_round_end.detail == "node a left: no longer needed"
 
 
 async def test_who_is_going_and_lost_its_lease_is_out(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallypoint.agent.logs import Redirect
+from rallypoint.agent.settings import SHUTDOWN_TIMEOUT
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import ClientTLS
 
@@ -63,7 +64,7 @@ class JobConfig:
     tee: Redirect = field(default_factory=Redirect)
     connect_timeout: float = 60.0
     close_timeout: float = 30.0
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT
 
 
 def new_node_id() -> str:

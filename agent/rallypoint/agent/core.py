@@ -84,7 +84,9 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class MembershipEnded:
-    """The node is out of the run: it left, the run was closed, or it was refused."""
+    """The node is out of the run: it left, the run was closed, or it was refused; `detail` says why it was refused."""
+
+    detail: str = ""
 
 
 Event: TypeAlias = (
@@ -217,7 +219,7 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
                 return state, []
             return replace(state, leaving=event.detail), [Depart(event.detail)]
         case MembershipEnded():
-            return replace(state, out=True), []
+            return replace(state, out=True, detail=event.detail or state.detail), []
 
 
 def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
@@ -248,8 +250,10 @@ def _reason_to_stop(state: AgentState) -> str | None:
     """Why the workers that run must stop; None if they may run on."""
     if state.leaving is not None:
         return state.leaving
-    if state.out or state.phase is Phase.CLOSED:
+    if state.phase is Phase.CLOSED:
         return "the run is closed"
+    if state.out:
+        return state.detail or "this node is no longer in the run"
     if (
         state.phase is Phase.FINAL
         and state.assignment is not None

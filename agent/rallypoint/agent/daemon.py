@@ -16,7 +16,7 @@ from rallypoint.agent.job import REFUSED, Job, JobResult
 from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
-from rallypoint.agent.settings import MOST_WORKERS, RunSettingError, rendezvous_conf
+from rallypoint.agent.settings import MOST_WORKERS, SHUTDOWN_TIMEOUT, RunSettingError, rendezvous_conf
 from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.serving.endpoint import parse_endpoint
@@ -79,18 +79,15 @@ class Daemon:
         _log.info("job ended", run_id=job.config.run_id, exit_code=result.exit_code, detail=result.detail)
 
     def _config(self, spec: pb.JobSpec) -> JobConfig:
-        if not spec.run_id:
-            raise invalid("spec.run_id", "must not be empty")
-        if not spec.command:
-            raise invalid("spec.command", "must name a program")
-        if not 0 <= spec.local_world_size <= MOST_WORKERS:
-            raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
-        least = spec.min_nodes or 1
-        most = spec.max_nodes or least
-        if not 1 <= least <= most:
-            raise invalid("spec.max_nodes", f"must be at least min_nodes ({least}), and both at least 1")
+        least, most = _node_counts(spec)
+        shutdown_timeout = SHUTDOWN_TIMEOUT
+        if spec.HasField("shutdown_timeout"):
+            shutdown_timeout = spec.shutdown_timeout.ToNanoseconds() / 1e9
+            if shutdown_timeout < 0:
+                raise invalid("spec.shutdown_timeout", "must not be negative")
         try:
-            conf = rendezvous_conf(dict(spec.rendezvous_settings), (least, most), spec.max_restarts)
+            settings = dict(spec.rendezvous_settings)
+            conf = rendezvous_conf(settings, (least, most), spec.max_restarts, shutdown_timeout)
         except RunSettingError as error:
             raise invalid("spec.rendezvous_settings", str(error)) from None
         try:
@@ -101,8 +98,6 @@ class Daemon:
             parse_endpoint(spec.timer_endpoint or self._timer_endpoint)
         except SettingError as error:
             raise invalid("spec.timer_endpoint", str(error)) from None
-        if spec.shutdown_timeout.ToNanoseconds() < 0:
-            raise invalid("spec.shutdown_timeout", "must not be negative")
         timer = Peer(spec.timer_endpoint, self._tls) if spec.timer_endpoint else Peer(self._timer_endpoint)
         return JobConfig(
             run_id=spec.run_id,
@@ -119,7 +114,20 @@ class Daemon:
             log_dir=Path(spec.log_dir) if spec.log_dir else None,
             connect_timeout=conf.read_timeout,
             close_timeout=conf.close_timeout,
-            shutdown_timeout=spec.shutdown_timeout.ToNanoseconds() / 1e9
-            if spec.HasField("shutdown_timeout")
-            else 30.0,
+            shutdown_timeout=shutdown_timeout,
         )
+
+
+def _node_counts(spec: pb.JobSpec) -> tuple[int, int]:
+    """Fewest and most nodes of a round, with the names and counts of a job looked at on the way."""
+    if not spec.run_id:
+        raise invalid("spec.run_id", "must not be empty")
+    if not spec.command:
+        raise invalid("spec.command", "must name a program")
+    if not 0 <= spec.local_world_size <= MOST_WORKERS:
+        raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
+    least = spec.min_nodes or 1
+    most = spec.max_nodes or least
+    if not 1 <= least <= most:
+        raise invalid("spec.max_nodes", f"must be at least min_nodes ({least}), and both at least 1")
+    return least, most

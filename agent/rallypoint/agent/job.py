@@ -11,6 +11,8 @@ from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from rallypoint.agent import core
 from rallypoint.agent.addresses import free_port
 from rallypoint.agent.config import JobConfig
@@ -24,6 +26,7 @@ from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.logs import get_logger
@@ -36,6 +39,9 @@ REFUSED = 2
 # Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
 # wrapper around this program that passes it on; that must not cost the workers their checkpoints.
 _ONE_REQUEST = 0.2
+# Seconds to try to give the lease back when asked to stop at once. Without that, the others would wait for the lease
+# to end, which takes longer.
+_HURRIED_LEAVING = 1.0
 
 _log = get_logger("rallypoint.agent")
 
@@ -156,8 +162,9 @@ class Job:
             _log.warning("stopping at once", reason=detail)
             self._hurried = True
             if self._crew is not None:
-                self._spawn(self._stop_crew(self._crew, "asked again"))
-            self._abandon_membership()
+                self._spawn(self._hurry(self._crew))
+            if self._state.left:
+                self._abandon_membership()
 
     def _take(self, event: core.Event) -> None:
         self._state, effects = core.decide(self._state, event)
@@ -212,7 +219,9 @@ class Job:
 
     @_carry_out.register
     def _report_success(self, effect: core.ReportSuccess) -> None:
-        _log.info("workers succeeded, waiting for those of other hosts", round=effect.round)
+        seat = self._state.assignment
+        others = seat is not None and seat.group_world_size > 1
+        _log.info("workers succeeded" + ", waiting for those of other hosts" * others, round=effect.round)
         self._membership.report_success(effect.round)
 
     @_carry_out.register
@@ -245,9 +254,9 @@ class Job:
         report = await crew.stop(number, timeout)
         if report.killed:
             _log.warning(
-                "workers did not stop in time and were killed",
+                "workers had to be killed",
                 local_ranks=list(report.killed),
-                timeout=timeout,
+                waited=round(report.seconds, 1),
             )
         if report.left:
             _log.error("processes outlived SIGKILL (uninterruptible sleep?)", pids=list(report.left))
@@ -255,14 +264,19 @@ class Job:
             self._sockets.clear(worker)
         self._events.put_nowait(core.WorkersGone())
 
+    async def _hurry(self, crew: Crew) -> None:
+        """Kill workers that are being stopped; who stops them says what became of them."""
+        await crew.stop(signal.SIGKILL, 0.0)
+
     async def _bound_leaving(self) -> None:
         """A rendezvous service that is away must not keep this node from going: its lease ends by itself."""
         assert self._membership_task is not None, "who leaves was in"
-        done, _ = await asyncio.wait({self._membership_task}, timeout=self._config.close_timeout)
+        timeout = self._config.close_timeout
+        if self._hurried:
+            timeout = min(timeout, _HURRIED_LEAVING)
+        done, _ = await asyncio.wait({self._membership_task}, timeout=timeout)
         if not done:
-            _log.warning(
-                "the rendezvous service did not take the lease back", timeout=self._config.close_timeout
-            )
+            _log.warning("the rendezvous service did not take the lease back", timeout=timeout)
             self._abandon_membership()
 
     def _abandon_membership(self) -> None:
@@ -273,16 +287,20 @@ class Job:
         try:
             await self._membership.run()
         except RendezvousUnreachable as error:
-            self._refusal = f"{error}; is it running, and is --rdzv-endpoint right?"
+            advice = tls_advice(str(error), self._config.rendezvous.tls)
+            self._refusal = f"{error}; {advice or 'is it running, and is --rdzv-endpoint right?'}"
         except ServiceError as error:
-            self._refusal = f"{self._config.rendezvous.endpoint} refused this node: {error.message}"
+            self._refusal = _refusal(self._config.rendezvous.endpoint, error)
         finally:
-            self._events.put_nowait(core.MembershipEnded())
+            self._events.put_nowait(core.MembershipEnded(self._refusal or ""))
 
     def _on_membership(self, event: Event) -> None:
         match event:
             case Admitted():
-                _log.info("resumed" if event.resumed else "joined", lease=event.lease)
+                if event.resumed:
+                    _log.info("resumed", lease=event.lease)
+                else:
+                    _log.info("joined", lease=event.lease, **self._nodes_wanted())
                 self._lease = event.lease
             case LeaseEnded():
                 _log.warning("lease lost, joining anew", reason=event.reason)
@@ -290,9 +308,18 @@ class Job:
             case _:
                 self._on_update(event.update)
 
+    def _nodes_wanted(self) -> dict[str, int]:
+        settings = self._config.settings
+        return {"min_nodes": settings.min_nodes, "max_nodes": settings.max_nodes}
+
     def _on_update(self, update: pb.NodeUpdate) -> None:
         if update.HasField("run_end"):
             self._run_end = update.run_end
+        # Where no worker runs, whoever looks must find out what for.
+        elif update.phase == pb.PHASE_JOINABLE:
+            _log.info("waiting for nodes", **self._nodes_wanted())
+        elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
+            _log.info("waiting for a place in the next round")
         self._events.put_nowait(
             core.Updated(
                 phase=phase_value(update.phase),
@@ -365,6 +392,12 @@ class Job:
         # Once workers ran, it was started as asked, and what ended it is a failure.
         code = REFUSED if self._crew is None else FAILED
         return JobResult(code, self._refusal or "the membership ended without a reason")
+
+
+def _refusal(endpoint: str, error: ServiceError) -> str:
+    if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:  # gRPC's own: nobody of ours said it
+        return f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
+    return f"{endpoint} refused this node: {error.message}"
 
 
 def _join_request(config: JobConfig) -> pb.JoinRun:

@@ -18,6 +18,9 @@ _DURATIONS = (
 _LOCAL = ("close_timeout", "read_timeout")
 KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_policy")
 
+# Seconds that workers get to stop, unless told otherwise; torchrun's default.
+SHUTDOWN_TIMEOUT = 30.0
+
 # Bounds that no sensible run comes near. The rendezvous service has the same, and refuses what passes them; here
 # they give the one-line error before anything is started, and keep numbers within what a message can hold.
 MOST_NODES = 100_000
@@ -40,13 +43,27 @@ class RendezvousConf:
     read_timeout: float = 60.0
 
 
-def rendezvous_conf(pairs: Mapping[str, str], nodes: tuple[int, int], max_restarts: int) -> RendezvousConf:
+def rendezvous_conf(
+    pairs: Mapping[str, str],
+    nodes: tuple[int, int],
+    max_restarts: int,
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+) -> RendezvousConf:
     """The settings of a run, of its node counts and what `--rdzv-conf` adds.
+
+    Args:
+        pairs: What it adds.
+        nodes: Fewest and most nodes of a round.
+        max_restarts: Restarts of failing workers, over the whole run.
+        shutdown_timeout: Seconds that workers may take to stop. A longer one than usual gets a longer confirm
+            timeout, unless `pairs` has one: a host that still stops its workers must not be taken for lost.
 
     Raises:
         RunSettingError: A key is unknown, or a value is no number, or out of its range; one line.
     """
     settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=max_restarts)
+    if shutdown_timeout > SHUTDOWN_TIMEOUT:
+        settings.confirm_timeout.FromNanoseconds(round(min(2 * shutdown_timeout, _LONGEST) * 1e9))
     local: dict[str, float] = {}
     for key, text in pairs.items():
         if key not in KNOWN_SETTINGS:

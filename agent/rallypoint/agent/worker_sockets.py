@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -11,11 +12,15 @@ from typing import Self
 import grpc
 
 from rallypoint.agent.config import JobConfig
-from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import SettingError
 from rallypoint.timer.client import TimerClient
+
+# A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.
+_LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/store")
 
 
 class WorkerSockets:
@@ -54,18 +59,31 @@ class WorkerSockets:
         self._lease = 0
 
     async def __aenter__(self) -> Self:
-        # In the folder for temporary files, whose path is short: a socket's has 107 bytes at most.
-        self._folder = Path(
-            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rallypoint_sockets_"))
-        )
+        """Stand them up.
+
+        Raises:
+            SettingError: There is no place for them; one line.
+        """
+        try:
+            async with AsyncExitStack() as stack:
+                await self._stand_up(stack)
+                self._stack = stack.pop_all()
+        except (OSError, StoreSocketError) as error:
+            raise SettingError(
+                f"can't make the workers' sockets: {error}; set TMPDIR to another folder"
+            ) from None
+        return self
+
+    async def _stand_up(self, stack: AsyncExitStack) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=_roomy_folder())
+        self._folder = Path(stack.enter_context(folder))
         self.environment = {
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
         }
         store = StoreSocket(self._folder / "store", StoreClient(self._channel, self._config.run_id))
         await store.start()
-        self._stack.push_async_callback(store.stop)
-        return self
+        stack.push_async_callback(store.stop)
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
@@ -104,3 +122,9 @@ class WorkerSockets:
         await self._on_hung(
             worker, f"it did not leave {scope!r} within {after:g} s (found {late_by:.3f} s later)"
         )
+
+
+def _roomy_folder() -> str:
+    """The folder for temporary files, or /tmp where its path (on some clusters, long) leaves a socket no room."""
+    chosen = tempfile.gettempdir()
+    return chosen if len(os.fsencode(chosen)) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 (a private one inside)

@@ -56,7 +56,7 @@ async def run_job(
     Raises:
         SettingError: It can't be started as asked; one line.
     """
-    conf = rendezvous_conf(rdzv_conf, nnodes, max_restarts)
+    conf = rendezvous_conf(rdzv_conf, nnodes, max_restarts, shutdown_timeout)
     async with AsyncExitStack() as stack:
         rendezvous, timer = Peer(rdzv_endpoint, tls), Peer(timer_endpoint, tls)
         _check_endpoint("--rdzv-endpoint", rdzv_endpoint)

@@ -21,7 +21,10 @@ class UsageMistake(click.ClickException):
 
 @contextmanager
 def _told_in_one_line() -> Iterator[None]:
-    """Turns click's usage errors, which come with the usage above them, into the one line that matters."""
+    """Turns click's usage errors, which come with the usage above them, into the one line that matters.
+
+    And Ctrl-C into the exit code that a shell gives it, where click has "Aborted!" and 1.
+    """
     try:
         yield
     except click.UsageError as error:
@@ -30,6 +33,9 @@ def _told_in_one_line() -> Iterator[None]:
         command = error.ctx.command_path if error.ctx is not None else "rallypoint"
         message = error.format_message().removesuffix(".")
         raise UsageMistake(f"{message} (`{command} --help` shows what there is)") from None
+    except KeyboardInterrupt:  # while modules are loaded; whoever serves or runs handles Ctrl-C itself
+        click.echo("Error: interrupted", err=True)
+        raise SystemExit(130) from None
 
 
 class LazyGroup(click.Group):

@@ -9,6 +9,7 @@ from typing import TypeVar
 import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import decode
 from rallypoint.serving.loop import run
@@ -38,9 +39,15 @@ def ask(
             raise SettingError(f"no rendezvous service answered at {endpoint} within {timeout:g} s") from None
         except grpc.aio.AioRpcError as rpc_error:
             error = decode(rpc_error)
-            if error.reason == grpc.StatusCode.UNAVAILABLE.name:  # gRPC's own: nobody of ours said it
+            # gRPC's own reasons, which nobody of ours said.
+            if error.reason == grpc.StatusCode.UNAVAILABLE.name:
+                advice = tls_advice(error.message, tls) or "check --rdzv-endpoint"
                 raise SettingError(
-                    f"no rendezvous service answers at {endpoint}: {error.message}; check --rdzv-endpoint"
+                    f"no rendezvous service answers at {endpoint}: {error.message}; {advice}"
+                ) from None
+            if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
+                raise SettingError(
+                    f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
                 ) from None
             raise SettingError(f"{endpoint}: {error.message} ({error.reason})") from None
         finally:

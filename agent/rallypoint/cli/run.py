@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.agent.settings import MOST_RESTARTS
+from rallypoint.agent.settings import MOST_RESTARTS, SHUTDOWN_TIMEOUT
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.nodes import NodeCount, RendezvousConfType, WorkerCount
 from rallypoint.serving.options import Setting, client_options
@@ -75,7 +75,7 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
 @_flag(
     "--shutdown-timeout",
     type=click.FloatRange(0),
-    default=30.0,
+    default=SHUTDOWN_TIMEOUT,
     metavar="SECONDS",
     help="How long workers may take to stop before they are killed.",
 )

@@ -144,8 +144,10 @@ class Membership:
             pause = backoff * (1 - self._jitter.random() / 2)
             if not self._ever_admitted:
                 pause = min(pause, max(0.0, deadline - asyncio.get_running_loop().time()))
-            say = _log.warning if self._progress else _log.debug
-            say("stream ended", endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
+            # Once for each time that it goes away, not with every attempt.
+            say = _log.warning if backoff == _FIRST_BACKOFF else _log.debug
+            what = "stream ended" if self._ever_admitted else "no answer yet, trying again"
+            say(what, endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
 

@@ -1,0 +1,73 @@
+"""Workers find their agent's sockets, wherever the folder for temporary files is."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.worker_sockets import WorkerSockets
+from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import SettingError
+
+NOWHERE = Peer("127.0.0.1:1")
+
+
+@pytest.fixture
+def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts temporary files into a folder whose path has as many bytes as the test's parameter says."""
+    short = tempfile.mkdtemp(dir="/tmp")
+    folder = Path(short, "x" * (request.param - len(short) - 1))
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield
+    shutil.rmtree(short)
+
+
+def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
+    """The sockets of a job whose services nobody will ask."""
+
+    async def reap(worker: str, accusation: str) -> None:
+        raise AssertionError((worker, accusation))
+
+    config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE)
+    return WorkerSockets(config, channel, worker_of=lambda pid: None, on_hung=reap)
+
+
+async def test_the_sockets_are_there_as_long_as_the_job() -> None:
+    """The timers' once workers can be named, which takes a lease; no file is left."""
+    async with open_channel(NOWHERE.endpoint) as channel:
+        async with sockets(channel) as ours:
+            store, timer = (
+                Path(ours.environment[f"RALLYPOINT_{name}_SOCKET"]) for name in ("STORE", "TIMER")
+            )
+            assert (store.is_socket(), timer.exists()) == (True, False)
+            await ours.act_under(7)
+            assert timer.is_socket()
+            await ours.act_under(9)
+            ours.clear("0@1")
+        assert not store.parent.exists()
+
+
+@pytest.mark.parametrize("long_folder", [72, 73, 74, 200], indirect=True)
+@pytest.mark.usefixtures("long_folder")
+async def test_a_long_path_to_temporary_files_is_no_obstacle() -> None:
+    """A socket's path has 107 bytes at most, and some clusters give every job a folder of its own."""
+    async with open_channel(NOWHERE.endpoint) as channel, sockets(channel) as ours:
+        await ours.act_under(7)
+        assert {len(path) <= 107 for path in ours.environment.values()} == {True}
+
+
+async def test_a_folder_that_can_not_be_written_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do."""
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    async with open_channel(NOWHERE.endpoint) as channel:
+        with pytest.raises(SettingError, match=r"can't make the workers' sockets: .*set TMPDIR") as caught:
+            await sockets(channel).__aenter__()
+    assert "\n" not in str(caught.value)

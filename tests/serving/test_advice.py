@@ -1,0 +1,78 @@
+"""A handshake that fails is told with what to change, in whatever words gRPC and its libraries have for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.serving.advice import tls_advice
+from rallypoint.serving.server import ServerOptions
+from rallypoint.serving.settings import ClientTLS
+
+# The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
+Certificates = Any
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def advised(serve: Start, connect: Start) -> Callable[..., Any]:
+    """What is advised to a client that is not let in by a server."""
+
+    async def ask(options: ServerOptions, tls: ClientTLS | None) -> str | None:
+        channel = connect(await serve({}, options=options), tls)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/tiny.v1.TinyService/Any")(b"", timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        return tls_advice(caught.value.details() or "", tls)
+
+    return ask
+
+
+async def test_a_plaintext_client_learns_that_tls_is_wanted(
+    advised: Callable[..., Any], certificates: Certificates
+) -> None:
+    """And the other way round."""
+    secure = ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key)
+    assert await advised(secure, None) == "it may want TLS: give --tls-ca"
+    told = await advised(ServerOptions(), ClientTLS(ca=certificates.ca))
+    assert told == "it speaks plaintext: leave the --tls flags out"
+
+
+async def test_a_client_of_another_authority_learns_so(
+    advised: Callable[..., Any], certificates: Certificates, other_certificates: Certificates
+) -> None:
+    """The server's certificate is not signed by what it trusts."""
+    secure = ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key)
+    told = await advised(secure, ClientTLS(ca=other_certificates.ca))
+    assert told == "its certificate is not signed by an authority in --tls-ca"
+
+
+async def test_a_client_whose_certificate_is_missing_or_wrong_learns_so(
+    advised: Callable[..., Any], certificates: Certificates, other_certificates: Certificates
+) -> None:
+    """The server only closes the connection: its log has the rest."""
+    mutual = ServerOptions(
+        tls_cert=certificates.server, tls_key=certificates.server_key, tls_client_ca=certificates.ca
+    )
+    told = await advised(mutual, ClientTLS(ca=certificates.ca))
+    assert told == "it may want a client certificate: give --tls-cert and --tls-key"
+    foreign = ClientTLS(certificates.ca, other_certificates.client, other_certificates.client_key)
+    told = await advised(mutual, foreign)
+    assert told == "it may want a client certificate of another authority: look at --tls-cert"
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("Hostname Verification Check failed.", "its certificate is for another host name"),
+        ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "its certificate is expired"),
+        ("Failed to connect to remote host: Connection refused", None),
+    ],
+)
+def test_other_failures_are_told_apart(message: str, advice: str | None) -> None:
+    """Those that no server of the tests has, as gRPC tells of them."""
+    told = tls_advice(message, ClientTLS())
+    assert told is None if advice is None else told is not None and told.startswith(advice)
