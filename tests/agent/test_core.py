@@ -346,6 +346,7 @@ def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
 
 
 REVERSED = 'StopWorkers("a worker failed"), ReportFailure(state.started)'
+IF_OUT = "if state.out:\n        return state.detail"
 UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                return state, []\n            "
 
 
@@ -358,7 +359,7 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
         ('ReportFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
         ("[Depart(event.detail)]", "[]", "without departing"),
         ("if state.leaving is not None or state.out:", "if state.out:", "departed twice"),
-        ("if state.out or state.phase is Phase.CLOSED:", "if state.phase is Phase.CLOSED:", "no end"),
+        (IF_OUT, IF_OUT.replace("state.out", "False"), "no end"),
         (UNLESS_RUNNING + "done", "done", "while workers are alive"),
     ],
 )

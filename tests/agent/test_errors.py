@@ -7,6 +7,7 @@ import os
 import signal
 from datetime import timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,6 +120,16 @@ def test_a_traceback_of_long_ago_does_not_explain_a_kill(logs: WorkerLogs) -> No
     """SIGKILL an hour after a logged exception: the signal is the reason."""
     logs.stderr.write_text(TRACEBACK + "\n" + "step\n" * 1000)
     assert describe(ended(None, signal.SIGKILL), logs).message.startswith("killed by SIGKILL")
+
+
+@pytest.mark.parametrize("full", [{"f_bavail": 0}, {"f_favail": 0}], ids=str)
+def test_a_full_disk_is_told(logs: WorkerLogs, monkeypatch: pytest.MonkeyPatch, full: dict[str, int]) -> None:
+    """A worker that can't print dies of it, and can't write down why: its log ends in the middle."""
+    counts = {"f_blocks": 10, "f_bavail": 5, "f_files": 10, "f_favail": 5}
+    for number, expected in ((counts, False), ({**counts, **full}, True), (dict.fromkeys(counts, 0), False)):
+        monkeypatch.setattr(os, "statvfs", lambda _, number=number: SimpleNamespace(**number))
+        told = describe(ended(), logs).message
+        assert ("no space is left for its logs in" in told) is expected
 
 
 def test_missing_logs_are_no_problem(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     ours = (settings.MOST_NODES, settings.MOST_WORKERS, settings.MOST_RESTARTS)
     assert ours == (requests.MOST_NODES, requests.MOST_WORKERS_PER_NODE, requests.MOST_RESTARTS)
     largest = str(int(requests.LONGEST))
+    with pytest.raises(RunSettingError):
+        rendezvous_conf({"join_timeout": str(requests.LONGEST + 1)}, (1, 1), 0)
     for key in set(KNOWN_SETTINGS) - {"keep_alive_max_attempt", "scale_up_policy"}:
         for value in (largest, "0.001"):
             requests.run_settings(rendezvous_conf({key: value}, (1, 1), 0).settings)

@@ -106,6 +106,14 @@ def test_flag_wins_over_environment_over_file_over_default(run: Run, got: dict[s
     assert got["label"] == ("a", "b")
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "3601"])
+def test_a_time_that_is_none_is_refused(run: Run, text: str) -> None:
+    """No loop can wait for it, or for its end."""
+    result = run("serve", "timer", "--drain-grace", text)
+    assert result.exit_code == 2
+    assert "--drain-grace" in result.output
+
+
 def test_a_flag_can_take_back_what_the_file_turns_on(run: Run, got: dict[str, Any]) -> None:
     ok(run("serve", "timer", "--no-insecure", config="[serve.timer]\ninsecure = true\n"))
     assert got["options"].insecure is False

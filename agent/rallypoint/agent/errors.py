@@ -104,6 +104,9 @@ def describe_failure(
         message, traceback = found
     if not traceback:
         traceback = "\n".join(tail.rstrip().splitlines()[-_LAST_LINES:])
+    if logs is not None and _is_full(logs.stderr.parent):
+        # A worker dies of that at its next print, and can't write down why.
+        message += f"; no space is left for its logs in {logs.stderr.parent}"
     return WorkerFailure(
         local_rank=how.local_rank,
         rank=rank,
@@ -237,6 +240,15 @@ def _read_error_file(path: Path) -> _Told | None:
         callstack.rstrip() if isinstance(callstack, str) else "",
         written,
     )
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        place = os.statvfs(folder)
+    except OSError:
+        return False
+    # Some file systems don't count, and report nothing at all.
+    return (place.f_blocks > 0 and place.f_bavail == 0) or (place.f_files > 0 and place.f_favail == 0)
 
 
 def _read_tail(path: Path) -> str:

@@ -316,7 +316,7 @@ class Job:
         if update.HasField("run_end"):
             self._run_end = update.run_end
         # Where no worker runs, whoever looks must find out what for.
-        elif update.phase == pb.PHASE_JOINABLE:
+        elif update.phase == pb.PHASE_JOINABLE and not self.stopping:
             _log.info("waiting for nodes", **self._nodes_wanted())
         elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
             _log.info("waiting for a place in the next round")

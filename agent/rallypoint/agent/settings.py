@@ -27,7 +27,7 @@ MOST_NODES = 100_000
 MOST_WORKERS = 16_384
 MOST_RESTARTS = 1_000_000
 _MOST_ATTEMPTS = 1000
-_LONGEST = 100 * 24 * 3600
+MOST_SECONDS = 25 * 24 * 3600
 
 
 class RunSettingError(ValueError):
@@ -63,7 +63,7 @@ def rendezvous_conf(
     """
     settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=max_restarts)
     if shutdown_timeout > SHUTDOWN_TIMEOUT:
-        settings.confirm_timeout.FromNanoseconds(round(min(2 * shutdown_timeout, _LONGEST) * 1e9))
+        settings.confirm_timeout.FromNanoseconds(round(min(2 * shutdown_timeout, MOST_SECONDS) * 1e9))
     local: dict[str, float] = {}
     for key, text in pairs.items():
         if key not in KNOWN_SETTINGS:
@@ -85,8 +85,8 @@ def _number(key: str, text: str) -> float:
     except ValueError:
         raise RunSettingError(f"{key}={text!r} is not a number of seconds") from None
     least = 0.0 if key in ("last_call_timeout", "disconnect_grace") else 1e-3
-    if not least <= number <= _LONGEST:
-        raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to {_LONGEST} seconds")
+    if not least <= number <= MOST_SECONDS:
+        raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to {MOST_SECONDS} seconds")
     return number
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import click
 
-from rallypoint.serving.options import Setting, client_options
+from rallypoint.cli.nodes import Text
+from rallypoint.serving.options import Seconds, Setting, client_options
 from rallypoint.serving.settings import ClientTLS
 
 
 @click.command()
-@click.argument("run_id")
+@click.argument("run_id", type=Text())
 @click.option(
     "--rdzv-endpoint",
     cls=Setting,
+    type=Text(),
     default="127.0.0.1:29400",
     metavar="HOST:PORT",
     help="Address of the rendezvous service.",
 )
-@click.option("--reason", default="", help="Why; the run's hosts show it.")
+@click.option("--reason", type=Text(), default="", help="Why; the run's hosts show it.")
 @click.option(
     "--timeout",
     cls=Setting,
-    type=click.FloatRange(0.1),
+    type=Seconds(0.1),
     default=10.0,
     metavar="SECONDS",
     help="How long to try.",

@@ -1,4 +1,4 @@
-"""Values of torchrun's flags: node counts, worker counts, rendezvous settings."""
+"""Values of flags: node counts, worker counts, rendezvous settings, and names."""
 
 from __future__ import annotations
 
@@ -57,6 +57,21 @@ class WorkerCount(click.ParamType[int]):
         if count > MOST_WORKERS:
             self.fail(f"{value!r} workers are more than the {MOST_WORKERS} that a host can have", param, ctx)
         return count
+
+
+class Text(click.ParamType[str]):
+    """Text that can be sent: a command line may hold bytes that are no UTF-8."""
+
+    name = "TEXT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check."""
+        text = str(value)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail(f"{text!r} is not valid UTF-8", param, ctx)
+        return text
 
 
 class RendezvousConfType(click.ParamType[dict[str, str]]):

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.agent.settings import MOST_RESTARTS, SHUTDOWN_TIMEOUT
+from rallypoint.agent.settings import MOST_RESTARTS, MOST_SECONDS, SHUTDOWN_TIMEOUT
 from rallypoint.cli.inherited import ENVIRONMENT
-from rallypoint.cli.nodes import NodeCount, RendezvousConfType, WorkerCount
-from rallypoint.serving.options import Setting, client_options
+from rallypoint.cli.nodes import NodeCount, RendezvousConfType, Text, WorkerCount
+from rallypoint.serving.options import Seconds, Setting, client_options
 from rallypoint.serving.settings import SettingError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -51,8 +51,12 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
     help="Workers on this host; auto and cpu: one per processor.",
 )
 @_flag("--standalone", is_flag=True, help="A job of this host alone, with its own rendezvous inside.")
-@_flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Address of the rendezvous service.")
-@_flag("--rdzv-id", default="", metavar="RUN_ID", help="Name of the run; the same on all its hosts.")
+@_flag(
+    "--rdzv-endpoint", type=Text(), default="", metavar="HOST:PORT", help="Address of the rendezvous service."
+)
+@_flag(
+    "--rdzv-id", type=Text(), default="", metavar="RUN_ID", help="Name of the run; the same on all its hosts."
+)
 @_flag(
     "--rdzv-conf",
     type=RendezvousConfType(),
@@ -65,23 +69,29 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
     default=0,
     help="Restarts of failed workers, over the whole run.",
 )
-@_flag("--role", default="default", help="Role of the workers.")
+@_flag("--role", type=Text(), default="default", help="Role of the workers.")
 @_flag("-m", "--module", "module", is_flag=True, help="PROGRAM is a Python module.")
 @_flag("--no-python", is_flag=True, help="PROGRAM is an executable, not a Python script.")
 @_flag("--log-dir", type=click.Path(path_type=Path), help="Folder for logs; without it, a new temporary one.")
 @_flag("-r", "--redirects", default="0", help="Keep output off the console: 0-3, or 0:1,1:2 by rank.")
 @_flag("-t", "--tee", default="0", help="Prefix console output with role and rank: 0-3, or 0:1,1:2.")
-@_flag("--local-addr", default="", help="Address at which other hosts reach this one.")
+@_flag("--local-addr", type=Text(), default="", help="Address at which other hosts reach this one.")
 @_flag(
     "--shutdown-timeout",
-    type=click.FloatRange(0),
+    type=Seconds(0, MOST_SECONDS),
     default=SHUTDOWN_TIMEOUT,
     metavar="SECONDS",
     help="How long workers may take to stop before they are killed.",
 )
-@_flag("--node-id", default="", help="Name of this host in the run; without it, host, pid and a random part.")
+@_flag(
+    "--node-id",
+    type=Text(),
+    default="",
+    help="Name of this host in the run; without it, host, pid and a random part.",
+)
 @_flag(
     "--timer-endpoint",
+    type=Text(),
     default="",
     metavar="HOST:PORT",
     help="Timer service; without it, one inside the agent.",

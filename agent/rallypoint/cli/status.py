@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rallypoint.serving.options import Setting, client_options
+from rallypoint.cli.nodes import Text
+from rallypoint.serving.options import Seconds, Setting, client_options
 from rallypoint.serving.settings import ClientTLS
 
 if TYPE_CHECKING:
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
+# Characters; longer than any sentence of ours.
+_LONGEST_LINE = 4096
+
+
 @click.command()
-@click.argument("run_id", required=False)
+@click.argument("run_id", type=Text(), required=False)
 @click.option(
     "--rdzv-endpoint",
     cls=Setting,
+    type=Text(),
     default="127.0.0.1:29400",
     metavar="HOST:PORT",
     help="Address of the rendezvous service.",
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--timeout",
     cls=Setting,
-    type=click.FloatRange(0.1),
+    type=Seconds(0.1),
     default=10.0,
     metavar="SECONDS",
     help="How long to try.",
@@ -72,10 +78,16 @@ def _print_runs(runs: list[pb.Run]) -> None:
 
 
 def _console() -> Console:
-    """A console that shows names and sentences as they are: they come from users, and may look like markup."""
+    """A console that shows names and sentences as they are: they come from users, and may look like markup.
+
+    Lines of a table are as long as they need where no terminal limits them: `grep` is to find whole ones.
+    """
     from rich.console import Console  # noqa: PLC0415
 
-    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _LONGEST_LINE
+    return console
 
 
 def _print_run(run: pb.Run) -> None:

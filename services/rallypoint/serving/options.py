@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -17,7 +18,7 @@ import click
 from rallypoint.serving.config_file import read_config
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 
-__all__ = ["ClientTLS", "ServerOptions", "Setting", "client_options", "server_options"]
+__all__ = ["ClientTLS", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -40,6 +41,17 @@ class Setting(click.Option):
         super().__init__(*declarations, **attributes)
         if self.envvar is None and self.name:
             self.envvar = f"RALLYPOINT_{self.name.upper()}"
+
+
+class Seconds(click.FloatRange):
+    """A click type for how long something may take: a number within bounds, and neither `nan` nor `inf`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse and check."""
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
 
 
 class SettingRefused(click.ClickException):
@@ -82,7 +94,7 @@ def server_options(default_port: int = 29400, *, also_client: bool = False) -> C
         ),
         _setting(
             "--drain-grace",
-            type=click.FloatRange(0, 3600),
+            type=Seconds(0, 3600),
             default=_DEFAULT.drain_grace,
             metavar="SECONDS",
             help="How long open calls may take to end after SIGTERM or SIGINT.",

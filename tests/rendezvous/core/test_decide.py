@@ -440,7 +440,7 @@ class TestFailing:
         assert (run.phase, end.outcome) == (Phase.CLOSED, Outcome.FAILED)
         assert end.failure is not None
         assert (end.failure.message, end.failure.node_id, end.failure.round) == ("second", "b", 2)
-        assert end.detail == "worker of rank 1 on node b failed: second; all 1 restarts were used up"
+        assert end.detail == "worker of rank 1 on node b failed: second; the only restart was used up"
 
     def test_without_a_budget_the_first_failure_closes_the_run(self) -> None:
         """max_restarts 0 allows none, and the sentence says so."""

@@ -206,8 +206,8 @@ def _in_final(state: RunState, now: float) -> facts.Fact | None:
     if state.breach is not None:
         return _end_of_breached_round(state, state.breach)
     if len(state.succeeded) == len(state.seats):
-        workers = f"all {state.world_size} workers of round {state.round} succeeded"
-        return facts.RunClosed(RunEnd(Outcome.SUCCEEDED, workers))
+        workers = "the worker" if state.world_size == 1 else f"all {state.world_size} workers"
+        return facts.RunClosed(RunEnd(Outcome.SUCCEEDED, f"{workers} of round {state.round} succeeded"))
     return _scale_up(state)
 
 
@@ -217,7 +217,9 @@ def _end_of_breached_round(state: RunState, breach: RoundEnd) -> facts.Fact:
     budget = state.settings.max_restarts
     if state.restart_count < budget:
         return facts.RoundEnded(breach, state.restart_count + 1)
-    spent = "no restarts were allowed" if budget == 0 else f"all {budget} restarts were used up"
+    spent = "no restarts were allowed"
+    if budget:
+        spent = "the only restart was used up" if budget == 1 else f"all {budget} restarts were used up"
     return facts.RunClosed(RunEnd(Outcome.FAILED, f"{breach.detail}; {spent}", state.failure))
 
 

@@ -1,0 +1,34 @@
+"""A command does its work whatever streams and encoding it was started with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RALLYPOINT = f"{Path(sys.executable).parent}/rallypoint"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> None:
+    """What its workers print goes nowhere; above all, not into a socket that got the stream's number."""
+    script = tmp_path / "show.py"
+    script.write_text("import sys; print('x' * 10_000); print('y' * 10_000, file=sys.stderr)")
+    command = f'exec "$0" run --standalone --nproc-per-node 2 "$1" {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", command, RALLYPOINT, str(script)], capture_output=True, check=False, timeout=50
+    )
+    assert (ended.returncode, b"spawner" in ended.stderr) == (0, False)
+
+
+def test_what_the_encoding_does_not_have_is_escaped() -> None:
+    """A name in another script ends no command with a traceback."""
+    program = "from rallypoint.cli import inherited; print('训练')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert (shown.stdout, shown.stderr) == ("\\u8bad\\u7ec3\n", "")
