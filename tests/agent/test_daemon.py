@@ -88,7 +88,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
 
 async def test_a_job_is_run_as_it_was_specified(host: Host) -> None:
     """Where, how many, as whom, with what environment; and how it ended is told."""
-    script = 'echo "$FROM $MARK $RANK $WORLD_SIZE $ROLE_NAME $RALLYPOINT_NODE_ID $PWD" > $1/seen.$RANK'
+    script = 'echo "$FROM $MARK $RANK $WORLD_SIZE $ROLE_NAME $RALLYPOINT_NODE $PWD" > $1/seen.$RANK'
     node_id = await host.launch(
         script,
         node_id="node-7",

@@ -67,7 +67,7 @@ def test_a_worker_sees_torchruns_variables_and_ours() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "1",
         "RALLYPOINT_RUN_ID": "run-7",
-        "RALLYPOINT_NODE_ID": "node-b",
+        "RALLYPOINT_NODE": "node-b",
         "RALLYPOINT_ROUND": "5",
         "RALLYPOINT_FENCING_TOKEN": "17",
         "RALLYPOINT_STORE_SOCKET": "/run/agent/store",

@@ -28,7 +28,7 @@ SAME_FOR_ALL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "OMP_NUM_THREADS": "1",
     "RALLYPOINT_RUN_ID": "digits",
-    "RALLYPOINT_NODE_ID": "here",
+    "RALLYPOINT_NODE": "here",
     "RALLYPOINT_ROUND": "1",
 }
 

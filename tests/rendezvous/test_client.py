@@ -324,6 +324,19 @@ async def test_what_was_said_last_is_said_again_on_the_next_stream(
     assert one.lost_leases == 0
 
 
+async def test_a_failure_is_heard_though_the_node_leaves_in_the_same_breath(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """A signal that comes right after a worker failed must not make the failure look like a departure."""
+    one = join(service.address, join_request("a", nodes=1))
+    await formed(one)
+    one.membership.report_failure(pb.WorkerFailure(round=1, rank=1, exit_code=3, message="ValueError: boom"))
+    one.membership.depart("got SIGTERM")
+    await one.end()
+    assert one.updates[-1].run_end.outcome == pb.OUTCOME_FAILED
+    assert one.updates[-1].run_end.failure.message == "ValueError: boom"
+
+
 async def test_leaving_gives_the_lease_back(service: Service, join: Callable[..., Member]) -> None:
     """The others re-form without the node, and need not wait for a lease to run out."""
     one, two = await pair(service, join)

@@ -48,7 +48,7 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         "RALLYPOINT_RUN_ID": config.run_id,
-        "RALLYPOINT_NODE_ID": config.node_id,
+        "RALLYPOINT_NODE": config.node_id,
         "RALLYPOINT_ROUND": str(assignment.round),
         "RALLYPOINT_FENCING_TOKEN": str(assignment.fencing_token),
         **sockets,

@@ -290,7 +290,12 @@ class Job:
             advice = tls_advice(str(error), self._config.rendezvous.tls)
             self._refusal = f"{error}; {advice or 'is it running, and is --rdzv-endpoint right?'}"
         except ServiceError as error:
-            self._refusal = _refusal(self._config.rendezvous.endpoint, error)
+            if error.reason == "RUN_CLOSED" and self._crew is not None:
+                # It was closed while this node was away for so long that it lost its lease.
+                outcome = pb.Outcome.Value(f"OUTCOME_{error.metadata['outcome']}")
+                self._run_end = pb.RunEnd(outcome=outcome, detail=error.message)
+            else:
+                self._refusal = _refusal(self._config.rendezvous.endpoint, error)
         finally:
             self._events.put_nowait(core.MembershipEnded(self._refusal or ""))
 

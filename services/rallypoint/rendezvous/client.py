@@ -112,6 +112,7 @@ class Membership:
         self._ever_admitted = False
         self._over = False
         self._statement: pb.JoinRequest | None = None
+        self._failure: pb.WorkerFailure | None = None
         self._unsaid = asyncio.Event()
         self._progress = False
         self._last_error = "no answer came"
@@ -157,7 +158,9 @@ class Membership:
 
     def report_failure(self, failure: pb.WorkerFailure) -> None:
         """Say that a worker failed."""
-        self._say(pb.JoinRequest(worker_failed=failure))
+        # Kept apart: a node that leaves before this is heard would make a failure look like a departure.
+        self._failure = failure
+        self._unsaid.set()
 
     def report_success(self, round_: int) -> None:
         """Say that all workers succeeded."""
@@ -172,7 +175,7 @@ class Membership:
         self._say(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
 
     def _say(self, statement: pb.JoinRequest) -> None:
-        # The latest is enough: whoever reports a round has confirmed it, and whoever leaves has nothing to report.
+        # The latest is enough: whoever reports a round has confirmed it, and a success is no matter for who leaves.
         self._statement = statement
         self._unsaid.set()
 
@@ -183,7 +186,7 @@ class Membership:
                 raise error  # two agents that join over one another, in turn, would let nobody run
             self._lease = self._revision = 0
             self._over = self._going()
-            self._statement = None
+            self._statement = self._failure = None
             self._on_event(LeaseEnded(error.message))
             return
         if error.code not in _RETRYABLE:
@@ -229,7 +232,7 @@ class Membership:
         resumed = bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
         self._on_event(Admitted(lease.lease, resumed))
-        if self._statement is not None:
+        if self._statements():
             self._unsaid.set()
         speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
         try:
@@ -238,6 +241,7 @@ class Membership:
                     raise _Draining
                 self._revision = max(self._revision, response.update.revision)
                 self._over = response.update.phase == pb.PHASE_CLOSED
+                self._forget_failure_of_other_rounds(response.update)
                 self._on_event(Updated(response.update))
         finally:
             speaker.cancel()
@@ -245,16 +249,27 @@ class Membership:
     async def _speak(self, call: _JoinCall, interval: float) -> None:
         """Say what is to be said, and, where there is nothing for so long, that the node is alive."""
         while True:
-            message = pb.JoinRequest(heartbeat=pb.Heartbeat())
+            messages = [pb.JoinRequest(heartbeat=pb.Heartbeat())]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._unsaid.wait()
                 self._unsaid.clear()
-                message = self._statement or message
+                messages = self._statements() or messages
             try:
-                await call.write(message)
+                for message in messages:
+                    await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream is over; whoever reads it learns why
+
+    def _statements(self) -> list[pb.JoinRequest]:
+        """What the server may not have heard, in the order in which it must."""
+        failure = [pb.JoinRequest(worker_failed=self._failure)] if self._failure is not None else []
+        return failure + ([self._statement] if self._statement is not None else [])
+
+    def _forget_failure_of_other_rounds(self, update: pb.NodeUpdate) -> None:
+        runs_on = update.phase == pb.PHASE_FINAL
+        if self._failure is not None and not (runs_on and update.assignment.round == self._failure.round):
+            self._failure = None
 
     def _leaving(self) -> bool:
         return self._statement is not None and self._statement.HasField("leave")
