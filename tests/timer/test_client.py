@@ -215,6 +215,18 @@ async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
     await client.close()
 
 
+async def test_a_new_lease_is_no_trouble(
+    service: Service, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client subscribes anew under it at once; whoever reads the log is not sent to look at the network."""
+    node.client.acquire("0@1", "s", 60.0)
+    await eventually(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
+    node.client.renew(7)
+    await eventually(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [7])
+    await eventually(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 async def test_closing_tells_the_service_that_no_worker_is_left(service: Service, node: Node) -> None:
     """Nothing is left there to run out."""
     node.client.acquire("0@1", "s", 60.0)

@@ -101,6 +101,7 @@ class TimerClient:
         self._news = asyncio.Event()
         self._closing = False
         self._subscribed = False
+        self._renewing = False
         self._call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, pb.SuperviseResponse] | None = None
         self._talking: asyncio.Task[None] | None = None
         self._last_trouble = ""
@@ -127,6 +128,7 @@ class TimerClient:
         """The node has a new lease: the client subscribes anew with all timers."""
         self._lease = lease
         if self._call is not None:
+            self._renewing = True
             self._call.cancel()
 
     def acquire(self, worker_id: str, scope: str, after: float, since: float | None = None) -> None:
@@ -175,6 +177,9 @@ class TimerClient:
                 if cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
                     raise
                 trouble = "the call was cancelled"
+                if self._renewing and not self._closing:
+                    self._subscribed = False
+                    continue
             if self._closing:
                 return
             if self._subscribed:
@@ -188,6 +193,7 @@ class TimerClient:
         self._ledger.restart()
         self._dealing = dict.fromkeys(self._dealing)
         self._call = call = self._stub.Supervise(wait_for_ready=True)
+        self._renewing = False
         alarm = asyncio.get_running_loop().call_later(
             self._settings.patience, self._report, "it does not answer"
         )

@@ -117,7 +117,10 @@ class SqliteJournal:
             return kept or Recovered([], [])
         except (OSError, sqlite3.Error, ValueError) as error:
             self._close()
-            raise JournalError(f"can't open the journal {self._path}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise JournalError(
+                f"can't open the journal {self._path}: {reason}; mend that, or choose another file with --journal"
+            ) from error
         except JournalError:
             self._close()
             raise
