@@ -137,6 +137,24 @@ async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Pa
         assert (run.phase, run.node_count) == (rendezvous_pb.PHASE_JOINABLE, 0)
 
 
+async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> None:
+    """A second signal cancels the wait for the job: nobody waits for workers that take their time."""
+    slow = 'trap "sleep 60" TERM; touch $1/started; while :; do sleep 0.02; done'
+    async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
+        async with Daemon(timer, None, {"PATH": os.environ["PATH"]}) as daemon:
+            host = Host(tmp_path, rendezvous, None, "worker")  # type: ignore[arg-type]
+            daemon._launch(host.spec(slow))
+            await until((tmp_path / "started").exists, "the worker")
+            leaving = asyncio.create_task(daemon.leave())
+            await asyncio.sleep(0.25)  # long enough for a second request to count as one in a hurry
+            with pytest.raises(ServiceError, match="going away"):
+                daemon._launch(host.spec("exit 0"))
+            leaving.cancel()
+        assert daemon._job is not None
+        assert daemon._job.result is not None
+        assert daemon._job.result.exit_code == 128 + 15
+
+
 @pytest.mark.parametrize(
     ("more", "field", "told"),
     [

@@ -53,7 +53,7 @@ def test_a_run_is_shown_with_its_nodes(answer: Callable[..., str]) -> None:
     """Who is in, with which ranks, who waits, and why the round before ended."""
     lines = answer(pb.GetRunResponse(run=run_message()), ["digits"]).splitlines()
     assert lines[:2] == [
-        "run digits: FINAL, round 3, 4 workers on 3 of 1:3 nodes, 1 of 2 restarts used, revision 21",
+        "run digits: FINAL, round 3, 4 workers on 2 nodes (3 joined, 1:3 wanted), 1 of 2 restarts used, revision 21",
         "round 2 ended: node c was lost: its connection broke",
     ]
     assert words("\n".join(lines[2:])) == [
@@ -69,7 +69,8 @@ def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
     end = pb.RunEnd(outcome=pb.OUTCOME_FAILED, detail="worker of rank 1 on node a failed")
     run = pb.Run(run_id="digits", phase=pb.PHASE_CLOSED, round=1, run_end=end)
     assert answer(pb.GetRunResponse(run=run), ["digits"]).splitlines() == [
-        "run digits: CLOSED FAILED, round 1, 0 workers on 0 of 0 nodes, 0 of 0 restarts used, revision 0",
+        "run digits: CLOSED FAILED, round 1, 0 workers on 0 nodes (0 joined, 0 wanted), "
+        "0 of 0 restarts used, revision 0",
         "run ended: worker of rank 1 on node a failed",
     ]
 
@@ -103,3 +104,13 @@ def test_programs_get_the_whole_answer(answer: Callable[..., str], arguments: li
     seen = shown["run"] if len(arguments) > 1 else shown["runs"][0]
     assert (seen["runId"], seen["phase"], seen["restartCount"]) == ("digits", "PHASE_FINAL", 1)
     assert seen["nodes"][0]["assignment"]["baseRank"] == 0
+
+
+def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name in full, and the whole sentence that says how it ended."""
+    name, detail = "r" * 256, "worker of rank 1 failed: " + "much to say " * 80 + "and the end"
+    run = pb.Run(run_id=name, phase=pb.PHASE_CLOSED, run_end=pb.RunEnd(detail=detail))
+    monkeypatch.setattr(operator, "ask", lambda *_: pb.ListRunsResponse(runs=[run]))
+    _, line = CliRunner().invoke(main, ["status"]).output.splitlines()
+    assert line.startswith(f" {name} ")
+    assert line.rstrip().endswith(detail)

@@ -46,6 +46,26 @@ configure_logs(stream=sys.stdout)
 loop.run(main())
 """
 
+FIRST_THINGS_FIRST = """
+import asyncio, sys
+from rallypoint.serving import loop
+from rallypoint.serving.logs import configure_logs, get_logger
+from rallypoint.serving.server import Server
+from rallypoint.serving.settings import ServerOptions
+
+async def first():
+    get_logger("test").info("first")
+    if "slow" in sys.argv:
+        await asyncio.Event().wait()
+
+async def main():
+    await Server(ServerOptions(drain_grace=50), services=[]).serve_until_signal(before_drain=first)
+    get_logger("test").info("ended")
+
+configure_logs(stream=sys.stdout)
+loop.run(main())
+"""
+
 PLAIN = """
 import asyncio
 from rallypoint.serving import loop
@@ -133,3 +153,19 @@ def test_ctrl_c_lets_main_clean_up_and_shows_no_traceback(start: Start) -> None:
     program.send_signal(signal.SIGINT)
     out, err = program.communicate(timeout=30)
     assert (program.returncode, out.strip(), err) == (130, "cleaned up", "")
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_comes_before_the_drain_is_done_first_or_cut_short(start: Start, slow: bool) -> None:
+    """While it is done the server still answers; a second signal waits for it no longer."""
+    program = start(FIRST_THINGS_FIRST, *["slow"] * slow)
+    assert event_of(program)["event"] == "ready"
+    program.send_signal(signal.SIGTERM)
+    assert [event_of(program)["event"] for _ in range(2)] == ["signal received", "first"]
+    if slow:
+        program.send_signal(signal.SIGTERM)
+    rest = [json.loads(line)["event"] for line in program.communicate(timeout=30)[0].splitlines()]
+    assert rest == (
+        ["second signal: stopping at once", "ended"] if slow else ["draining", "stopped", "ended"]
+    )
+    assert program.returncode == 0

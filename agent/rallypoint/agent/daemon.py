@@ -44,17 +44,34 @@ class Daemon:
         self._environment = environment
         self._job: Job | None = None
         self._running: asyncio.Task[None] | None = None
+        self._leaving = False
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Take no more jobs, and have the job that runs leave its run in good order; returns when it has ended.
+
+        Whoever cancels this wait is in a hurry: the job's workers are killed.
+        """
+        self._leaving = True
         if self._job is not None and self._running is not None and not self._running.done():
             if not self._job.stopping:  # asked a second time, it would stop at once
                 self._job.request_stop("the agent is going away", signal.SIGTERM)
-            await self._running
+            try:
+                await asyncio.wait({self._running})
+            except asyncio.CancelledError:
+                self._job.request_stop("the agent is going away at once")
+                raise
 
     def _launch(self, spec: pb.JobSpec) -> str:
+        if self._leaving:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE, "DRAINING", "this agent is going away: ask another one"
+            )
         if self._job is not None and self._running is not None and not self._running.done():
             run_id = self._job.config.run_id
             raise ServiceError(

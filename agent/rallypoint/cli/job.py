@@ -134,10 +134,10 @@ async def _run_until_signalled(job: Job) -> JobResult:
 
 def _say_how_it_ended(result: JobResult) -> None:
     if result.failure is not None:
-        click.echo(render(result.failure), err=True)
+        click.echo(f"The failure that ended the run:\n{render(result.failure)}", err=True)
     if result.exit_code == SUCCEEDED:
         _log.info("job succeeded", detail=result.detail)
     elif result.exit_code == FAILED:
-        _log.error("job failed", detail=result.detail)
+        _log.error("job failed" if result.failure is not None else "job ended early", detail=result.detail)
     else:
         click.echo(f"Error: {result.detail}", err=True)

@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
 def main() -> None:
     """Keep distributed training jobs alive while hosts and processes come and go.
 
-    `rallypoint run` takes torchrun's command line. On one host it needs nothing else:
+    `rallypoint run` is used as torchrun is. On one host it needs nothing else:
 
         rallypoint run --standalone --nproc-per-node 2 train.py
     """

@@ -34,7 +34,6 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str) -> Non
     try:
         async with rendezvous_services(open_journal(journal_url), on_failure=stop) as services:
             server = Server(options, services=services, translate=translate_rendezvous)
-            await server.start()
             await server.serve_until_signal()
     except JournalError as error:
         raise SettingError(str(error)) from error
@@ -45,7 +44,6 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str) -> Non
 async def serve_timer_role(options: ServerOptions) -> None:
     """Serve timers until a signal."""
     server = Server(options, services=[timer_registration()], translate=translate_timer)
-    await server.start()
     await server.serve_until_signal()
 
 
@@ -53,8 +51,8 @@ async def serve_agent_role(options: ServerOptions, tls: ClientTLS | None) -> Non
     """Serve as a daemon that runs the jobs it is given, until a signal; then its job leaves in good order."""
     async with embedded_timer() as timer_endpoint, Daemon(timer_endpoint, tls, ENVIRONMENT) as daemon:
         server = Server(options, services=[daemon.registration])
-        await server.start()
-        await server.serve_until_signal()
+        # Its job leaves first, so that one can still ask how far it is.
+        await server.serve_until_signal(before_drain=daemon.leave)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""`rallypoint run`: torchrun's command line."""
+"""`rallypoint run`: used as torchrun is, with its flags under their names."""
 
 from __future__ import annotations
 

@@ -96,9 +96,10 @@ def _print_run(run: pb.Run) -> None:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     console = _console()
+    seats = sum(node.HasField("assignment") for node in run.nodes)
     console.print(
-        f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on "
-        f"{run.node_count} of {_range(run.settings)} nodes, "
+        f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on {seats} nodes "
+        f"({run.node_count} joined, {_range(run.settings)} wanted), "
         f"{run.restart_count} of {run.settings.max_restarts} restarts used, revision {run.revision}"
     )
     if run.HasField("last_round_end"):

@@ -151,11 +151,15 @@ class Server:
         names = [service.service_name for service in self._services]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
-    async def serve_until_signal(self) -> None:
+    async def serve_until_signal(self, before_drain: Callable[[], Awaitable[None]] | None = None) -> None:
         """Starts, unless that was done, and serves until SIGTERM or SIGINT; then drains. A second one stops at once.
 
         Takes both signals over meanwhile, from before it is ready, so that none kills a server that looks ready.
         Returns early when the server is drained or stopped from elsewhere. Cancelled, it leaves the server running.
+
+        Args:
+            before_drain: what is to be done first, while the server still answers. No grace bounds it; the second
+                signal does.
 
         Raises:
             ServiceStartError: see `start`.
@@ -171,13 +175,21 @@ class Server:
                     ended.result()
                     return
                 log.info("signal received", signal=name)
-                draining = asyncio.create_task(self.drain())
-                if await _first(received, draining) is not None:
+                ending = asyncio.create_task(self._end(before_drain))
+                if await _first(received, ending) is not None:
                     log.warning("second signal: stopping at once", open_calls=self._calls.open_calls)
                     await self.stop()
-                await draining
+                    ending.cancel()
+                await asyncio.wait({ending})
+                if not ending.cancelled():
+                    ending.result()
             finally:
                 ended.cancel()
+
+    async def _end(self, before_drain: Callable[[], Awaitable[None]] | None) -> None:
+        if before_drain is not None:
+            await before_drain()
+        await self.drain()
 
     async def _ended(self) -> None:
         if self._server is not None:

@@ -32,6 +32,7 @@ class SupervisorServiceStub(object):
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+    UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
@@ -67,6 +68,7 @@ class SupervisorServiceServicer(object):
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+    UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
@@ -129,6 +131,7 @@ class SupervisorService(object):
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+    UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now

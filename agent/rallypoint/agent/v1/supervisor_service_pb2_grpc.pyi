@@ -33,6 +33,7 @@ class SupervisorServiceStub:
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+      UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
@@ -62,6 +63,7 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+      UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
@@ -87,6 +89,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+      UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
