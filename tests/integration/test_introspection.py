@@ -104,7 +104,7 @@ def test_a_run_can_be_looked_at_and_steered_by_hand(addresses: dict[str, str], t
     job = call(addresses["agent"], f"{method}/GetJob")["job"]
     assert (job["state"], job["round"]) == ("JOB_STATE_RUNNING", 1)
     shown = rallypoint("status", "by-hand", "--rdzv-endpoint", addresses["rendezvous"]).stdout
-    assert shown.startswith("run by-hand: FINAL, round 1, 1 workers on 1 of 1 nodes")
+    assert shown.startswith("run by-hand: FINAL, round 1, 1 workers on 1 nodes")
     end = call(
         addresses["rendezvous"],
         "rallypoint.rendezvous.v1.RendezvousService/CloseRun",
