@@ -79,12 +79,12 @@ class Stage:
         self.settings = replace(RunSettings(min_nodes=2, max_nodes=2, max_restarts=3), **settings)
         self.journal = HeldJournal(records)
         self.now = 1000.0
-        self.rounds: list[tuple[str, int]] = []
+        self.ended_rounds: list[tuple[str, int]] = []
         self.engine = RendezvousEngine(
             self.journal,
             clock=lambda: self.now,
             wall_clock=lambda: 1.7e9,
-            on_round=lambda run_id, round_: self.rounds.append((run_id, round_)),
+            on_round_end=lambda run_id, next_round: self.ended_rounds.append((run_id, next_round)),
             lag=lag,
         )
         self.engine.recover(self.journal.durable)

@@ -61,8 +61,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
         *await begun(stage.engine.watch(RUN, 0)),
     ]
     assert not any(task.done() for task in tasks)
-    assert stage.engine.current_round(RUN) == 0
-    assert stage.rounds == []
+    assert stage.engine.writable_round(RUN) == 0
 
     stage.journal.release()
     second, update, told, run, runs, _ = await asyncio.gather(*tasks)
@@ -70,8 +69,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
     assert seen is not None
     assert seen.revision < told.revision == update.revision == run.revision == runs[0].revision == 4
     assert update.phase == (await taken(second)).phase == pb.PHASE_FROZEN
-    assert stage.engine.current_round(RUN) == 1
-    assert stage.rounds == [(RUN, 1)]
+    assert stage.engine.writable_round(RUN) == 1
 
 
 async def test_a_refusal_waits_for_what_it_tells_of(stage: Stage) -> None:
@@ -93,10 +91,10 @@ async def test_a_run_that_is_not_durable_is_not_there(stage: Stage) -> None:
     stage.journal.hold()
     (joining,) = await begun(stage.join("a"))
     await stage.journal.held()
-    assert stage.engine.current_round(RUN) is None
+    assert stage.engine.writable_round(RUN) is None
     stage.journal.release()
     await joining
-    assert stage.engine.current_round(RUN) == 0
+    assert stage.engine.writable_round(RUN) == 0
 
 
 async def test_commands_that_arrive_together_are_committed_together(stage: Stage) -> None:
@@ -110,16 +108,32 @@ async def test_commands_that_arrive_together_are_committed_together(stage: Stage
     assert stage.journal.commits == 2
 
 
-async def test_members_are_told_after_the_round_is(stage: Stage) -> None:
-    """Whoever keeps state per round has dropped the old one before any node hears of the new one."""
+async def test_a_round_is_over_for_writers_when_its_end_is_durable(stage: Stage) -> None:
+    """Not only when the next one has its number: a lost node's workers write no more from then on."""
+    _, b = await stage.running("a", "b")
+    assert stage.engine.writable_round(RUN) == 1
+    stage.journal.hold()
+    (leaving,) = await begun(stage.leave(b))
+    await stage.journal.held()
+    assert stage.engine.writable_round(RUN) == 1
+    stage.journal.release()
+    await leaving
+    assert stage.engine.writable_round(RUN) == 2
+    assert stage.ended_rounds == [(RUN, 2)]
+    assert (await stage.engine.get_run(RUN)).round == 1
+    assert Stage(stage.journal.durable).engine.writable_round(RUN) == 2
+
+
+async def test_members_are_told_after_the_end_of_a_round_is(stage: Stage) -> None:
+    """Whoever keeps state per round has dropped the old one before any node hears of its end."""
     a, b = await stage.running("a", "b")
     (listening,) = await begun(a.updates.take())
-    rounds_when_told: list[int] = []
-    listening.add_done_callback(lambda _: rounds_when_told.append(len(stage.rounds)))
+    ends_when_told: list[int] = []
+    listening.add_done_callback(lambda _: ends_when_told.append(len(stage.ended_rounds)))
     await stage.fail(b, 1)
     await listening
     await idle()
-    assert rounds_when_told == [2]
+    assert ends_when_told == [1]
 
 
 # ---- a journal that breaks, a server that ends
@@ -158,13 +172,14 @@ async def test_an_error_that_nobody_thought_of_leaves_nobody_waiting() -> None:
     """The server ends with it, and so does every call."""
     stage = Stage(max_nodes=1, min_nodes=1)
 
-    def trip(run_id: str, round_: int) -> None:
+    def trip(run_id: str, next_round: int) -> None:
         raise IndexError
 
-    stage.engine._on_round = trip
+    stage.engine._on_round_end = trip
     serving = asyncio.create_task(stage.engine.serve())
+    member = await stage.join("a")
     with pytest.raises(IndexError):
-        await stage.join("a")
+        await stage.leave(member)
     with pytest.raises(IndexError):
         await serving
 
@@ -469,7 +484,7 @@ async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
             for each in members
         ]
         assert await second.engine.get_run(RUN) == before
-        assert second.engine.current_round(RUN) == 1
+        assert second.engine.writable_round(RUN) == 1
         for each in resumed:
             update = await taken(each)
             assert (update.phase, update.revision) == (pb.PHASE_FINAL, before.revision)
@@ -569,7 +584,7 @@ async def test_a_run_that_is_not_there_is_not_made_by_asking(stage: Stage) -> No
     ):
         with pytest.raises(RunNotFound, match="there is no run 'other'"):
             await question
-    assert stage.engine.current_round("other") is None
+    assert stage.engine.writable_round("other") is None
     assert await stage.engine.list_runs() == []
 
 

@@ -64,6 +64,11 @@ def _undo(undo: Callable[[_T], None], answer: asyncio.Future[_T]) -> None:
         undo(answer.result())
 
 
+def _writable_round(state: RunState) -> int:
+    ended = state.last_round_end is not None and state.last_round_end.round == state.round
+    return state.round + 1 if ended else state.round
+
+
 class RendezvousEngine:
     """Serves all runs of one journal.
 
@@ -78,7 +83,7 @@ class RendezvousEngine:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        on_round: Callable[[str, int], None] = lambda run_id, round_: None,
+        on_round_end: Callable[[str, int], None] = lambda run_id, next_round: None,
         lag: LagSettings | None = None,
     ) -> None:
         """Set up; `recover` and `serve` make it work.
@@ -87,7 +92,7 @@ class RendezvousEngine:
             journal: Opened already; its records go to `recover`.
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
-            on_round: Called with (run_id, round) once a new round of a run is durable.
+            on_round_end: Called with (run_id, number of the next round) once the end of a round is durable.
             lag: How pauses of this process are noticed and forgiven.
         """
         self._journal = journal
@@ -97,7 +102,7 @@ class RendezvousEngine:
         self._looked = clock()
         self._stopped_at: float | None = None
         self._wall_clock = wall_clock
-        self._on_round = on_round
+        self._on_round_end = on_round_end
         self._runs: dict[str, HostedRun] = {}
         self._requests: list[_Request[Any]] = []
         self._wake = asyncio.Event()
@@ -122,7 +127,7 @@ class RendezvousEngine:
                     "from a backup, or start without it"
                 )
             run.recorded = run.state.revision
-            run.durable_round = run.state.round
+            run.writable_round = _writable_round(run.state)
         for run in self._runs.values():
             leases.restart_leases(run.state, now)
         self._wake.set()  # what must happen by now, happens as soon as the engine is served
@@ -218,10 +223,12 @@ class RendezvousEngine:
     def _note(self, run: HostedRun, fact: facts.Fact) -> None:
         log_fact(run.state.run_id, fact)
         if isinstance(fact, facts.RunCreated):
-            run.durable_round = 0
+            run.writable_round = 0
         if isinstance(fact, facts.RoundFrozen):
-            run.durable_round = fact.round
-            self._on_round(run.state.run_id, fact.round)
+            run.writable_round = fact.round
+        if isinstance(fact, facts.RoundEnded):
+            run.writable_round = fact.end.round + 1
+            self._on_round_end(run.state.run_id, fact.end.round + 1)
         if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
             run.end_stale_member(fact)
 
@@ -374,7 +381,10 @@ class RendezvousEngine:
         """Drop a watcher."""
         self._runs[run_id].watchers.discard(slot)
 
-    def current_round(self, run_id: str) -> int | None:
-        """Number of a run's latest durable round, 0 before the first; None where there is no such run."""
+    def writable_round(self, run_id: str) -> int | None:
+        """The one round of a run whose workers may write: the latest, or the next once that has ended.
+
+        It changes when the fact behind it is durable. 0 before the first; None where there is no such run.
+        """
         run = self._runs.get(run_id)
-        return None if run is None else run.durable_round
+        return None if run is None else run.writable_round

@@ -32,7 +32,7 @@ class HostedRun:
 
     state: RunState
     recorded: int = 0  # the last revision that was given to the journal
-    durable_round: int | None = None  # the last round that is durable; None while nothing of the run is
+    writable_round: int | None = None  # see `RendezvousEngine.writable_round`
     members: dict[str, Member] = field(default_factory=dict)
     watchers: set[Slot[pb.Run]] = field(default_factory=set)
 

@@ -58,13 +58,13 @@ async def rendezvous_services(
     """
     recovered = await journal.open()
 
-    def forget_earlier_rounds(run_id: str, round_: int) -> None:
-        store.forget_rounds_before(run_id, round_)
+    def forget_ended_round(run_id: str, next_round: int) -> None:
+        store.forget_rounds_before(run_id, next_round)
 
-    engine = RendezvousEngine(journal, clock=clock, wall_clock=wall_clock, on_round=forget_earlier_rounds)
+    engine = RendezvousEngine(journal, clock=clock, wall_clock=wall_clock, on_round_end=forget_ended_round)
     engine.recover(recovered.records)
     store = StoreService(
-        journal, engine.current_round, recovered.store_entries, on_journal_failure=on_failure
+        journal, engine.writable_round, recovered.store_entries, on_journal_failure=on_failure
     )
     serving = asyncio.create_task(engine.serve())
     serving.add_done_callback(partial(_report_failure, on_failure))

@@ -157,7 +157,7 @@ def test_rounds_bound_who_may_work_where() -> None:
     run = RunSpaces(RUN)
     run.check_round(0, ROUND)
     run.check_round(ROUND, ROUND)
-    with pytest.raises(RoundOver, match="round 2 of run 'run' is over; its current round is 3"):
+    with pytest.raises(RoundOver, match="round 2 of run 'run' is over; round 3 takes its place"):
         run.check_round(2, ROUND)
     with pytest.raises(RoundNotBegun):
         run.check_round(4, ROUND)

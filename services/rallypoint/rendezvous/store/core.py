@@ -116,7 +116,7 @@ class RunSpaces:
         """Check that a round may be worked in; 0, the run's own space, always may.
 
         Raises:
-            RoundOver: A later round has taken its place.
+            RoundOver: It has ended.
             RoundNotBegun: There was no such round yet.
         """
         if round == 0:

@@ -29,7 +29,9 @@ class RoundOver(StoreRefusal):
     current_round: int
 
     def __str__(self) -> str:
-        return f"round {self.round} of run {self.run_id!r} is over; its current round is {self.current_round}"
+        return (
+            f"round {self.round} of run {self.run_id!r} is over; round {self.current_round} takes its place"
+        )
 
 
 @dataclass(eq=False)

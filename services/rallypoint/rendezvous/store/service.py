@@ -80,7 +80,8 @@ class StoreService:
 
         Args:
             journal: Where writes become durable.
-            current_round: The latest round of a run, 0 before the first; None: there is no such run.
+            current_round: The one round of a run whose workers may write, 0 before the first; None: there is no
+                such run.
             entries: What the journal holds. Entries of rounds that are over are left out.
             limits: Bounds of each run.
             on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.

@@ -30,7 +30,7 @@ class StoreServiceStub(object):
     barriers, parameters to average).
 
     Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when a later round is final. A key means something in its space only.
+    which is dropped for good when the round ends. A key means something in its space only.
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
@@ -120,7 +120,7 @@ class StoreServiceServicer(object):
     barriers, parameters to average).
 
     Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when a later round is final. A key means something in its space only.
+    which is dropped for good when the round ends. A key means something in its space only.
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
@@ -273,7 +273,7 @@ class StoreService(object):
     barriers, parameters to average).
 
     Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when a later round is final. A key means something in its space only.
+    which is dropped for good when the round ends. A key means something in its space only.
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):

@@ -31,7 +31,7 @@ class StoreServiceStub:
     barriers, parameters to average).
 
     Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when a later round is final. A key means something in its space only.
+    which is dropped for good when the round ends. A key means something in its space only.
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
@@ -103,7 +103,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     barriers, parameters to average).
 
     Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when a later round is final. A key means something in its space only.
+    which is dropped for good when the round ends. A key means something in its space only.
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
@@ -171,7 +171,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     barriers, parameters to average).
 
     Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when a later round is final. A key means something in its space only.
+    which is dropped for good when the round ends. A key means something in its space only.
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
