@@ -47,7 +47,7 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy services agent
-	$(BIN)/mypy examples docker
+	$(BIN)/mypy examples docker tests
 	cd protos && ../$(BIN)/buf lint
 	.ci/check-drift
 	$(BIN)/pytest -q tests/test_house.py

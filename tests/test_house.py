@@ -109,7 +109,7 @@ def test_the_repository_names_no_registry_and_no_path_of_a_machine() -> None:
     """What is committed builds anywhere."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     forbidden = ["py" + "pi.org", "npm" + "js", "/wo" + "rk/", "/ro" + "ot/"]
-    wrong = []
+    wrong: list[str] = []
     for name in tracked.stdout.splitlines():
         path = ROOT / name
         if path.is_file() and path.suffix not in {".gz", ".png"}:

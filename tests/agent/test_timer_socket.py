@@ -306,7 +306,9 @@ async def test_a_worker_goes_on_when_its_agent_is_gone(host: Host) -> None:
     await host.timers.until(lambda: {"before", "after"} <= set(host.timers.scopes()))
 
 
-async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(host: Host) -> None:
+async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The expiry is there before the release was read: the socket is read before judging."""
     worker = await host.start("with expires(60, 's'):\n    ask()\nask('left')\n")
     await asked(worker)
@@ -315,7 +317,7 @@ async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(host
     # Nothing of the worker's reaches the agent while it does not run its loop.
     assert worker.stdin is not None
     assert worker.stdout is not None
-    host.socket._read = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(host.socket, "_read", lambda _: None)
     for connection in host.socket._workers["0@1"].connections:
         asyncio.get_running_loop().remove_reader(connection.socket)
     await answer(worker)

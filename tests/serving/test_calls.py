@@ -338,7 +338,7 @@ async def test_a_method_is_wrapped_once_and_keeps_its_shape() -> None:
     async def generator(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
         yield b""
 
-    handler = grpc.unary_stream_rpc_method_handler(generator)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(generator)
 
     class Details:
         method = METHOD

@@ -33,7 +33,7 @@ async def echo(request: bytes, _context: Any) -> bytes:
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
 
-HANDLERS = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+HANDLERS: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
 
 
 def test_what_is_no_endpoint_opens_no_channel() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.serving.errors import DOMAIN, ServiceError, decode, encode, invalid
+
+# Published without types.
+error_details_pb2 = import_module("google.rpc.error_details_pb2")
+rpc_status = import_module("grpc_status.rpc_status")
 
 
 def over_the_wire(error: ServiceError) -> grpc.aio.AioRpcError:
@@ -33,8 +38,6 @@ def test_an_error_survives_the_wire_whole() -> None:
 
 
 def test_the_wire_names_the_domain() -> None:
-    from grpc_status import rpc_status
-
     status = rpc_status.from_call(over_the_wire(invalid("min_nodes", "is 0, expected at least 1")))
     info = error_details_pb2.ErrorInfo()
     assert any(detail.Unpack(info) for detail in status.details)

@@ -134,7 +134,8 @@ def test_a_signal_drains_a_server_as_soon_as_it_looks_ready(start: Start, number
 async def test_a_second_signal_ends_a_drain_that_waits(start: Start) -> None:
     program = start(SERVER)
     channel = open_channel(event_of(program)["address"])
-    stream = channel.unary_stream("/tiny.v1.T/Wait")(b"", timeout=50)
+    wait: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/tiny.v1.T/Wait")
+    stream = wait(b"", timeout=50)
     assert await stream.read() == b"in"
     program.send_signal(signal.SIGTERM)
     assert [event_of(program)["event"] for _ in range(3)] == ["signal received", "draining", "told"]

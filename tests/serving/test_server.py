@@ -7,17 +7,22 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rallypoint.serving.errors import decode
 from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
+
+# Published without types.
+health_pb2 = import_module("grpc_health.v1.health_pb2")
+health_pb2_grpc = import_module("grpc_health.v1.health_pb2_grpc")
+reflection_pb2 = import_module("grpc_reflection.v1alpha.reflection_pb2")
+reflection_pb2_grpc = import_module("grpc_reflection.v1alpha.reflection_pb2_grpc")
 
 Start = Callable[..., Any]
 SERVICE = "tiny.v1.TinyService"
@@ -29,7 +34,7 @@ async def echo(request: bytes, _context: Any) -> bytes:
     return request
 
 
-ECHO = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+ECHO: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
 
 
 class Hall:
@@ -55,7 +60,8 @@ class Hall:
 
 
 def wait_call(channel: grpc.aio.Channel) -> Any:
-    return channel.unary_stream(f"/{SERVICE}/Wait")(b"", timeout=50)
+    wait: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Wait")
+    return wait(b"", timeout=50)
 
 
 async def read_all(call: Any) -> list[bytes]:

@@ -29,12 +29,17 @@ async def whoami(_request: bytes, context: Any) -> bytes:
     return bytes(names[0])
 
 
-HANDLERS = {"WhoAmI": grpc.unary_unary_rpc_method_handler(whoami)}
+HANDLERS: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+    "WhoAmI": grpc.unary_unary_rpc_method_handler(whoami)
+}
 
 
 async def ask(channel: grpc.aio.Channel) -> bytes:
     """The name that the server sees, or AioRpcError UNAVAILABLE when no connection comes about."""
-    return bytes(await channel.unary_unary("/tiny.v1.TinyService/WhoAmI")(b"", timeout=20))
+    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        "/tiny.v1.TinyService/WhoAmI"
+    )
+    return await method(b"", timeout=20)
 
 
 def options_for(certificates: Certificates, **changes: Any) -> ServerOptions:

@@ -273,6 +273,15 @@ class Scripted(pb_grpc.TimerServiceServicer):
         async for event in stream(self, request_iterator, context):
             yield pb.SuperviseResponse(events=[event])
 
+    async def AcquireTimer(self, request: Any, context: Any) -> pb.AcquireTimerResponse:
+        raise NotImplementedError
+
+    async def ReleaseTimer(self, request: Any, context: Any) -> pb.ReleaseTimerResponse:
+        raise NotImplementedError
+
+    async def ListTimers(self, request: Any, context: Any) -> pb.ListTimersResponse:
+        raise NotImplementedError
+
     def register(self, server: grpc.aio.Server) -> None:
         pb_grpc.add_TimerServiceServicer_to_server(self, server)
 

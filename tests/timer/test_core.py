@@ -108,9 +108,12 @@ class Against(RuleBasedStateMachine):
         former = self.held.get(name)
         self.sequence += 1
         number = former.sequence if again and former and former.sequence else self.sequence
-        take = lambda: self.table.register(  # noqa: E731
-            subscription, worker, scope, after, self.now, sequence=number, elapsed=elapsed
-        )
+
+        def take() -> None:
+            self.table.register(
+                subscription, worker, scope, after, self.now, sequence=number, elapsed=elapsed
+            )
+
         if not self.in_force(subscription):
             with pytest.raises((StreamReplaced, LeaseLost)):
                 take()

@@ -56,9 +56,12 @@ class Stream:
             response = await self.call.read()
             if response is grpc.aio.EOF:
                 return None
+            assert isinstance(response, pb.SuperviseResponse)
             self.waiting.extend(response.events)
         event = self.waiting.pop(0)
-        return getattr(event, event.WhichOneof("event"))
+        kind = event.WhichOneof("event")
+        assert kind is not None
+        return getattr(event, kind)
 
 
 async def error_of(awaited: Any) -> ServiceError:
@@ -228,7 +231,7 @@ async def test_a_client_that_closes_its_half_ends_the_stream(service: Service) -
 async def test_single_calls(service: Service) -> None:
     """Acquire, list, release; the agent is told with sequence 0."""
     stub = service.stub()
-    timer = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
+    timer: dict[str, Any] = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=to_duration(0.02)))
     await eventually(lambda: next(service.watchdog.table.timers(0.0)).state.name == "UNCLAIMED")
     (listed,) = (await stub.ListTimers(pb.ListTimersRequest(run_id="run"))).timers
@@ -247,7 +250,7 @@ async def test_single_calls(service: Service) -> None:
 async def test_single_calls_are_refused_with_reasons(quick: Service) -> None:
     """Every one with a code that tells a program what to do."""
     stub = quick.stub()
-    timer = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
+    timer: dict[str, Any] = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
     after = to_duration(60)
 
     def acquired(**changes: Any) -> Any:
@@ -322,7 +325,7 @@ async def test_random_requests_are_answered_in_kind(service: Service) -> None:
             (stub.ListTimers, pb.ListTimersRequest),
         ):
             try:
-                await method(request(kind))  # type: ignore[operator]
+                await method(request(kind))
                 answers.add("OK")
             except grpc.aio.AioRpcError as error:
                 answers.add(decode(error).reason)

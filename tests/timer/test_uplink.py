@@ -57,7 +57,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The uplink's clock, in the test's hand."""
     now = [1000.0]
-    monkeypatch.setattr(uplink.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("rallypoint.timer.uplink.time.monotonic", lambda: now[0])
     return iter([now])
 
 
@@ -99,7 +99,7 @@ def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.M
     def refuse(*_: object) -> socket.socket:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(uplink.socket, "socket", refuse)
+    monkeypatch.setattr("rallypoint.timer.uplink.socket.socket", refuse)
     up = Uplink(agent.path, 1.0)
     up.release(up.acquire(1.0, b"s"))
 
@@ -258,7 +258,8 @@ def test_a_signal_handler_that_raises_leaves_no_timer_behind(agent: Agent) -> No
     kept = up.acquire(60.0, b"kept")
     link = up._link
     assert link is not None
-    send, struck = link.send, []
+    send = link.send
+    struck: list[bytes] = []
 
     def strike(message: bytes, flags: int) -> int:
         if not struck:

@@ -243,8 +243,9 @@ class Follower:
                 if not await _happens(self._grown, GATHER):
                     await self._output.write(pending)
                     pending = b""
-            else:
-                await _happens(self._grown, None if watched else FALLBACK_INTERVAL)
+            elif await _happens(self._grown, None if watched else FALLBACK_INTERVAL):
+                # A traceback is written line by line: let it arrive as a whole, not with lines of others in it.
+                await _happens(self._finishing, GATHER)
         if pending:
             begin, end = (b"" if in_line else self._prefix), (b"\n" if self._prefix else b"")
             await self._output.write(begin + pending + end)
