@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import grpc
 import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.serving.errors import DOMAIN, ServiceError, decode, encode, invalid
-
-# Published without types.
-error_details_pb2 = import_module("google.rpc.error_details_pb2")
-rpc_status = import_module("grpc_status.rpc_status")
 
 
 def over_the_wire(error: ServiceError) -> grpc.aio.AioRpcError:

@@ -7,22 +7,18 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
 from rallypoint.serving.errors import decode
 from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
 
-# Published without types.
-health_pb2 = import_module("grpc_health.v1.health_pb2")
-health_pb2_grpc = import_module("grpc_health.v1.health_pb2_grpc")
-reflection_pb2 = import_module("grpc_reflection.v1alpha.reflection_pb2")
-reflection_pb2_grpc = import_module("grpc_reflection.v1alpha.reflection_pb2_grpc")
 
 Start = Callable[..., Any]
 SERVICE = "tiny.v1.TinyService"
