@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type:
 from rallypoint.serving.errors import decode
 from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
 
-
 Start = Callable[..., Any]
 SERVICE = "tiny.v1.TinyService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
