@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 from zlib import crc32
@@ -24,7 +25,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write(Generic[T_co]):
+class Write(ABC, Generic[T_co]):
     """A write to one key.
 
     Attributes:
@@ -39,20 +40,20 @@ class Write(Generic[T_co]):
     writer_round: int = 0
     operation: Operation | None = None
 
+    @abstractmethod
     def content(self) -> tuple[bytes, ...]:
         """Return what is written, as bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def carry_out(self, draft: Draft) -> tuple[T_co, int | None]:
         """Change the draft; return the answer, and an integer from which `repeated` makes it again.
 
         None in the place of the integer: nothing has changed.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def repeated(self, result: int) -> T_co:
         """Return the answer of a write that was carried out before."""
-        raise NotImplementedError
 
     @property
     def queued_bytes(self) -> int:
