@@ -17,7 +17,6 @@ from rallypoint.agent.errors import (
     WorkerFailure,
     describe_failure,
     failure_to_start,
-    first_failure,
     render,
     sentence,
 )
@@ -177,19 +176,6 @@ def test_what_is_kept_is_bounded(logs: WorkerLogs) -> None:
     write_error_file(logs, {"message": "two\nlines \ud800"})
     assert describe(ended(), logs).message.startswith("two lines ")
     describe(ended(), logs).message.encode()
-
-
-def test_the_first_failure_is_the_earliest() -> None:
-    """Time decides, then rank; of none there is none."""
-    failures = [
-        failure_to_start("late", rank=0, role="r", host="h", time=3.0),
-        failure_to_start("first", rank=2, role="r", host="h", time=1.0),
-        failure_to_start("also", rank=5, role="r", host="h", time=1.0),
-    ]
-    first = first_failure(failures)
-    assert first is not None
-    assert first.message == "first"
-    assert first_failure([]) is None
 
 
 def test_the_report_has_all_that_a_person_needs(logs: WorkerLogs) -> None:

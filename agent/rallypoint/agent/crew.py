@@ -104,7 +104,7 @@ class Crew:
 
     @property
     def names(self) -> dict[str, int]:
-        """Local rank by name, of all workers; a name is never another worker's, in whatever round."""
+        """Local rank by name, of all workers; under one lease, a name is never another worker's."""
         round_ = self.assignment.round
         return {f"{rank}@{round_}": rank for rank in range(self._config.local_world_size)}
 
@@ -119,9 +119,8 @@ class Crew:
         """Name of the worker that a process is, or descends from; None for a stranger."""
         if self._group is None:
             return None
-        by_pid = {
-            self._group.pids[rank]: name for name, rank in self.names.items() if rank in self._group.pids
-        }
+        pids = self._group.pids
+        by_pid = {pids[rank]: name for name, rank in self.names.items() if rank in pids}
         seen: set[int] = set()
         while pid > 1 and pid not in seen:
             if pid in by_pid:

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import time as clock
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
 from pathlib import Path
@@ -144,11 +143,6 @@ def failure_to_start(
         time=clock.time() if time is None else time,
         message=_head(message),
     )
-
-
-def first_failure(failures: Iterable[WorkerFailure]) -> WorkerFailure | None:
-    """The earliest, which as a rule caused the others; None if there is none."""
-    return min(failures, key=lambda failure: (failure.time, failure.rank), default=None)
 
 
 def signal_name(number: int) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,14 @@ class Job:
         self._config = config
         self._spawner = spawner
         self._state = core.AgentState()
-        self._events: asyncio.Queue[core.Event] = asyncio.Queue()
+        # What the core is to hear; a result is for the loop in `run`, and ends the job whatever the core thinks.
+        self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._crew: Crew | None = None
         self._failure: WorkerFailure | None = None
         self._run_end: pb.RunEnd | None = None
         self._refusal: str | None = None
-        self._internal_error: str | None = None
+        self._broken: JobResult | None = None
         self._lease = 0
         self._stop_signal: int | None = None
         self._asked_at: float | None = None
@@ -141,7 +142,10 @@ class Job:
             stack.push_async_callback(self._end_tasks)
             _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
             while not self._state.finished:
-                self._take(await self._events.get())
+                event = await self._events.get()
+                if isinstance(event, JobResult):
+                    break
+                self._take(event)
         self.result = self._verdict()
         return self.result
 
@@ -366,9 +370,10 @@ class Job:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.exception("internal error", error=error)
-            self._internal_error = f"internal error: {error!r}; please report it with the log above"
-            self._state = replace(self._state, finished=True)
-            self._events.put_nowait(core.MembershipEnded())
+            self._broken = JobResult(
+                FAILED, f"internal error: {error!r}; please report it with the log above"
+            )
+            self._events.put_nowait(self._broken)
 
     async def _end_tasks(self) -> None:
         """Whatever was going on: when this returns, no worker is left."""
@@ -384,8 +389,8 @@ class Job:
         await self._spawner.close()
 
     def _verdict(self) -> JobResult:
-        if self._internal_error is not None:
-            return JobResult(FAILED, self._internal_error)
+        if self._broken is not None:
+            return self._broken
         if self._run_end is not None:
             failure = failure_value(self._run_end.failure) if self._run_end.HasField("failure") else None
             succeeded = self._run_end.outcome == pb.OUTCOME_SUCCEEDED

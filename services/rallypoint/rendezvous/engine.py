@@ -126,9 +126,9 @@ class RendezvousEngine:
                     f"the journal is damaged: run {record.run_id!r} has no record {run.state.revision}; restore it "
                     "from a backup, or start without it"
                 )
+        for run in self._runs.values():
             run.recorded = run.state.revision
             run.writable_round = _writable_round(run.state)
-        for run in self._runs.values():
             leases.restart_leases(run.state, now)
         self._wake.set()  # what must happen by now, happens as soon as the engine is served
         if self._runs:
@@ -213,6 +213,9 @@ class RendezvousEngine:
             _, tell_nodes = changed.get(id(run), (run, False))
             tell_nodes = tell_nodes or any(isinstance(fact, _TOLD_TO_NODES) for fact in happened)
             changed[id(run)] = run, tell_nodes
+            run.writable_round = _writable_round(
+                run.state
+            )  # until the next step, the state is what is durable
             for fact in happened:
                 self._note(run, fact)
         for run, tell_nodes in changed.values():
@@ -222,12 +225,7 @@ class RendezvousEngine:
 
     def _note(self, run: HostedRun, fact: facts.Fact) -> None:
         log_fact(run.state.run_id, fact)
-        if isinstance(fact, facts.RunCreated):
-            run.writable_round = 0
-        if isinstance(fact, facts.RoundFrozen):
-            run.writable_round = fact.round
         if isinstance(fact, facts.RoundEnded):
-            run.writable_round = fact.end.round + 1
             self._on_round_end(run.state.run_id, fact.end.round + 1)
         if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
             run.end_stale_member(fact)
