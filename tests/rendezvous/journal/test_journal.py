@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.rendezvous.journal.journal import Journal, Recovered
+from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Journal, Recovered
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rendezvous.journal.entries import change, record
+from rendezvous.journal.entries import change, checkpoint, forgotten, record
 
 Reopen = Callable[[], Awaitable[Recovered]]
 
@@ -46,7 +46,7 @@ async def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 async def test_a_new_journal_is_empty(shelf: Shelf) -> None:
     """Nothing is made up."""
     recovered = await shelf.reopen()
-    assert (list(recovered.records), list(recovered.store_entries)) == ([], [])
+    assert recovered == Recovered([], [], [])
 
 
 async def test_records_come_back_per_run_in_the_order_of_their_revisions(shelf: Shelf) -> None:
@@ -115,3 +115,63 @@ async def test_a_caller_that_goes_away_disturbs_nobody(shelf: Shelf) -> None:
     recovered = await shelf.reopen()
     kept = {entry.key for entry in recovered.store_entries}
     assert kept >= ({"1", "2", "3", "4"} if shelf.lasts else set())
+
+
+async def test_a_recovery_begins_with_the_latest_checkpoint_of_each_run(shelf: Shelf) -> None:
+    """It comes with all records from `keep_from` on: those after it, and those that are kept for people."""
+    await shelf.journal.append([record(revision) for revision in range(1, 11)])
+    await shelf.journal.append([checkpoint(10, 8), record(11), checkpoint(11, 9)])
+    await shelf.journal.append([record(1, "b"), checkpoint(1, 2, "b"), record(12), record(1, "c")])
+    recovered = await shelf.reopen()
+    found = [(each.run_id, each.revision) for each in recovered.records]
+    if shelf.lasts:
+        assert set(recovered.checkpoints) == {checkpoint(11, 9), checkpoint(1, 2, "b")}
+        assert sorted(found) == [("c", 1), ("run", 9), ("run", 10), ("run", 11), ("run", 12)]
+    else:
+        assert recovered == Recovered([], [], [])
+
+
+async def test_what_a_checkpoint_dropped_stays_dropped(shelf: Shelf) -> None:
+    """Also if a later one would keep it."""
+    await shelf.journal.append([record(1), record(2), record(3), checkpoint(3, 3)])
+    await shelf.journal.append([record(4), checkpoint(4, 1)])
+    recovered = await shelf.reopen()
+    assert list(recovered.checkpoints) == ([checkpoint(4, 3)] if shelf.lasts else [])
+    assert list(recovered.records) == ([record(3), record(4)] if shelf.lasts else [])
+
+
+async def test_of_a_run_that_is_forgotten_only_the_rest_is_kept(shelf: Shelf) -> None:
+    """It comes back as a checkpoint without records; what others have of the same names stays."""
+    await shelf.journal.append([record(1), record(2), change("k", b"x"), change("k", b"y", 2)])
+    await shelf.journal.append([record(1, "b"), change("k", b"z", run_id="b")])
+    await shelf.journal.append([checkpoint(2, 1), forgotten(2)])
+    recovered = await shelf.reopen()
+    if shelf.lasts:
+        assert list(recovered.checkpoints) == [Checkpoint("run", 2, forgotten(2).content, 3)]
+        assert list(recovered.records) == [record(1, "b")]
+        assert list(recovered.store_entries) == [change("k", b"z", run_id="b")]
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_forgotten_run_that_comes_again_goes_on_from_its_revision(
+    shelf: Shelf, together: bool
+) -> None:
+    """With records and a store of its own, of which nothing is mixed up with what was forgotten."""
+    before: list[Entry] = [
+        record(1),
+        change("old", b"x"),
+        change("k", b"old"),
+        change("gone", b"x"),
+        forgotten(1),
+    ]
+    after: list[Entry] = [record(2), change("k", b"new"), change("gone", None), change("other", b"y")]
+    for call in [[*before, *after]] if together else [before, after]:
+        await shelf.journal.append(call)
+    recovered = await shelf.reopen()
+    if shelf.lasts:
+        assert list(recovered.records) == [record(2)]
+        assert set(recovered.store_entries) == {change("k", b"new"), change("other", b"y")}
+    await shelf.journal.append([record(3) if shelf.lasts else record(1), forgotten(3)])
+    await shelf.journal.append([change("k", b"third", 1)])
+    recovered = await shelf.reopen()
+    assert list(recovered.store_entries) == ([change("k", b"third")] if shelf.lasts else [])

@@ -7,16 +7,67 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 
-Entry: TypeAlias = JournalRecord | StoreChange
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One fact of one run.
+
+    Attributes:
+        run_id: Name of the run.
+        revision: Number of the fact in its run; one more than that of the record before it.
+        content: A JournalRecord, encoded.
+    """
+
+    run_id: str
+    revision: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of a run after one of its records: a recovery begins with it, and folds the later records.
+
+    It takes the place of the run's checkpoint before.
+
+    Attributes:
+        run_id: Name of the run.
+        revision: That of the last record in it.
+        content: A RunSnapshot, encoded.
+        keep_from: Records of earlier revisions are dropped; at most `revision` + 1. What is kept although the
+            checkpoint covers it is kept for people.
+    """
+
+    run_id: str
+    revision: int
+    content: bytes
+    keep_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """All records, and all store entries, of a run are dropped, and this stays in the place of its checkpoint.
+
+    Attributes:
+        run_id: Name of the run.
+        revision: That of its last record: if the run comes again, its revisions go on from here.
+        content: A RunSnapshot, encoded; what must outlive the run, so that no number is given out twice.
+    """
+
+    run_id: str
+    revision: int
+    content: bytes
+
+
+Entry: TypeAlias = Record | Checkpoint | Forgotten | StoreChange
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a journal held when it was opened."""
 
-    records: Sequence[JournalRecord]  # per run in the order of revisions
+    checkpoints: Sequence[Checkpoint]  # the latest of each run; `Forgotten` comes back as one without records
+    records: Sequence[Record]  # all that are kept, per run in the order of revisions
     store_entries: Sequence[StoreChange]  # the values that stand; none is a deletion
 
 
@@ -40,6 +91,9 @@ class Journal(Protocol):
 
     async def append(self, entries: Sequence[Entry]) -> None:
         """Keep entries; returns when they are durable. Calls made together share one commit.
+
+        The entries of one call become durable together, or not at all. A record that does not go on from what is
+        kept of its run is refused, and breaks the journal.
 
         Raises:
             JournalError: They may or may not be durable, and the journal takes no more.

@@ -12,7 +12,7 @@ class MemoryJournal:
 
     async def open(self) -> Recovered:
         """Nothing to recover."""
-        return Recovered([], [])
+        return Recovered([], [], [])
 
     async def append(self, entries: Sequence[Entry]) -> None:
         """As durable as the process at once."""

@@ -1,0 +1,206 @@
+"""The file of the SQLite journal: opened, written and closed on one thread, by one connection."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
+from rallypoint.rendezvous.journal.lock_file import LockFile
+from rallypoint.rendezvous.journal.sqlite_migration import keep_copy, migrate, sync
+from rallypoint.rendezvous.journal.sqlite_reading import Contents, read_untouched
+from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows
+from rallypoint.rendezvous.journal.sqlite_sweep import Sweep
+from rallypoint.serving.logs import get_logger
+
+_log = get_logger(__name__)
+
+# The write-ahead log is carried over into the file when about so much is in it. More makes that rarer, and the log
+# and the next recovery longer. It is an estimate, since SQLite counts the pages of a log but does not tell: the rows
+# of a run are neighbours, and new ones change the page they come to and, when it overflows, those next to it.
+_LOG_BYTES = 16 << 20
+_PAGE_BYTES = 4 << 10
+_PAGES_PER_RUN = 3
+_ROW_BYTES = 256
+# What a very large commit made of the log is given back to the file system down to this.
+_LOG_LIMIT = 32 << 20
+
+
+class JournalFile:
+    """A SQLite file in write-ahead mode with synchronous=FULL: what is committed is on the disk.
+
+    (NORMAL could lose acknowledged commits with the power, and for a round number that means giving it out twice.)
+    One connection only, since SQLite before 3.51.3 can corrupt a log that two connections reset: a lock file keeps
+    other servers away, and exclusive locking everybody else, whose reading could also keep the log from ever
+    starting over.
+
+    SQLite takes a damaged log for one that ends where the damage is, and a log that was removed for an empty one:
+    acknowledged commits would be gone and nobody would know. So commits are counted, in the file and, once they
+    are on the disk, in the lock file. The latter may lag behind, after loss of power, but is never ahead.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the file; it and its folder are made where they are missing."""
+        self._path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock: LockFile | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._contents = Contents()
+        self._sweep = Sweep(self._contents.spans)
+        self._logged = 0
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether there may be something to delete: each commit, also of nothing, deletes some of it."""
+        return bool(self._sweep)
+
+    @property
+    def log_is_long(self) -> bool:
+        """Whether `shorten_log` is due."""
+        return self._logged >= _LOG_BYTES
+
+    def open(self) -> Recovered:
+        """Take the lock, check the file, read it, bring it up to date.
+
+        Raises:
+            JournalError: See `Journal.open`.
+        """
+        try:
+            _make_folder(self._path.parent)
+            self._take_lock()
+            existed = self._path.exists()
+            found = read_untouched(self._path)
+            if existed and (found is None or found.version == SCHEMA_VERSION):
+                self._check_nothing_lost(0 if found is None else found.commits)
+            self._contents = found or self._contents
+            self._connection = self._connect(None if found is None else found.version)
+            self._sweep = Sweep(self._contents.spans)
+            self._sweep.add(self._contents.leftovers)
+            recovered, self._contents.recovered = self._contents.recovered, Recovered([], [], [])
+            return recovered
+        except (OSError, sqlite3.Error, ValueError) as error:
+            self.close()
+            raise JournalError(
+                f"can't open the journal {self._path}: {_reason(error)}; mend that, or choose another file with "
+                "--journal"
+            ) from error
+        except JournalError:
+            self.close()
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = LockFile(self._lock_path)
+        except BlockingIOError as error:
+            raise JournalError(
+                f"the journal {self._path} is in use by another process; stop that one, or choose another file "
+                "with --journal"
+            ) from error
+
+    def _check_nothing_lost(self, commits: int) -> None:
+        assert self._lock is not None
+        if commits < (acknowledged := self._lock.read()):
+            raise JournalError(
+                f"the journal {self._path} has lost commits that were acknowledged: it holds {commits}, where "
+                f"{self._lock_path.name} counts {acknowledged}; its log {self._path.name}-wal is damaged or was "
+                "removed, and nothing was touched; bring it back, or, to go on from what there is, for example from a "
+                f"backup, remove {self._lock_path.name}"
+            )
+
+    def _connect(self, version: int | None) -> sqlite3.Connection:
+        if version is not None and version < SCHEMA_VERSION:
+            copy = keep_copy(self._path, version)
+            _log.info("journal.migrating", path=str(self._path), version=version, copy=str(copy))
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=True)
+        try:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA journal_size_limit = {_LOG_LIMIT}")
+            # Debian's SQLite overwrites with zeros what is deleted, by way of the log: 256 MiB to forget as much.
+            connection.execute("PRAGMA secure_delete = OFF")
+            # By itself, SQLite would carry the log over before it says that a commit is done, and say nothing where
+            # that fails.
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            if version is None:
+                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            elif version < SCHEMA_VERSION:
+                migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+        assert self._lock is not None
+        self._lock.write(self._contents.commits)
+        return connection
+
+    def commit(self, calls: Sequence[Sequence[Entry]]) -> None:
+        """Write all entries as one transaction; returns when it is on the disk.
+
+        Raises:
+            JournalError: Whether it is on the disk is unknown.
+        """
+        assert self._connection is not None
+        assert self._lock is not None
+        connection = self._connection
+        try:
+            rows = Rows(self._contents.spans)
+            for entries in calls:
+                for entry in entries:
+                    rows.add(entry)
+            before = connection.total_changes
+            connection.execute("BEGIN IMMEDIATE")
+            rows.write(connection)
+            self._sweep.add(rows.dropped)
+            self._sweep.step(connection)
+            self._contents.commits += 1
+            connection.execute("UPDATE commits SET number = ?", (self._contents.commits,))
+            connection.execute("COMMIT")
+            self._lock.write(self._contents.commits)
+            pages = 1 + _PAGES_PER_RUN * len(rows.runs)
+            self._logged += pages * _PAGE_BYTES + rows.size + _ROW_BYTES * (connection.total_changes - before)
+        except Exception as error:
+            raise self._unwritable(error) from error
+
+    def shorten_log(self) -> None:
+        """Carry the log over into the file, so that it starts over.
+
+        Raises:
+            JournalError: It failed; what was acknowledged is still in the log.
+        """
+        assert self._connection is not None
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            self._logged = 0
+        except sqlite3.Error as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: Exception) -> JournalError:
+        return JournalError(
+            f"can't write the journal {self._path}: {_reason(error)}; what of the last commit reached the disk is "
+            "unknown, so the service must start again and read it"
+        )
+
+    def close(self) -> None:
+        """Close the file and give the lock up."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder that lasts: what a folder lists is on the disk only once it was synced itself."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync(each.parent)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, sqlite3.Error):
+        name = getattr(error, "sqlite_errorname", None)
+        return f"{error} ({name})" if name else str(error)
+    return getattr(error, "strerror", None) or str(error)

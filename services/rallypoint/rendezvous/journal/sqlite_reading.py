@@ -1,0 +1,176 @@
+"""What a SQLite journal holds, read without changing a byte of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
+from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
+from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA_VERSION, checksum
+from rallypoint.rendezvous.store.ports import StoreChange
+
+_HEADER = b"SQLite format 3\x00"
+# What SQLite says of the disk and the rights, not of the file; the low byte of its extended codes.
+_OUTSIDE = {
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+# By schema version. In version 1 there were neither checkpoints nor eras.
+_RECORDS = {
+    1: "SELECT checksum, run_id, revision, record FROM record ORDER BY run_id, revision",
+    2: "SELECT checksum, run_id, revision, content FROM record ORDER BY run_id, revision",
+}
+_CHECKPOINTS = {2: "SELECT checksum, run_id, revision, keep_from, era, content FROM checkpoint"}
+_STORE = {
+    1: "SELECT checksum, run_id, round, key, value FROM store",
+    2: "SELECT checksum, run_id, era, round, key, value FROM store",
+}
+
+
+@dataclass(slots=True)
+class Contents:
+    """What is in a journal's file.
+
+    Attributes:
+        version: Of its schema.
+        recovered: What is kept.
+        spans: Which records are kept, by run.
+        leftovers: Runs of which there is more in the file than is kept.
+        commits: How many made it; 0 where they were not counted yet.
+    """
+
+    version: int = SCHEMA_VERSION
+    recovered: Recovered = field(default_factory=lambda: Recovered([], [], []))
+    spans: dict[str, Span] = field(default_factory=dict)
+    leftovers: dict[str, None] = field(default_factory=dict)
+    commits: int = 0
+
+
+def damaged(path: Path, what: str) -> JournalError:
+    """The refusal of a file that can't be trusted."""
+    return JournalError(
+        f"the journal {path} is damaged ({' '.join(what.split())}) and was not touched; restore it from a backup, or "
+        "move it away to start without its runs"
+    )
+
+
+def read_untouched(path: Path) -> Contents | None:
+    """Check and read a journal without the right to change it; None where nothing was ever kept.
+
+    Raises:
+        JournalError: It is damaged, or of another version, or no journal at all.
+        OSError, sqlite3.Error: It can't be read.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_HEADER)) != _HEADER:
+            raise damaged(path, "it is not a SQLite file")
+    try:
+        with reading(path) as connection:
+            version = _check(path, connection)
+            return _Reader(path, connection, version).read() if version else None
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _OUTSIDE:
+            raise
+        raise damaged(path, str(error)) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that leaves the file and its folder as they are, for whoever holds the lock file."""
+    log = path.with_name(path.name + "-wal")
+    # Reading a log takes an index of it. Under exclusive locking that is kept in memory, where it needs no file in the
+    # folder, and no room on a full disk. Who may only read can't lock; nor is there need to. Where no log was left
+    # behind, `immutable` keeps SQLite from making one.
+    mode = "vfs=unix-none" if log.exists() and log.stat().st_size > 0 else "immutable=1"
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&{mode}", uri=True)
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        yield connection
+    finally:
+        connection.close()
+
+
+def _check(path: Path, connection: sqlite3.Connection) -> int:
+    """The schema version of a file that can be trusted; 0 where it was made and nothing was ever committed to it."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if version == 0 and tables == 0:
+        return 0
+    if version not in _RECORDS:
+        raise JournalError(
+            f"the journal {path} has schema version {version}, this program knows {SCHEMA_VERSION} and older; use the "
+            "version of Rallypoint that wrote it, or choose another file with --journal"
+        )
+    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise damaged(path, verdict)
+    return int(version)
+
+
+class _Reader:
+    """Reads what a connection shows; every row must be what was written, and every run without a gap."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, version: int) -> None:
+        self._path = path
+        self._connection = connection
+        self._contents = Contents(version)
+
+    def read(self) -> Contents:
+        checkpoints = list(self._checkpoints())
+        records = list(self._records())
+        for checkpoint in checkpoints:
+            last = self._contents.spans[checkpoint.run_id].last
+            if last < checkpoint.revision:
+                raise damaged(
+                    self._path,
+                    f"run {checkpoint.run_id!r} has no records after {last}, but a checkpoint after record "
+                    f"{checkpoint.revision}",
+                )
+        self._contents.recovered = Recovered(checkpoints, records, list(self._store_entries()))
+        if self._contents.version > 1:
+            ((self._contents.commits,),) = self._connection.execute("SELECT number FROM commits").fetchall()
+        return self._contents
+
+    def _rows(self, query: str | None) -> Iterator[Sequence[Any]]:
+        for row in self._connection.execute(query) if query else ():
+            stored, *columns = row
+            if stored != checksum(*columns):
+                raise damaged(self._path, f"an entry of run {columns[0]!r} is not what was written")
+            yield columns
+
+    def _checkpoints(self) -> Iterator[Checkpoint]:
+        for run_id, revision, keep_from, era, content in self._rows(_CHECKPOINTS.get(self._contents.version)):
+            self._contents.spans[run_id] = Span(keep_from, keep_from - 1, era)
+            yield Checkpoint(run_id, revision, content, keep_from)
+
+    def _records(self) -> Iterator[Record]:
+        for row in self._rows(_RECORDS[self._contents.version]):
+            record = Record(*row)
+            span = self._contents.spans.setdefault(record.run_id, Span())
+            if record.revision < span.first:
+                self._contents.leftovers[record.run_id] = None
+                continue
+            try:
+                span.add(record)
+            except OutOfSequenceError as error:
+                raise damaged(self._path, str(error)) from error
+            yield record
+
+    def _store_entries(self) -> Iterator[StoreChange]:
+        for run_id, *rest in self._rows(_STORE[self._contents.version]):
+            era = rest.pop(0) if self._contents.version > 1 else 0
+            if era == self._contents.spans.setdefault(run_id, Span()).era:
+                yield StoreChange(run_id, *rest)
+            else:
+                self._contents.leftovers[run_id] = None

@@ -1,0 +1,137 @@
+"""The tables of the SQLite journal: its schema, and entries as rows of it."""
+
+from __future__ import annotations
+
+import functools
+import sqlite3
+from collections.abc import Sequence
+from typing import TypeAlias
+from zlib import crc32
+
+from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
+from rallypoint.rendezvous.journal.spans import Span
+
+SCHEMA_VERSION = 2
+
+# SQLite checks how its pages hang together, not what is in them; the checksums do that.
+#
+# What is no longer kept need not be deleted at once: records before their checkpoint's `keep_from`, and store
+# entries of an earlier era than their run's, count as gone wherever they are met (see `sqlite_sweep`).
+SCHEMA = """
+CREATE TABLE record (
+    run_id TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    content BLOB NOT NULL,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (run_id, revision)
+) WITHOUT ROWID;
+CREATE TABLE checkpoint (
+    run_id TEXT NOT NULL PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    keep_from INTEGER NOT NULL,
+    era INTEGER NOT NULL,
+    content BLOB NOT NULL,
+    checksum INTEGER NOT NULL
+);
+CREATE TABLE store (
+    run_id TEXT NOT NULL,
+    era INTEGER NOT NULL,
+    round INTEGER NOT NULL,
+    key TEXT NOT NULL,
+    value BLOB NOT NULL,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (run_id, era, round, key)
+);
+CREATE TABLE commits (number INTEGER NOT NULL);
+INSERT INTO commits VALUES (0);
+"""
+
+Row: TypeAlias = tuple[object, ...]
+
+# Python gives up its global lock several times for every statement that it runs, and each time may wait 5 ms for a busy
+# event loop until it has it back. So as many rows as possible go into one statement: powers of two, of which there are
+# few enough for SQLite's statements to be prepared once.
+_MOST_ROWS_AT_ONCE = 1024
+
+
+def checksum(*row: object) -> int:
+    """A checksum of a row's columns, the last of them bytes."""
+    *names, content = row
+    assert isinstance(content, bytes)
+    return crc32(content, crc32(repr(names).encode()))
+
+
+class Rows:
+    """What a group of entries comes to in each table, where their order no longer matters."""
+
+    def __init__(self, spans: dict[str, Span]) -> None:
+        """`spans`: what is kept of each run; brought up to date with every entry."""
+        self._spans = spans
+        self._records: list[Row] = []
+        self._checkpoints: dict[str, Row] = {}
+        self._values: dict[tuple[str, int, int, str], bytes | None] = {}
+        self.runs: set[str] = set()
+        self.dropped: list[str] = []  # runs of which something is no longer kept
+        self.size = 0  # bytes of what is written
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry.
+
+        Raises:
+            OutOfSequenceError: It does not go on from what is kept of its run.
+        """
+        span = self._spans.setdefault(entry.run_id, Span())
+        self.runs.add(entry.run_id)
+        if isinstance(entry, Record):
+            span.add(entry)
+            row = (entry.run_id, entry.revision, entry.content)
+            self._records.append((*row, checksum(*row)))
+            self.size += len(entry.content)
+        elif isinstance(entry, (Checkpoint, Forgotten)):
+            if isinstance(entry, Checkpoint):
+                span.cover(entry)
+            else:
+                span.forget(entry)
+            state = (entry.run_id, entry.revision, span.first, span.era, entry.content)
+            self._checkpoints[entry.run_id] = (*state, checksum(*state))
+            self.dropped.append(entry.run_id)
+            self.size += len(entry.content)
+        else:
+            self._values[entry.run_id, span.era, entry.round, entry.key] = entry.value
+            self.size += len(entry.value or b"")
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Write all of it into the transaction that is open."""
+        _write(connection, "INSERT INTO record VALUES", self._records)
+        _write(connection, "REPLACE INTO checkpoint VALUES", list(self._checkpoints.values()))
+        values: list[Row] = []
+        deleted: list[Row] = []
+        for key, value in self._values.items():
+            if value is None:
+                deleted.append(key)
+            else:
+                values.append((*key, value, checksum(*key, value)))
+        _write(connection, "REPLACE INTO store VALUES", values)
+        # Row by row: SQLite looks rows of several columns up in the index one at a time only, and else reads the table.
+        connection.executemany(
+            "DELETE FROM store WHERE run_id = ? AND era = ? AND round = ? AND key = ?", deleted
+        )
+
+
+def _write(connection: sqlite3.Connection, head: str, rows: Sequence[Row]) -> None:
+    if not rows:
+        return
+    columns = len(rows[0])
+    room = min(_MOST_ROWS_AT_ONCE, connection.getlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER) // columns)
+    at = 0
+    while left := len(rows) - at:
+        count = 1 << min(left, room).bit_length() - 1
+        flat = [column for row in rows[at : at + count] for column in row]
+        connection.execute(_statement(head, count, columns), flat)
+        at += count
+
+
+@functools.cache
+def _statement(head: str, rows: int, columns: int) -> str:
+    row = f"({', '.join('?' * columns)})"
+    return f"{head} {', '.join([row] * rows)}"

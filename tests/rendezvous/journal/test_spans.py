@@ -1,0 +1,52 @@
+"""What is kept of a run never has a gap, and none of its numbers comes twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
+from rendezvous.journal.entries import checkpoint, forgotten, record
+
+
+@pytest.mark.parametrize("revision", [0, 1, 5, 7, 100])
+def test_only_the_next_record_is_taken(revision: int) -> None:
+    """One that came already, or one too early, says what was due; nothing has changed."""
+    span = Span(3, 5)
+    with pytest.raises(
+        OutOfSequenceError, match=f"record {revision} of run 'run' comes where record 6 is due"
+    ):
+        span.add(record(revision))
+    assert span == Span(3, 5)
+    span.add(record(6))
+    assert span == Span(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("revision", "keep_from", "first"), [(5, 6, 6), (5, 4, 4), (3, 4, 4), (5, 1, 3), (2, 1, 3)]
+)
+def test_a_checkpoint_drops_what_it_does_not_keep(revision: int, keep_from: int, first: int) -> None:
+    """Which may be nothing, or all; what was dropped before does not come back."""
+    span = Span(3, 5)
+    span.cover(checkpoint(revision, keep_from))
+    assert span == Span(first, 5)
+
+
+@pytest.mark.parametrize(("revision", "keep_from"), [(6, 6), (5, 7), (3, 5), (1, 1)])
+def test_a_checkpoint_that_would_leave_a_gap_is_refused(revision: int, keep_from: int) -> None:
+    """It is ahead of the records, drops some that it does not cover, or is older than what was dropped."""
+    span = Span(3, 5)
+    with pytest.raises(OutOfSequenceError, match="a checkpoint of run 'run' after record"):
+        span.cover(checkpoint(revision, keep_from))
+    assert span == Span(3, 5)
+
+
+def test_a_forgotten_run_goes_on_from_its_revision() -> None:
+    """In a new era, as often as it is forgotten."""
+    span = Span(3, 5)
+    span.forget(forgotten(5))
+    assert span == Span(6, 5, 1)
+    span.add(record(6))
+    span.forget(forgotten(8))
+    assert span == Span(9, 8, 2)
+    with pytest.raises(OutOfSequenceError, match="forgotten up to record 7, where the latest is 8"):
+        span.forget(forgotten(7))

@@ -1,0 +1,125 @@
+"""What is no longer kept is gone at once for everybody, and from the file bit by bit."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from itertools import pairwise
+from pathlib import Path
+
+from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.journal.sqlite_sweep import BYTES_PER_STEP, ROWS_PER_STEP
+from rendezvous.journal.entries import change, checkpoint, forgotten, record
+from rendezvous.journal.files import append, killed, recover, reopen
+
+
+async def count(journal: SqliteJournal, table: str) -> int:
+    """Rows in the file."""
+    connection = journal._file._connection
+    assert connection is not None
+    query = {"record": "SELECT count(*) FROM record", "store": "SELECT count(*) FROM store"}[table]
+    (rows,) = await journal._in_writer(lambda: connection.execute(query).fetchone())
+    assert isinstance(rows, int)
+    return rows
+
+
+async def at_rest(journal: SqliteJournal) -> None:
+    """Wait until nothing is left to commit or to sweep."""
+    while journal._committing is not None:
+        await journal._committing
+    assert not journal._file.has_leftovers
+
+
+async def test_no_commit_waits_for_more_than_a_bounded_part(journal: SqliteJournal) -> None:
+    """The more there is to delete, the more commits it takes; not the longer each."""
+    records = 10 * ROWS_PER_STEP
+    await journal.append([record(revision) for revision in range(1, records + 1)])
+    await journal.append([forgotten(records)])
+    assert await count(journal, "record") >= records - 3 * ROWS_PER_STEP
+    left = [await count(journal, "record")]
+    for _ in range(20):
+        await journal.append([change("k", b"x", run_id="b")])
+        left.append(await count(journal, "record"))
+    steps = [before - after for before, after in pairwise(left)]
+    assert left[-1] == 0
+    assert max(steps) <= 4 * ROWS_PER_STEP, "some steps between two looks"
+
+
+async def test_large_values_are_bounded_by_their_bytes(journal: SqliteJournal, path: Path) -> None:
+    """A few of them are as much work as many small ones, one that is larger than a step goes alone, none is logged."""
+    value = b"x" * (BYTES_PER_STEP + 1)
+    await journal.append([record(1)])
+    for number in range(24):
+        await journal.append([change(f"k{number}", value)])
+    await journal.append([forgotten(1)])
+    assert await count(journal, "store") >= 20
+    await at_rest(journal)
+    assert await count(journal, "store") == 0
+    log = await journal._in_writer(path.with_name(path.name + "-wal").stat)
+    assert log.st_size < 17 << 20
+
+
+async def test_it_ends_by_itself_when_nothing_else_is_appended(journal: SqliteJournal) -> None:
+    """With nothing left of what is no longer kept."""
+    await journal.append([record(revision, run) for run in "abc" for revision in range(1, 2 * ROWS_PER_STEP)])
+    last = 2 * ROWS_PER_STEP - 1
+    await journal.append([checkpoint(last, last, run) for run in "abc"])
+    await at_rest(journal)
+    assert await count(journal, "record") == 3
+
+
+async def test_pages_are_used_again(path: Path) -> None:
+    """A journal that is compacted as it grows does not grow without end."""
+    journal = SqliteJournal(path)
+    await journal.open()
+    sizes = []
+    for start in range(1, 8001, 1000):
+        await journal.append([record(revision, padding=500) for revision in range(start, start + 1000)])
+        await journal.append([checkpoint(start + 999, start + 1000)])
+        await at_rest(journal)
+        await journal._in_writer(journal._file.shorten_log)
+        sizes.append((await journal._in_writer(path.stat)).st_size)
+    await journal.close()
+    assert sizes[-1] <= 1.5 * sizes[0]
+
+
+def test_a_server_killed_meanwhile_leaves_the_rest_to_the_next(path: Path) -> None:
+    """Which does not take it for something that is kept, whatever came since of the same names, and sweeps on."""
+    script = """
+        async def main():
+            journal = SqliteJournal(path)
+            await journal.open()
+            journal._file._sweep.step = lambda connection: None
+            await journal.append([record(revision) for revision in range(1, 1001)])
+            await journal.append([change(f"k{n}", b"old", n % 3) for n in range(1000)])
+            await journal.append([forgotten(1000), record(1001), change("k0", b"new", 0), checkpoint(1001, 1001)])
+            os.kill(os.getpid(), signal.SIGKILL)
+        asyncio.run(main())
+    """
+    killed(script, path)
+    for _ in range(2):
+        recovered = recover(path)
+        assert list(recovered.checkpoints) == [checkpoint(1001, 1001)]
+        assert list(recovered.records) == [record(1001)]
+        assert list(recovered.store_entries) == [change("k0", b"new", 0)]
+
+    async def sweep() -> list[int]:
+        journal = SqliteJournal(path)
+        await journal.open()
+        await at_rest(journal)
+        left = [await count(journal, table) for table in ("record", "store")]
+        await journal.close()
+        return left
+
+    assert asyncio.run(sweep()) == [1, 1]
+
+
+async def test_closing_does_not_wait_for_it(path: Path) -> None:
+    """A service that is told to stop stops; the next one goes on."""
+    records = 100 * ROWS_PER_STEP
+    await append(path, [record(revision) for revision in range(1, records + 1)], [forgotten(records)])
+    connection = sqlite3.connect(path)
+    (left,) = connection.execute("SELECT count(*) FROM record").fetchone()
+    connection.close()
+    assert left > records / 2
+    assert list((await reopen(path)).records) == []
