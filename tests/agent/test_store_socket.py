@@ -65,7 +65,7 @@ async def until(store: StoreService, path: str, waiting: int) -> None:
         worker = await Worker.connect(path)
         while True:
             await worker.call({"op": "check", "keys": ["k"], "round": 1, "timeout": 30.0})
-            if sum(len(each) for each in store._runs[RUN].waiting.values()) == waiting:
+            if store._runs[RUN].waits.waiters == waiting:
                 break
         await worker.close()
 

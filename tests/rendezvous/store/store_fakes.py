@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.agent.store_socket import StoreSocket
 from rallypoint.rendezvous.store.client import StoreClient
-from rallypoint.rendezvous.store.core import StoreLimits
+from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
@@ -80,6 +80,10 @@ class TestJournal:
         await self._may_return.wait()
         self.held_after -= 1
 
+    def drop_run(self, run_id: str) -> None:
+        """Forget a run, as the rest of the service has the journal do."""
+        self.rows = {place: value for place, value in self.rows.items() if place[0] != run_id}
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -93,7 +97,7 @@ class Rounds:
     """The current rounds of runs, as the rest of the service would know them."""
 
     def __init__(self, rounds: Mapping[str, int] | None = None) -> None:
-        self.of = dict(rounds or {RUN: 1})
+        self.of = dict({RUN: 1} if rounds is None else rounds)
 
     def __call__(self, run_id: str) -> int | None:
         return self.of.get(run_id)

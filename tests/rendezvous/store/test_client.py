@@ -12,7 +12,11 @@ import grpc
 import pytest
 
 from rallypoint.rendezvous.store.client import LONGEST_BACKOFF, OperationSlots, StoreClient
-from rallypoint.rendezvous.store.writes import Comparison
+from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.store.refusals import LeaseLost, StoreRefusal
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
+from rallypoint.rendezvous.store.writes import Comparison, Writer
 from rallypoint.serving.errors import ServiceError
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, open_store, serving
 
@@ -21,6 +25,12 @@ Write = Callable[[StoreClient], Awaitable[Any]]
 WRITES: dict[str, tuple[Write, object, dict[str, bytes]]] = {
     "set": (lambda client: client.set("k", b"new"), None, {"k": b"new", "n": b"1"}),
     "add": (lambda client: client.add("n", 1), 2, {"k": b"old", "n": b"2"}),
+    "append": (lambda client: client.append("k", b"er"), 5, {"k": b"older", "n": b"1"}),
+    "multi_set": (
+        lambda client: client.multi_set({"k": b"new", "m": b""}),
+        None,
+        {"k": b"new", "m": b"", "n": b"1"},
+    ),
     "compare_set": (
         lambda client: client.compare_set("k", b"old", b"new"),
         Comparison(True, b"new"),
@@ -67,11 +77,13 @@ async def test_a_wait_goes_on_over_a_restart(tmp_path: Path) -> None:
         async with serving(open_store(journal), path):
             waiting = asyncio.ensure_future(client.get("k"))
             both = asyncio.ensure_future(client.wait(["k", "j"]))
-            await client.set("j", b"")
+            values = asyncio.ensure_future(client.multi_get(["k", "j"]))
+            await client.set("j", b"2")
         async with serving(open_store(journal), path):
             await client.set("k", b"1")
             assert await waiting == b"1"
             await both
+            assert await values == [b"1", b"2"]
 
 
 async def test_a_wait_goes_on_over_a_drain(tmp_path: Path) -> None:
@@ -174,6 +186,79 @@ async def test_backing_off_grows_jittered_to_a_bound(tmp_path: Path) -> None:
     async with serving(open_store(journal), path), channel_to(path) as channel:
         assert await StoreClient(channel, RUN, sleep=sleep, draw=lambda: 0.5).add("n", 1) == 1
     assert slept == [min(LONGEST_BACKOFF, 0.05 * 2**attempt) / 2 for attempt in range(9)]
+
+
+async def test_a_full_waiting_room_is_waited_for(tmp_path: Path) -> None:
+    """RetryInfo is heeded: the client tries again until there is room."""
+    path = f"{tmp_path}/store.sock"
+    store = open_store(TestJournal(), limits=StoreLimits(waiters=1))
+    slept: list[float] = []
+
+    async with serving(store, path), channel_to(path) as channel:
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            await StoreClient(channel, RUN).set("k", b"1")
+
+        client = StoreClient(channel, RUN, sleep=sleep, draw=lambda: 0.0)
+        first = asyncio.ensure_future(client.get("k"))
+        while not store._runs or not store._runs[RUN].waits.waiters:
+            await client.check(["k"])  # what was sent later is answered later
+        assert await client.get("k") == b"1"
+        assert await first == b"1"
+    assert slept == [1.0]
+
+
+async def test_what_is_too_large_never_leaves_the_client(tmp_path: Path) -> None:
+    """Nobody is even there; the error names the field and the limit."""
+    async with channel_to(f"{tmp_path}/nobody.sock") as channel:
+        client, large = StoreClient(channel, RUN), b"x" * (MAX_VALUE_BYTES + 1)
+        many = {f"{number}": b"x" * 500_000 for number in range(9)}
+        for call, field in [
+            (client.set("k", large), "value"),
+            (client.append("k", large), "value"),
+            (client.compare_set("k", b"x", large[1:]), "desired"),
+            (client.multi_set({"a": b"", "k": large}), "entries[1].value"),
+            (client.multi_set(many), "entries"),
+            (client.multi_set({"a": b"", "\ud800": b""}), "entries[1].key"),
+            (client.multi_get([f"{n:04}" + "k" * 1_000 for n in range(9_999)]), "keys"),
+        ]:
+            with pytest.raises(ServiceError) as refused:
+                await call
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.field_violations[0][0] == field
+
+
+async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
+    """The one held when the write began, also in its repetitions: what a node began under an older lease is
+    refused once that is lost, and isn't tried again."""
+    path, leases = f"{tmp_path}/store.sock", [1]
+    journal, lost = TestJournal(), set[int]()
+
+    def check_lease(run_id: str, node_id: str, lease: int) -> StoreRefusal | None:
+        return LeaseLost(run_id, node_id, lease, leases[-1]) if lease in lost else None
+
+    async def sleep(seconds: float) -> None:
+        journal.fails_with = None
+        lost.add(1)
+        leases.append(2)
+
+    store = StoreService(journal, Rounds(), check_lease=check_lease)
+    async with serving(store, path), channel_to(path) as channel:
+        client = StoreClient(channel, RUN, writer=lambda: Writer("node", leases[-1]), sleep=sleep)
+        await client.add("n", 1)
+        journal.fails_with = OSError("disk on fire")
+        with pytest.raises(ServiceError) as refused:
+            await client.add("n", 1)
+        assert refused.value.reason == "LEASE_LOST"
+        assert refused.value.metadata == {
+            "run_id": RUN,
+            "node_id": "node",
+            "lease": "1",
+            "superseded_by": "2",
+        }
+        assert await client.add("n", 1) == 2
+        assert await StoreClient(channel, RUN).add("n", 1) == 3
 
 
 async def test_keys_come_in_pages(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.store.core import Draft, RunSpaces, StoreLimits, entry_bytes
+from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
+from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import RESERVED, Operation
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.refusals import (
@@ -18,8 +20,19 @@ from rallypoint.rendezvous.store.refusals import (
     RoundOver,
     RunStoreFull,
     StoreRefusal,
+    TooManyKeys,
 )
-from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set, Write, decide
+from rallypoint.rendezvous.store.writes import (
+    Add,
+    Append,
+    CompareSet,
+    Comparison,
+    Delete,
+    MultiSet,
+    Set,
+    Write,
+    decide,
+)
 
 RUN, ROUND = "run", 3
 LIMITS = StoreLimits()
@@ -36,6 +49,13 @@ operations = st.none() | st.builds(
 writes: st.SearchStrategy[Write[object]] = st.one_of(
     st.builds(Set, round=rounds, key=keys, value=values, operation=operations),
     st.builds(Add, round=rounds, key=keys, amount=st.integers(-3, 3), operation=operations),
+    st.builds(Append, round=rounds, key=keys, value=values, operation=operations),
+    st.builds(
+        MultiSet,
+        round=rounds,
+        entries=st.dictionaries(keys, values, min_size=1),
+        operation=operations,
+    ),
     st.builds(CompareSet, round=rounds, key=keys, expected=values, desired=values, operation=operations),
     st.builds(Delete, round=rounds, key=keys, operation=operations),
 )
@@ -51,7 +71,7 @@ def commit(run: RunSpaces, batch: list[Write[object]], limits: StoreLimits = LIM
         except StoreRefusal as refusal:
             answers.append(f"{type(refusal).__name__}: {refusal}")
     records = draft.records()
-    for change in [*draft.steps(), *records]:
+    for change in [*chain.from_iterable(draft.steps()), *records]:
         run.apply(change)
     return answers
 
@@ -65,10 +85,11 @@ def contents(run: RunSpaces) -> dict[int, tuple[dict[str, bytes], list[tuple[str
     return found
 
 
+@settings(deadline=None)
 @given(batch=st.lists(writes, max_size=25), data=st.data())
 def test_a_batch_is_its_writes_one_by_one(batch: list[Write[object]], data: st.DataObject) -> None:
     """However writes are cut into batches, answers and contents are the same."""
-    limits = StoreLimits(run_bytes=1_000)
+    limits = StoreLimits(run_bytes=1_000, run_keys=4)
     together, cut = RunSpaces(RUN), RunSpaces(RUN)
     answers = commit(together, batch, limits)
     apart: list[object] = []
@@ -81,6 +102,58 @@ def test_a_batch_is_its_writes_one_by_one(batch: list[Write[object]], data: st.D
     assert contents(cut) == contents(together)
 
 
+def by_hand(spaces: dict[int, dict[str, bytes]], write: Write[object]) -> object:
+    """What a write does to plain dicts; the answer, or the name of the refusal."""
+    space = spaces[write.round]
+    match write:
+        case Set(key=key, value=value):
+            space[key] = value
+            return None
+        case MultiSet(entries=entries):
+            space.update(entries)
+            return None
+        case Append(key=key, value=value):
+            space[key] = space.get(key, b"") + value
+            return len(space[key])
+        case Add(key=key, amount=amount):
+            try:
+                total = int(space.get(key, b"0")) + amount
+            except ValueError:
+                return "NotAnInteger"
+            space[key] = b"%d" % total
+            return total
+        case CompareSet(key=key, expected=expected, desired=desired):
+            swapped = space.get(key, b"") == expected
+            if swapped:
+                space[key] = desired
+            return Comparison(swapped, space.get(key))
+        case Delete(key=key):
+            return space.pop(key, None) is not None
+        case _:
+            raise AssertionError(write)
+
+
+@settings(deadline=None)
+@given(batches=st.lists(st.lists(writes, max_size=8), max_size=6))
+def test_the_spaces_are_dicts(batches: list[list[Write[object]]]) -> None:
+    """With no limit in sight and each write a new one: answers and contents are those of plain dicts, in order."""
+    run, spaces = RunSpaces(RUN), dict[int, dict[str, bytes]]({0: {}, ROUND: {}})
+    for batch in batches:
+        fresh = [replace(write, operation=None) for write in batch]
+        answers = [
+            answer.partition(":")[0] if isinstance(answer, str) else answer for answer in commit(run, fresh)
+        ]
+        assert answers == [by_hand(spaces, write) for write in fresh]
+        assert contents(run) == {round: (space, []) for round, space in spaces.items() if space}
+        for round, space in spaces.items():
+            assert run.keys(round, "", "", 100) == sorted(space)
+        assert run.used_keys == sum(map(len, spaces.values()))
+        assert run.used_bytes == sum(
+            entry_bytes(*item) for space in spaces.values() for item in space.items()
+        )
+
+
+@settings(deadline=None)
 @given(batches=st.lists(st.lists(writes, max_size=8), max_size=5), data=st.data())
 def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data: st.DataObject) -> None:
     """From one row per key, in any order, everything comes back: values, records, their order of use, bytes."""
@@ -94,7 +167,7 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
             except StoreRefusal:
                 continue
         entries = draft.values() + draft.records()
-        for change in [*draft.steps(), *draft.records()]:
+        for change in [*chain.from_iterable(draft.steps()), *draft.records()]:
             run.apply(change)
         for entry in entries:
             rows.pop((entry.round, entry.key), None)
@@ -109,6 +182,7 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
     assert restored.stamp <= run.stamp
 
 
+@settings(deadline=None)
 @given(batch=st.lists(writes, max_size=20), repeated=st.data())
 def test_a_repeated_write_takes_effect_once(batch: list[Write[object]], repeated: st.DataObject) -> None:
     """To send any write again right after it, in its batch or a later one, changes nothing and is answered the
@@ -153,6 +227,44 @@ def test_a_full_store_still_shrinks() -> None:
     assert run.used_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("limits", "refusal", "match"),
+    [
+        (StoreLimits(run_bytes=3 * 129 + 1), RunStoreFull, "past its limit of 388"),
+        (StoreLimits(run_keys=3), TooManyKeys, "more than the 3 keys"),
+    ],
+)
+def test_several_values_are_set_all_or_none(
+    limits: StoreLimits, refusal: type[StoreRefusal], match: str
+) -> None:
+    """Also when only the last of them is too much, with other writes of the batch before and after it."""
+    run = RunSpaces(RUN)
+    draft = Draft(run, limits)
+    decide(draft, Set(round=0, key="a", value=b""), ROUND)
+    before = draft.steps().copy(), draft.values()
+    with pytest.raises(refusal, match=match):
+        decide(draft, MultiSet(round=0, entries={"a": b"", "b": b"", "c": b"", "d": b""}), ROUND)
+    assert (draft.steps(), draft.values()) == before
+    decide(draft, MultiSet(round=0, entries={"a": b"", "b": b"", "c": b""}), ROUND)
+    assert [change.key for step in draft.steps() for change in step] == ["a", "a", "b", "c"]
+    assert len(draft.steps()[-1]) == 3, "a write is told as one"
+
+
+def test_a_run_that_is_full_of_keys_goes_on_with_those_it_has() -> None:
+    run, limits = RunSpaces(RUN), StoreLimits(run_keys=2)
+    two: list[Write[object]] = [Set(round=0, key="a", value=b""), Set(round=ROUND, key="a", value=b"")]
+    assert commit(run, two, limits) == [None, None]
+    assert commit(run, [Set(round=0, key="a", value=b"longer")], limits) == [None]
+    (answer,) = commit(run, [Set(round=0, key="b", value=b"")], limits)
+    assert str(answer).startswith("TooManyKeys")
+    assert commit(run, [Delete(round=ROUND, key="a"), Set(round=0, key="b", value=b"")], limits) == [
+        True,
+        None,
+    ]
+    fewer = StoreLimits(run_keys=1)  # a limit that was lowered over a restart
+    assert commit(run, [MultiSet(round=0, entries={"a": b"", "b": b""})], fewer) == [None]
+
+
 def test_rounds_bound_who_may_work_where() -> None:
     run = RunSpaces(RUN)
     run.check_round(0, ROUND)
@@ -174,7 +286,7 @@ def test_a_round_that_is_over_is_gone_for_good() -> None:
         run,
         [Set(round=0, key="kept", value=b"1"), Set(round=ROUND, key="a", value=b"2", operation=operation)],
     )
-    deletions = run.forget_rounds_before(ROUND + 1)
+    deletions = list(run.forget_rounds_before(ROUND + 1))
     assert {(change.round, change.key, change.value) for change in deletions} == {
         (ROUND, "a", None),
         (ROUND, operation.record_key, None),
@@ -184,6 +296,23 @@ def test_a_round_that_is_over_is_gone_for_good() -> None:
         run.check_round(ROUND, ROUND)
     run.apply(StoreChange(RUN, ROUND, "late", b"3"))
     assert run.rounds == [0]
+
+
+def test_forgotten_spaces_are_empty_at_once_and_let_go_of_bit_by_bit() -> None:
+    """What deletes them from a journal names each value and record once."""
+    run = RunSpaces(RUN)
+    operation = Operation("client", 0, 1)
+    commit(
+        run, [Set(round=0, key="a", value=b"1"), Set(round=ROUND, key="b", value=b"2", operation=operation)]
+    )
+    assert run.holds(0, "a")
+    assert run.holds(ROUND, operation.record_key)
+    deletions = run.forget()
+    assert (run.rounds, run.used_bytes, run.holds(0, "a")) == ([], 0, False)
+    commit(run, [Set(round=0, key="a", value=b"new")])
+    assert next(deletions) == StoreChange(RUN, 0, "a", None)
+    assert {change.key for change in deletions} == {"b", operation.record_key}
+    assert run.value(0, "a") == b"new"
 
 
 def test_records_are_bounded_and_the_longest_unused_go() -> None:

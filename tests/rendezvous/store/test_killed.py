@@ -1,4 +1,4 @@
-"""The store's process is SIGKILLed under load, again and again: nobody notices, and every addition counts once."""
+"""The store's process is SIGKILLed under load, again and again: nobody notices, and every write counts once."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ async def test_a_killed_service_loses_and_repeats_nothing(tmp_path: Path) -> Non
     done = asyncio.Condition()
     total = 0
 
-    async def add(client: StoreClient) -> list[int]:
+    async def add(client: StoreClient) -> list[tuple[int, int]]:
         nonlocal total
         sums = []
         for _ in range(each):
-            sums.append(await client.add("n", 1, round=1))
+            sums.append((await client.add("n", 1, round=1), await client.append("log", b"x", round=1)))
             async with done:
                 total += 1
                 done.notify_all()
@@ -60,8 +60,10 @@ async def test_a_killed_service_loses_and_repeats_nothing(tmp_path: Path) -> Non
             sums = await adding
             await client.set("end", b"")
             await waiter
-            assert sorted(total for of_one in sums for total in of_one) == list(range(1, adders * each + 1))
-            assert await client.get("n", round=1) == b"%d" % (adders * each)
+            seen, lengths = zip(*(pair for of_one in sums for pair in of_one), strict=True)
+            assert sorted(seen) == sorted(lengths) == list(range(1, adders * each + 1))
+            both = await client.multi_get(["n", "log"], round=1)
+            assert both == [b"%d" % (adders * each), b"x" * adders * each]
     finally:
         server.kill()
         await server.wait()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         OperationRecord,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.store import requests
 from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
+from rallypoint.rendezvous.store.writes import Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.serving.errors import ServiceError
 
@@ -48,10 +52,64 @@ def test_spaces_that_cannot_be(run_id: str, round: int, writer: int) -> None:
         requests.check_space(run_id, round, writer)
 
 
+def test_names_of_runs_have_a_size() -> None:
+    requests.check_space("ä" * 128, 0)
+    with pytest.raises(ServiceError, match="run_id: has 258 bytes; the name of a run has at most 256"):
+        requests.check_space("ä" * 129, 0)
+
+
 def test_values_have_a_size() -> None:
-    requests.check_value("value", [b"x" * requests.MAX_VALUE_BYTES])
-    with pytest.raises(ServiceError, match="at most 4,177,920 fit"):
-        requests.check_value("value", [b"x" * requests.MAX_VALUE_BYTES, b"x"])
+    requests.check_value("value", [b"x" * MAX_VALUE_BYTES])
+    with pytest.raises(ServiceError, match="value: has 4,177,921 bytes; at most 4,177,920 fit"):
+        requests.check_value("value", [b"x" * MAX_VALUE_BYTES, b"x"])
+    with pytest.raises(ServiceError, match="desired: together with expected has 4,177,921 bytes"):
+        requests.check_value("desired", [b"x" * MAX_VALUE_BYTES, b"x"], besides="expected")
+
+
+def entries_of(sizes: Sequence[int]) -> list[pb.StoreEntry]:
+    """Entries of so many bytes, key, value and frame together."""
+    return [pb.StoreEntry(key=f"{n:04}", value=b"x" * (size - 20)) for n, size in enumerate(sizes)]
+
+
+def test_entries_are_checked_one_by_one_and_together() -> None:
+    entry = pb.StoreEntry
+    twice = [entry(key="a", value=b"1"), entry(key="b"), entry(key="a", value=b"2")]
+    assert requests.check_entries(twice) == {"a": b"2", "b": b""}
+    full = entries_of([MAX_MULTI_BYTES // 2, MAX_MULTI_BYTES // 2])
+    assert requests.check_entries(full) == {"0000": full[0].value, "0001": full[1].value}
+    requests.check_entries([entry(key="k" * 1024, value=b"x" * MAX_VALUE_BYTES)])
+    requests.check_entries(entries_of([20] * 10_000))
+    for malformed, field in [
+        (entries_of([]), "entries: has 0 entries"),
+        (entries_of([20] * 10_001), "entries: has 10,001 entries"),
+        (entries_of([MAX_MULTI_BYTES // 2, MAX_MULTI_BYTES // 2 + 1]), "entries: has 4,186,113 bytes"),
+        ([entry(key="a"), entry()], r"entries\[1\]\.key: is empty"),
+        (entries_of([MAX_VALUE_BYTES + 21]), r"entries\[0\]\.value: has 4,177,921 bytes"),
+    ]:
+        with pytest.raises(ServiceError, match=field) as refused:
+            requests.check_entries(malformed)
+        assert refused.value.field_violations[0][0] == field.partition(":")[0].replace("\\", "")
+
+
+def test_keys_fit_into_a_message() -> None:
+    """More than a request can carry is said by a client before gRPC says it less clearly."""
+    requests.check_keys([f"{n:04}" + "k" * 1_000 for n in range(4_000)])
+    with pytest.raises(ServiceError, match="keys: has 5,100,000 bytes, 16 for each counted in"):
+        requests.check_keys([f"{n:04}" + "k" * 1_000 for n in range(5_000)])
+
+
+def test_writers_are_whole_or_absent() -> None:
+    assert requests.writer_of(pb.SetRequest()) is None
+    request = pb.MultiSetRequest(writer=pb.StoreWriter(node_id="n" * 256, lease=2**63 - 1))
+    assert requests.writer_of(request) == Writer("n" * 256, 2**63 - 1)
+    for field, broken in [
+        ("node_id", pb.StoreWriter(lease=1)),
+        ("node_id", pb.StoreWriter(node_id="n" * 257, lease=1)),
+        ("lease", pb.StoreWriter(node_id="n")),
+        ("lease", pb.StoreWriter(node_id="n", lease=-1)),
+    ]:
+        with pytest.raises(ServiceError, match=rf"writer\.{field}"):
+            requests.writer_of(pb.AppendRequest(writer=broken))
 
 
 def test_waits_are_bounded() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.store.core import StoreLimits
+from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.refusals import (
     Draining,
@@ -18,6 +18,7 @@ from rallypoint.rendezvous.store.refusals import (
     RunNotFound,
     StoreBusy,
 )
+from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
@@ -186,16 +187,16 @@ async def test_a_wait_ends_on_time_and_names_what_is_missing() -> None:
     with pytest.raises(KeyWaitTimedOut, match="and 992 more") as refused:
         await store.wait(RUN, 1, many, 0)
     assert len(str(refused.value).encode()) < 2_000
-    assert not store._runs[RUN].waiting
+    assert not store._runs[RUN].waits.rounds
 
 
 async def test_a_waiter_that_goes_leaves_nothing_behind() -> None:
     store = open_store(TestJournal())
     (waiter,) = await started(store.get(RUN, 1, "k", FOR_EVER))
-    assert store._runs[RUN].waiting
+    assert store._runs[RUN].waits.rounds
     waiter.cancel()
     await asyncio.wait([waiter])
-    assert not store._runs[RUN].waiting
+    assert not store._runs[RUN].waits.rounds
 
 
 async def test_a_new_round_ends_the_old_one() -> None:
@@ -258,14 +259,14 @@ async def test_a_large_round_goes_from_the_journal_bit_by_bit() -> None:
     """Its deletions never fill a commit that a write waits for."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
-    await asyncio.gather(*(store.write(RUN, set_(f"{n}")) for n in range(2_500)))
+    await asyncio.gather(*(store.write(RUN, set_(f"{n}")) for n in range(600)))
     rounds.of[RUN] = 2
     journal.commits.clear()
     store.forget_rounds_before(RUN, 2)
     await store.write(RUN, set_("new", round=2))
     await store.drain()
     assert list(journal.rows) == [(RUN, 2, "new")]
-    assert [len(commit) for commit in journal.commits] == [1_001, 1_000, 500]
+    assert [len(commit) for commit in journal.commits] == [251, 250, 100]
 
 
 async def test_a_restarted_store_goes_on() -> None:
@@ -339,7 +340,7 @@ async def test_nobody_waits_for_ever_when_the_store_itself_breaks(monkeypatch: p
     def broken(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(StoreService, "_apply", broken)
+    monkeypatch.setattr(RunStore, "_take_over", broken)
     (writer,) = await started(store.write(RUN, set_("k")))
     committing = store._runs[RUN].committing
     await asyncio.wait([writer])

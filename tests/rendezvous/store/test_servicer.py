@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.store import refusals
-from rallypoint.rendezvous.store.core import StoreLimits
 from rallypoint.rendezvous.store.errors import service_error
-from rallypoint.rendezvous.store.requests import MAX_VALUE_BYTES
+from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.store.ports import CheckLease
 from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.server import Server
-from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, open_store, serving
+from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, serving
 
 Code = grpc.StatusCode
 LONG = Duration(seconds=3600)
@@ -37,15 +38,23 @@ class Served:
     store: StoreService
     journal: TestJournal
     rounds: Rounds
+    check_lease: list[CheckLease]
 
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     journal, rounds = TestJournal(), Rounds()
-    store = open_store(journal, rounds, StoreLimits(run_bytes=3 * MAX_VALUE_BYTES))
+    limits = StoreLimits(run_bytes=3 * MAX_VALUE_BYTES, run_keys=10_001)
+    checks: list[CheckLease] = []
+    store = StoreService(
+        journal,
+        rounds,
+        limits=limits,
+        check_lease=lambda *lease: checks[-1](*lease) if checks else None,
+    )
     path = f"{tmp_path}/store.sock"
     async with serving(store, path) as server, channel_to(path) as channel:
-        yield Served(rpc.StoreServiceStub(channel), server, store, journal, rounds)
+        yield Served(rpc.StoreServiceStub(channel), server, store, journal, rounds, checks)
 
 
 async def refused(call: Awaitable[object]) -> ServiceError:
@@ -67,6 +76,14 @@ async def test_every_call_does_what_the_contract_says(served: Served) -> None:
     assert (absent.swapped, absent.exists, absent.value) == (False, False, b"")
     won = await stub.CompareSet(pb.CompareSetRequest(**place, key="a", desired=b""))
     assert (won.swapped, won.exists, won.value) == (True, True, b"")
+    assert (await stub.Append(pb.AppendRequest(**place, key="l", value=b"ab"))).length == 2
+    assert (await stub.Append(pb.AppendRequest(**place, key="l", value=b"c"))).length == 3
+    entries = [pb.StoreEntry(key="m", value=b"1"), pb.StoreEntry(key="l"), pb.StoreEntry(key="m", value=b"2")]
+    await stub.MultiSet(pb.MultiSetRequest(**place, entries=entries))
+    several = await stub.MultiGet(pb.MultiGetRequest(**place, keys=["m", "l", "k", "m"]))
+    assert list(several.values) == [b"2", b"", b"\x00\xff", b"2"]
+    for key in ("l", "m"):
+        await stub.Delete(pb.DeleteRequest(**place, key=key))
     await stub.Wait(pb.WaitRequest(**place, keys=["k", "n", "a"]))
     assert (await stub.Check(pb.CheckRequest(**place, keys=["k", "n"]))).present
     assert not (await stub.Check(pb.CheckRequest(**place, keys=["k", "missing"]))).present
@@ -92,11 +109,129 @@ async def test_a_reader_is_told_by_the_write_it_waits_for(served: Served) -> Non
     await setting
 
 
-async def test_the_largest_value_goes_both_ways(served: Served) -> None:
-    value = bytes(range(256)) * (MAX_VALUE_BYTES // 256)
-    key = "k" * 1024
-    await served.stub.Set(pb.SetRequest(run_id=RUN, key=key, value=value))
-    assert (await served.stub.Get(pb.GetRequest(run_id=RUN, key=key))).value == value
+# The largest that a request can be around a value: every name as long as it may be.
+PLACE: dict[str, Any] = {
+    "run_id": "r" * 256,
+    "round": 2**31 - 1,
+    "writer_round": 2**31 - 1,
+    "writer": pb.StoreWriter(node_id="n" * 256, lease=2**63 - 1),
+    "operation": pb.StoreOperation(client_id="c" * 64, slot=65_535, sequence=2**63 - 1),
+}
+SPACE: dict[str, Any] = {name: PLACE[name] for name in ("run_id", "round")}
+KEY = "k" * 1024
+VALUE = bytes(range(256)) * (MAX_VALUE_BYTES // 256)
+
+Send = Callable[["rpc.StoreServiceAsyncStub", bytes], Awaitable[Any]]
+
+LARGEST: dict[str, tuple[str, Send]] = {
+    "set": ("value", lambda stub, value: stub.Set(pb.SetRequest(**PLACE, key=KEY, value=value))),
+    "append": ("value", lambda stub, value: stub.Append(pb.AppendRequest(**PLACE, key=KEY, value=value))),
+    "compare_set": (
+        "desired",
+        lambda stub, value: stub.CompareSet(
+            pb.CompareSetRequest(**PLACE, key=KEY, expected=b"", desired=value)
+        ),
+    ),
+    "multi_set": (
+        "entries[0].value",
+        lambda stub, value: stub.MultiSet(
+            pb.MultiSetRequest(**PLACE, entries=[pb.StoreEntry(key=KEY, value=value)])
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+async def test_the_largest_value_and_one_byte_more(served: Served, name: str) -> None:
+    """Goes both ways, through every write and every read, under the longest of names; a byte more is refused
+    with the field and the limit, and changes nothing."""
+    field, send = LARGEST[name]
+    served.rounds.of[PLACE["run_id"]] = PLACE["round"]
+    error = await refused(send(served.stub, VALUE + b"x"))
+    assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert error.field_violations[0][0] == field
+    assert "4,177,921 bytes; at most 4,177,920 fit" in error.message
+    await send(served.stub, VALUE)
+    assert (await served.stub.Get(pb.GetRequest(**SPACE, key=KEY))).value == VALUE
+    several = await served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=[KEY]))
+    assert list(several.values) == [VALUE]
+    request = pb.CompareSetRequest(**SPACE, key=KEY, expected=b"no", desired=b"")
+    assert (await served.stub.CompareSet(request)).value == VALUE
+
+
+async def test_the_most_that_can_be_set_at_once_can_be_read_at_once(served: Served) -> None:
+    """10,000 entries that fill a message; one byte more is refused either way, with what to do."""
+    served.rounds.of[PLACE["run_id"]] = PLACE["round"]
+    keys = [f"{number:04}" for number in range(10_000)]
+    size = MAX_MULTI_BYTES // len(keys) - 20
+    rest = MAX_MULTI_BYTES - len(keys) * (size + 20)
+    values = [b"x" * size] * (len(keys) - 1) + [b"y" * (size + rest)]
+    entries = [pb.StoreEntry(key=key, value=value) for key, value in zip(keys, values, strict=True)]
+    await served.stub.MultiSet(pb.MultiSetRequest(**PLACE, entries=entries))
+    answer = await served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=keys))
+    assert list(answer.values) == values
+    entries[0].value += b"x"
+    error = await refused(served.stub.MultiSet(pb.MultiSetRequest(**PLACE, entries=entries)))
+    assert (error.code, error.field_violations[0][0]) == (Code.INVALID_ARGUMENT, "entries")
+    assert "at most 4,186,112 fit, split it over several requests" in error.message
+    large = pb.SetRequest(**SPACE, key="large", value=VALUE)
+    await served.stub.Set(large)
+    error = await refused(served.stub.MultiGet(pb.MultiGetRequest(**SPACE, keys=[*keys[:9_999], "large"])))
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "ANSWER_TOO_LARGE")
+    assert error.metadata == {"limit_bytes": "4186112", "fitting": "9999"}
+    assert "ask for fewer keys at once: the first 9,999 fit" in error.message
+
+
+async def test_append_past_the_largest_value_is_refused(served: Served) -> None:
+    await served.stub.Set(pb.SetRequest(run_id=RUN, key="k", value=VALUE))
+    error = await refused(served.stub.Append(pb.AppendRequest(run_id=RUN, key="k", value=b"x")))
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "VALUE_TOO_LARGE")
+    assert error.metadata == {"limit_bytes": "4177920"}
+
+
+async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
+    """Each of them, with the reason of the one who knows; without a writer nobody is asked."""
+    stub, writer = served.stub, pb.StoreWriter(node_id="node", lease=7)
+    asked: list[tuple[str, str, int]] = []
+    refusal: refusals.StoreRefusal = refusals.LeaseLost(RUN, "node", 7)
+
+    def check_lease(run_id: str, node_id: str, lease: int) -> refusals.StoreRefusal:
+        asked.append((run_id, node_id, lease))
+        return refusal
+
+    served.check_lease.append(check_lease)
+
+    def writes(place: dict[str, Any]) -> list[Awaitable[object]]:
+        return [
+            stub.Set(pb.SetRequest(**place, key="k")),
+            stub.Add(pb.AddRequest(**place, key="n")),
+            stub.Append(pb.AppendRequest(**place, key="k")),
+            stub.CompareSet(pb.CompareSetRequest(**place, key="k")),
+            stub.MultiSet(pb.MultiSetRequest(**place, entries=[pb.StoreEntry(key="k")])),
+            stub.Delete(pb.DeleteRequest(**place, key="k")),
+        ]
+
+    for call in writes({"run_id": RUN, "writer": writer}):
+        error = await refused(call)
+        assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
+        assert error.metadata == {"run_id": RUN, "node_id": "node", "lease": "7"}
+    assert asked == [(RUN, "node", 7)] * 6
+    refusal = refusals.RunClosed(RUN, "SUCCEEDED")
+    error = await refused(stub.Set(pb.SetRequest(run_id=RUN, key="k", writer=writer)))
+    assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
+    assert error.metadata == {"run_id": RUN, "outcome": "SUCCEEDED"}
+    assert not served.journal.commits
+    await asyncio.gather(*writes({"run_id": RUN}))
+
+
+async def test_who_waits_in_a_run_that_is_forgotten_is_told(served: Served) -> None:
+    waiting = asyncio.ensure_future(served.stub.Get(pb.GetRequest(run_id=RUN, key="k", timeout=LONG)))
+    await served.stub.Set(pb.SetRequest(run_id=RUN, key="other"))  # so the wait has arrived, or is next
+    served.journal.drop_run(RUN)
+    del served.rounds.of[RUN]
+    served.store.forget_run(RUN)
+    error = await refused(waiting)
+    assert (error.code, error.reason) == (Code.NOT_FOUND, "RUN_NOT_FOUND")
 
 
 async def test_refusals_carry_their_reason(served: Served) -> None:
@@ -126,6 +261,11 @@ async def test_refusals_carry_their_reason(served: Served) -> None:
     error = await refused(stub.Set(pb.SetRequest(run_id=RUN, key="c", value=b"x" * MAX_VALUE_BYTES)))
     assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "RUN_STORE_FULL")
     assert error.retry_after is None
+    await stub.Delete(pb.DeleteRequest(run_id=RUN, key="a"))
+    entries = [pb.StoreEntry(key=f"{number}") for number in range(10_000)]
+    error = await refused(stub.MultiSet(pb.MultiSetRequest(run_id=RUN, entries=entries)))
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_KEYS")
+    assert (error.metadata, error.retry_after) == ({"limit_keys": "10001"}, None)
 
 
 async def test_missing_keys_are_named(served: Served) -> None:
@@ -169,7 +309,7 @@ async def test_a_caller_that_goes_is_forgotten(served: Served) -> None:
     call.cancel()
     async with asyncio.timeout(30):
         # The server learns of it before it answers what was sent later on the same connection, or soon after.
-        while served.store._runs[RUN].waiting:
+        while served.store._runs[RUN].waits.rounds:
             await served.stub.Check(pb.CheckRequest(run_id=RUN, keys=["k"]))
 
 
@@ -185,6 +325,12 @@ def test_each_refusal_has_a_code() -> None:
         refusals.StoreBusy("r", 10, 0.5),
         refusals.OperationSuperseded("c/0", 1, 2),
         refusals.OperationReused("c/0", 1),
+        refusals.LeaseLost("r", "n", 1, 2),
+        refusals.RunClosed("r", "FAILED"),
+        refusals.ValueTooLarge("k", 11, 10),
+        refusals.TooManyKeys("r", "k", 10),
+        refusals.AnswerTooLarge(2, 11, 10, 1),
+        refusals.TooManyWaiters("r", 10, 20, 0.5),
         refusals.KeyWaitTimedOut("r", ["k"], 1.0),
         refusals.Draining(),
         refusals.JournalFailed("disk full"),
@@ -194,4 +340,6 @@ def test_each_refusal_has_a_code() -> None:
         error = service_error(each)
         assert error.message
         assert error.reason.isupper()
-        assert (error.retry_after is not None) == isinstance(each, refusals.StoreBusy)
+        assert (error.retry_after is not None) == isinstance(
+            each, refusals.StoreBusy | refusals.TooManyWaiters
+        )

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import pytest
 
-from rallypoint.rendezvous.store.core import Draft, RunSpaces, StoreLimits
+from rallypoint.rendezvous.store.core import Draft, RunSpaces
+from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import NotAnInteger, OperationReused, OperationSuperseded
-from rallypoint.rendezvous.store.writes import Add, CompareSet, Comparison, Delete, Set, Write, decide
+from rallypoint.rendezvous.store.refusals import (
+    NotAnInteger,
+    OperationReused,
+    OperationSuperseded,
+    ValueTooLarge,
+)
+from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
+from rallypoint.rendezvous.store.writes import (
+    Add,
+    Append,
+    CompareSet,
+    Comparison,
+    Delete,
+    MultiSet,
+    Set,
+    Write,
+    decide,
+)
 
 
 class Space:
@@ -47,6 +66,70 @@ def test_add_refuses_what_is_no_integer(value: bytes) -> None:
     with pytest.raises(NotAnInteger):
         space.do(Add(round=0, key="n", amount=1))
     assert space.get("n") == value
+
+
+def test_append_is_that_of_torch() -> None:
+    """An absent key counts as empty and is there afterwards, also if nothing was appended."""
+    space = Space()
+    assert space.do(Append(round=0, key="k", value=b"ab")) == 2
+    assert space.do(Append(round=0, key="k", value=b"")) == 2
+    assert space.do(Append(round=0, key="k", value=b"c\x00")) == 4
+    assert space.get("k") == b"abc\x00"
+    assert space.do(Append(round=0, key="empty", value=b"")) == 0
+    assert space.get("empty") == b""
+    space.do(Add(round=0, key="n", amount=4))
+    space.do(Append(round=0, key="n", value=b"2"))
+    assert space.do(Add(round=0, key="n", amount=0)) == 42
+
+
+def test_append_goes_to_the_largest_value_and_no_further() -> None:
+    space = Space()
+    space.do(Set(round=0, key="k", value=b"x" * (MAX_VALUE_BYTES - 1)))
+    assert space.do(Append(round=0, key="k", value=b"y")) == MAX_VALUE_BYTES
+    with pytest.raises(ValueTooLarge, match=r"4,177,921 bytes long; a value has at most 4,177,920"):
+        space.do(Append(round=0, key="k", value=b"z"))
+    assert space.do(Append(round=0, key="k", value=b"")) == MAX_VALUE_BYTES
+
+
+def test_several_values_take_effect_as_one_write() -> None:
+    space = Space()
+    write = MultiSet(round=0, entries={"a": b"1", "b": b""}, operation=named(0, 1))
+    space.do(write)
+    assert (space.get("a"), space.get("b")) == (b"1", b"")
+    space.do(Set(round=0, key="a", value=b"2"))
+    space.do(write)
+    assert space.get("a") == b"2", "a repetition changes nothing"
+    with pytest.raises(OperationReused):
+        space.do(MultiSet(round=0, entries={"a": b"1", "c": b""}, operation=named(0, 1)))
+
+
+def test_requests_that_run_together_have_other_fingerprints() -> None:
+    """Where one key or value ends and the next begins makes a difference."""
+    several: list[dict[str, bytes]] = [
+        {"a": b"", "b": b""},
+        {"b": b"", "a": b""},
+        {"ab": b""},
+        {"a": b"b"},
+        {"a": b"b", "c": b"d"},
+        {"a": b"bc", "d": b""},
+        {"a": b"12", "b": b"3"},
+        {"a": b"1", "b": b"23"},
+        {"a": b"x", "b": b""},
+        {"a 0 b": b"x"},
+    ]
+    assert len({MultiSet(round=0, entries=entries).fingerprint() for entries in several}) == len(several)
+
+
+def test_fingerprints_are_those_that_journals_keep() -> None:
+    """A write that is repeated over an upgrade is recognised by a record of the version before."""
+    kept: list[tuple[Write[object], bytes]] = [
+        (Set(round=0, key="k", value=b"v"), b"Setkv"),
+        (Add(round=0, key="k", amount=-7), b"Addk-7"),
+        (CompareSet(round=0, key="k", expected=b"a", desired=b"b"), b"CompareSetk1 ab"),
+        (Delete(round=0, key="k"), b"Deletek"),
+    ]
+    for write, summed in kept:
+        assert write.fingerprint() == crc32(summed)
 
 
 @pytest.mark.parametrize(

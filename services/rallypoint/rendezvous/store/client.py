@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any, TypeVar
@@ -15,8 +15,14 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.store.requests import check_key, check_keys, check_value
-from rallypoint.rendezvous.store.writes import Comparison
+from rallypoint.rendezvous.store.requests import (
+    WriteRequest,
+    check_entries,
+    check_key,
+    check_keys,
+    check_value,
+)
+from rallypoint.rendezvous.store.writes import Comparison, Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.serving.errors import ServiceError, decode
@@ -40,7 +46,6 @@ _RETRYABLE = {
 }
 
 _Response = TypeVar("_Response")
-_Write = TypeVar("_Write", pb.SetRequest, pb.AddRequest, pb.CompareSetRequest, pb.DeleteRequest)
 
 
 class OperationSlots:
@@ -84,6 +89,7 @@ class StoreClient:
         run_id: str,
         *,
         client_id: str | None = None,
+        writer: Callable[[], Writer | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         draw: Callable[[], float] = random.random,
@@ -94,6 +100,7 @@ class StoreClient:
             channel: Where the service is.
             run_id: Name of the run.
             client_id: A name that no other client, also none of an earlier process, has; by default drawn.
+            writer: The node that writes, and its lease; asked at each write. None: nobody's lease is looked at.
             clock: Seconds, monotonic.
             sleep: Waits for some seconds.
             draw: A number from 0 to 1, for the jitter.
@@ -101,6 +108,7 @@ class StoreClient:
         self._stub = rpc.StoreServiceStub(channel)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
+        self._writer = writer
         self._clock = clock
         self._sleep = sleep
         self._draw = draw
@@ -146,6 +154,24 @@ class StoreClient:
         response: pb.AddResponse = await self._write(self._stub.Add, request, timeout)
         return response.value
 
+    async def append(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        round: int = 0,
+        writer_round: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> int:
+        """Add bytes to the end of a value, of nothing if the key is absent; return its length."""
+        check_key(key)
+        check_value("value", [value])
+        request = pb.AppendRequest(
+            run_id=self._run_id, round=round, key=key, value=value, writer_round=writer_round
+        )
+        response: pb.AppendResponse = await self._write(self._stub.Append, request, timeout)
+        return response.length
+
     async def compare_set(
         self,
         key: str,
@@ -158,7 +184,7 @@ class StoreClient:
     ) -> Comparison:
         """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
         check_key(key)
-        check_value("expected and desired together", [expected, desired])
+        check_value("desired", [expected, desired], besides="expected")
         request = pb.CompareSetRequest(
             run_id=self._run_id,
             round=round,
@@ -169,6 +195,35 @@ class StoreClient:
         )
         response: pb.CompareSetResponse = await self._write(self._stub.CompareSet, request, timeout)
         return Comparison(response.swapped, response.value if response.exists else None)
+
+    async def multi_set(
+        self,
+        entries: Mapping[str, bytes],
+        *,
+        round: int = 0,
+        writer_round: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Store several values at once, all or none; they are durable when this returns."""
+        for index, key in enumerate(entries):
+            check_key(key, f"entries[{index}].key")  # before protobuf sees a string that has no UTF-8
+        request = pb.MultiSetRequest(
+            run_id=self._run_id,
+            round=round,
+            entries=[pb.StoreEntry(key=key, value=value) for key, value in entries.items()],
+            writer_round=writer_round,
+        )
+        check_entries(request.entries)
+        await self._write(self._stub.MultiSet, request, timeout)
+
+    async def multi_get(
+        self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT
+    ) -> list[bytes]:
+        """Return the values of the keys, in their order, waiting up to `timeout` until all are there at once."""
+        check_keys(keys)
+        request = pb.MultiGetRequest(run_id=self._run_id, round=round, keys=keys)
+        response: pb.MultiGetResponse = await self._wait(self._stub.MultiGet, request, timeout)
+        return list(response.values)
 
     async def wait(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Return when all keys are there, waiting for them up to `timeout`."""
@@ -199,8 +254,11 @@ class StoreClient:
         return list(response.keys), response.next_page_token
 
     async def _write(
-        self, method: Callable[..., Awaitable[_Response]], request: _Write, timeout: float
+        self, method: Callable[..., Awaitable[_Response]], request: WriteRequest, timeout: float
     ) -> _Response:
+        # Asked once: a repetition of what a node began under an older lease must be refused.
+        if (writer := self._writer()) is not None:
+            request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
             return await self._call(method, request, timeout)
@@ -208,7 +266,7 @@ class StoreClient:
     async def _wait(
         self,
         method: Callable[..., Awaitable[_Response]],
-        request: pb.GetRequest | pb.WaitRequest,
+        request: pb.GetRequest | pb.MultiGetRequest | pb.WaitRequest,
         timeout: float,
     ) -> _Response:
         end = self._clock() + timeout

@@ -7,35 +7,18 @@ journal fails, the draft is thrown away and nothing has happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from itertools import islice
 
+from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
 from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import RoundNotBegun, RoundOver, RunStoreFull
+from rallypoint.rendezvous.store.refusals import RoundNotBegun, RoundOver, RunStoreFull, TooManyKeys
+from rallypoint.rendezvous.store.sorted_keys import SortedKeys
 
 # What an entry costs on top of its bytes: the objects and the dict's slot that hold it.
 ENTRY_OVERHEAD_BYTES = 128
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Bounds of one run's store.
-
-    Attributes:
-        run_bytes: Most bytes of keys and values of all its spaces, `ENTRY_OVERHEAD_BYTES` per entry included.
-            Default 256 MiB. All of it is held in memory, and once more in the journal.
-        queued_bytes: Most bytes of writes that wait for a commit to begin. Default 64 MiB: sixteen of the
-            largest values. More of it lets a slow disk hold more memory; less refuses bursts (STORE_BUSY).
-        operations: Most (client, slot) pairs of one space whose last write is remembered, so that repeating
-            it is harmless. Default 65,536, about 16 MiB; more than any space has agents times concurrent writes.
-    """
-
-    run_bytes: int = 256 * 1024 * 1024
-    queued_bytes: int = 64 * 1024 * 1024
-    operations: int = 65_536
 
 
 @dataclass(slots=True)
@@ -44,19 +27,46 @@ class Space:
 
     Attributes:
         values: Values by key.
+        keys: The keys of `values` in order.
         operations: Last write of each slot by its record key, the one used longest ago first.
         used_bytes: Bytes of `values`, overhead included. Records don't count: they are bounded by number, and
             a full store must still be able to delete.
     """
 
     values: dict[str, bytes] = field(default_factory=dict)
+    keys: SortedKeys = field(default_factory=SortedKeys)
     operations: dict[str, OperationRecord] = field(default_factory=dict)
     used_bytes: int = 0
+
+    def put(self, key: str, value: bytes | None) -> None:
+        """Set a key, or delete it with None."""
+        before = self.values.get(key)
+        self.used_bytes += entry_bytes(key, value) - entry_bytes(key, before)
+        if value is not None:
+            self.values[key] = value
+            if before is None:
+                self.keys.add(key)
+        elif before is not None:
+            del self.values[key]
+            self.keys.remove(key)
+
+    def names(self) -> Iterator[str]:
+        """Empty the space, step by step; yield the keys of what was in it, records included.
+
+        To let go of a million entries takes a good part of a second, if it is done at once.
+        """
+        self.keys = SortedKeys()
+        for entries in (self.values, self.operations):
+            while entries:
+                yield entries.popitem()[0]
 
 
 def entry_bytes(key: str, value: bytes | None) -> int:
     """Return what an entry counts; an absent one counts nothing."""
-    return 0 if value is None else len(key.encode()) + len(value) + ENTRY_OVERHEAD_BYTES
+    if value is None:
+        return 0
+    key_bytes = len(key) if key.isascii() else len(key.encode())
+    return key_bytes + len(value) + ENTRY_OVERHEAD_BYTES
 
 
 class RunSpaces:
@@ -72,18 +82,34 @@ class RunSpaces:
     def restore(cls, run_id: str, entries: Iterable[StoreChange]) -> RunSpaces:
         """Build the spaces from a journal's entries, in the order of appending or one per key."""
         run = cls(run_id)
+        contents: dict[tuple[int, str], bytes | None] = {}
         for entry in entries:
-            run.apply(entry)
-        # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
+            contents[entry.round, entry.key] = entry.value
+        for (round, key), value in contents.items():
+            if value is None:
+                continue
+            space = run._spaces.setdefault(round, Space())
+            if key.startswith(RESERVED):
+                space.operations[key] = OperationRecord.decode(value)
+            else:
+                space.values[key] = value
+                space.used_bytes += entry_bytes(key, value)
         for space in run._spaces.values():
-            in_order = sorted(space.operations.items(), key=lambda item: item[1].stamp)
-            space.operations = dict(in_order)
+            space.keys = SortedKeys(space.values)
+            # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
+            space.operations = dict(sorted(space.operations.items(), key=lambda item: item[1].stamp))
+            run.stamp = max([run.stamp, *(record.stamp for record in space.operations.values())])
         return run
 
     @property
     def used_bytes(self) -> int:
         """Bytes that count towards the run's limit."""
         return sum(space.used_bytes for space in self._spaces.values())
+
+    @property
+    def used_keys(self) -> int:
+        """Keys that count towards the run's limit."""
+        return sum(len(space.values) for space in self._spaces.values())
 
     @property
     def rounds(self) -> list[int]:
@@ -103,9 +129,7 @@ class RunSpaces:
     def keys(self, round: int, prefix: str, after: str, count: int) -> list[str]:
         """Return the first `count` keys that begin with `prefix` and come after `after`, by code points."""
         space = self._spaces.get(round)
-        if space is None:
-            return []
-        return nsmallest(count, (key for key in space.values if key > after and key.startswith(prefix)))
+        return [] if space is None else space.keys.page(prefix, after, count)
 
     def operations(self, round: int) -> dict[str, OperationRecord]:
         """Return the records of a space, the one used longest ago first. Not to be changed."""
@@ -140,10 +164,7 @@ class RunSpaces:
         if change.key.startswith(RESERVED):
             self._apply_record(space, change.key, change.value)
         else:
-            space.used_bytes -= entry_bytes(change.key, space.values.pop(change.key, None))
-            if change.value is not None:
-                space.values[change.key] = change.value
-                space.used_bytes += entry_bytes(change.key, change.value)
+            space.put(change.key, change.value)
         if not space.values and not space.operations:
             del self._spaces[change.round]
 
@@ -153,28 +174,47 @@ class RunSpaces:
             record = space.operations[key] = OperationRecord.decode(value)
             self.stamp = max(self.stamp, record.stamp)
 
-    def forget_rounds_before(self, round: int) -> list[StoreChange]:
-        """Drop the spaces of all rounds before `round`; return what deletes them from a journal."""
+    def holds(self, round: int, key: str) -> bool:
+        """Return whether there is an entry, be it a value or a record."""
+        space = self._spaces.get(round)
+        return space is not None and (key in space.values or key in space.operations)
+
+    def forget_rounds_before(self, round: int) -> Iterator[StoreChange]:
+        """Drop the spaces of all rounds before `round`; return what deletes them from a journal, one by one."""
         self.oldest_round = max(self.oldest_round, round)
-        dropped = {old: self._spaces.pop(old) for old in self.rounds if 0 < old < self.oldest_round}
-        return [
-            StoreChange(self.run_id, old, key, None)
-            for old, space in dropped.items()
-            for key in (*space.values, *space.operations)
-        ]
+        rounds = [old for old in self.rounds if 0 < old < self.oldest_round]
+        return self._emptied({old: self._spaces.pop(old) for old in rounds})
+
+    def forget(self) -> Iterator[StoreChange]:
+        """Drop all spaces; return what deletes them from a journal, one by one."""
+        spaces, self._spaces = self._spaces, {}
+        return self._emptied(spaces)
+
+    def _emptied(self, spaces: Mapping[int, Space]) -> Iterator[StoreChange]:
+        for round, space in spaces.items():
+            for key in space.names():
+                yield StoreChange(self.run_id, round, key, None)
 
 
 class Draft:
-    """A run's spaces as a batch of writes will leave them."""
+    """A run's spaces as a batch of writes will leave them.
+
+    Attributes:
+        changed_entries: How many entries the writes decided so far have set or deleted.
+        changed_bytes: Bytes of these, overhead included; of an entry that was set twice, both times.
+    """
 
     def __init__(self, run: RunSpaces, limits: StoreLimits) -> None:
         self._run = run
         self._limits = limits
-        self._values: dict[tuple[int, str], bytes | None] = {}
+        self._values: dict[tuple[int, str], StoreChange] = {}
         self._records: dict[tuple[int, str], OperationRecord] = {}
         self._used_bytes = run.used_bytes
+        self._used_keys = run.used_keys
         self._stamp = run.stamp
-        self._steps: list[StoreChange] = []
+        self._steps: list[Sequence[StoreChange]] = []
+        self.changed_entries = 0
+        self.changed_bytes = 0
 
     @property
     def run(self) -> RunSpaces:
@@ -183,23 +223,34 @@ class Draft:
 
     def value(self, round: int, key: str) -> bytes | None:
         """Return the value of a key, after the writes decided so far; None: it is absent."""
-        if (round, key) in self._values:
-            return self._values[round, key]
-        return self._run.value(round, key)
+        drafted = self._values.get((round, key))
+        return self._run.value(round, key) if drafted is None else drafted.value
 
-    def put(self, round: int, key: str, value: bytes | None) -> None:
-        """Set a key, or delete it with None.
+    def put(self, round: int, values: Mapping[str, bytes | None]) -> None:
+        """Set keys, or delete them with None: all of them, or none when this raises.
 
         Raises:
-            RunStoreFull: The run would grow past its limit. What doesn't grow is never refused.
+            RunStoreFull, TooManyKeys: The run would grow past its limit. What doesn't grow is never refused.
         """
-        growth = entry_bytes(key, value) - entry_bytes(key, self.value(round, key))
-        used = self._used_bytes + growth
-        if growth > 0 and used > self._limits.run_bytes:
-            raise RunStoreFull(self._run.run_id, key, used, self._limits.run_bytes)
-        self._used_bytes = used
-        self._values[round, key] = value
-        self._steps.append(StoreChange(self._run.run_id, round, key, value))
+        run_id, limits = self._run.run_id, self._limits
+        more_bytes = more_keys = changed_bytes = 0
+        for key, value in values.items():
+            before = self.value(round, key)
+            size = entry_bytes(key, value)
+            changed_bytes += size
+            more_bytes += size - entry_bytes(key, before)
+            more_keys += (value is not None) - (before is not None)
+        used_bytes, used_keys = self._used_bytes + more_bytes, self._used_keys + more_keys
+        if more_bytes > 0 and used_bytes > limits.run_bytes:
+            raise RunStoreFull(run_id, next(iter(values)), used_bytes, limits.run_bytes)
+        if more_keys > 0 and used_keys > limits.run_keys:
+            raise TooManyKeys(run_id, next(iter(values)), limits.run_keys)
+        self._used_bytes, self._used_keys = used_bytes, used_keys
+        step = [StoreChange(run_id, round, key, value) for key, value in values.items()]
+        self._values.update({(round, change.key): change for change in step})
+        self._steps.append(step)
+        self.changed_entries += len(step)
+        self.changed_bytes += changed_bytes
 
     def record(self, round: int, operation: Operation) -> OperationRecord | None:
         """Return the record of the operation's slot, after the writes decided so far."""
@@ -214,14 +265,13 @@ class Draft:
         self._records.pop((round, operation.record_key), None)  # the latest used goes to the end
         self._records[round, operation.record_key] = record
 
-    def steps(self) -> list[StoreChange]:
-        """Return every change of a value in the order of the writes: what waiters are told."""
+    def steps(self) -> list[Sequence[StoreChange]]:
+        """Return the changes of values write by write: what waiters are told. A write is seen as one."""
         return self._steps
 
     def values(self) -> list[StoreChange]:
         """Return the values as they are in the end, each key once: what is to be made durable."""
-        run_id = self._run.run_id
-        return [StoreChange(run_id, round, key, value) for (round, key), value in self._values.items()]
+        return list(self._values.values())
 
     def records(self) -> list[StoreChange]:
         """Return the records of the batch, and the end of those that make room: to be made durable as well."""

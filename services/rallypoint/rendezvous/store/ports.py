@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rallypoint.rendezvous.store.refusals import StoreRefusal
+
 
 @dataclass(frozen=True, slots=True)
 class StoreChange:
@@ -34,3 +36,10 @@ class StoreJournal(Protocol):
         there without its write, nor the write without its record. Later entries of a key replace earlier
         ones. When this raises, whether they are durable is unknown, and the journal takes no more.
         """
+
+
+class CheckLease(Protocol):
+    """Whether a node holds a lease."""
+
+    def __call__(self, run_id: str, node_id: str, lease: int, /) -> StoreRefusal | None:
+        """Return why the node may not write, LeaseLost, RunClosed or RunNotFound; None: it holds the lease."""

@@ -12,12 +12,45 @@ class StoreRefusal(Exception):
 
 @dataclass(eq=False)
 class RunNotFound(StoreRefusal):
-    """No run of that name."""
+    """No run of that name, or it was forgotten."""
 
     run_id: str
 
     def __str__(self) -> str:
         return f"there is no run {self.run_id!r}"
+
+
+@dataclass(eq=False)
+class LeaseLost(StoreRefusal):
+    """The node that the write is done for doesn't hold its lease any more.
+
+    `superseded_by` is the lease that took its place; None: it expired or was given back.
+    """
+
+    run_id: str
+    node_id: str
+    lease: int
+    superseded_by: int | None = None
+
+    def __str__(self) -> str:
+        how = (
+            "is no longer valid" if self.superseded_by is None else f"was superseded by {self.superseded_by}"
+        )
+        return (
+            f"lease {self.lease} of node {self.node_id!r} in run {self.run_id!r} {how}: nothing was written; "
+            "join again"
+        )
+
+
+@dataclass(eq=False)
+class RunClosed(StoreRefusal):
+    """The run of the node that the write is done for is over, and all leases with it."""
+
+    run_id: str
+    outcome: str
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} is closed ({self.outcome}): its nodes write nothing any more"
 
 
 @dataclass(eq=False)
@@ -71,6 +104,21 @@ class IntegerOverflow(StoreRefusal):
 
 
 @dataclass(eq=False)
+class ValueTooLarge(StoreRefusal):
+    """Append past the largest value."""
+
+    key: str
+    length: int
+    limit_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"appending to key {self.key!r} would make its value {self.length:,} bytes long; a value has at most "
+            f"{self.limit_bytes:,}, so go on under another key"
+        )
+
+
+@dataclass(eq=False)
 class RunStoreFull(StoreRefusal):
     """The run's bytes are used up."""
 
@@ -83,6 +131,53 @@ class RunStoreFull(StoreRefusal):
         return (
             f"setting key {self.key!r} would bring the store of run {self.run_id!r} to {self.used_bytes:,} "
             f"bytes, past its limit of {self.limit_bytes:,}; delete keys that are no longer needed"
+        )
+
+
+@dataclass(eq=False)
+class TooManyKeys(StoreRefusal):
+    """The run has no room for another key."""
+
+    run_id: str
+    key: str
+    limit_keys: int
+
+    def __str__(self) -> str:
+        return (
+            f"setting key {self.key!r} would give run {self.run_id!r} more than the {self.limit_keys:,} keys that "
+            "it may have; delete keys that are no longer needed"
+        )
+
+
+@dataclass(eq=False)
+class AnswerTooLarge(StoreRefusal):
+    """Values that don't fit into one answer; of the first keys asked for, `fitting` do."""
+
+    keys: int
+    total_bytes: int
+    limit_bytes: int
+    fitting: int
+
+    def __str__(self) -> str:
+        return (
+            f"the values of these {self.keys:,} keys take {self.total_bytes:,} bytes, an answer at most "
+            f"{self.limit_bytes:,}; ask for fewer keys at once: the first {self.fitting:,} fit"
+        )
+
+
+@dataclass(eq=False)
+class TooManyWaiters(StoreRefusal):
+    """So many requests of the run wait for keys, or for so many keys, that there is no room for another."""
+
+    run_id: str
+    waiters: int
+    waited_keys: int
+    retry_after: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.waiters:,} requests of run {self.run_id!r} wait for {self.waited_keys:,} keys, and there is no "
+            "room for this one; try again in a moment"
         )
 
 

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.store.operations import RESERVED, Operation
+from rallypoint.rendezvous.store.sizes import (
+    FRAME_BYTES,
+    MAX_KEY_BYTES,
+    MAX_KEYS,
+    MAX_MULTI_BYTES,
+    MAX_NODE_ID_BYTES,
+    MAX_PAGE_SIZE,
+    MAX_RUN_ID_BYTES,
+    MAX_VALUE_BYTES,
+)
+from rallypoint.rendezvous.store.writes import Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.serving.errors import invalid
 
-MAX_KEY_BYTES = 1024
-# A gRPC message has 4 MiB by default; 16 KiB of them for the key, the names and the framing around a value.
-MAX_VALUE_BYTES = 4 * 1024 * 1024 - 16 * 1024
-MAX_KEYS = 10_000
-# As many of the longest keys are 2 MiB: they fit into one answer.
-MAX_PAGE_SIZE = 2_000
 DEFAULT_PAGE_SIZE = 1_000
 # Longer than anybody should wait in one call, and short enough that no timer overflows. Seconds.
 MAX_WAIT = 24 * 3600.0
 MAX_SLOT = 65_535
+
+WriteRequest: TypeAlias = (
+    pb.SetRequest
+    | pb.AddRequest
+    | pb.AppendRequest
+    | pb.CompareSetRequest
+    | pb.MultiSetRequest
+    | pb.DeleteRequest
+)
 
 _CLIENT_ID = re.compile(r"[!-.0-~]{1,64}")
 
@@ -31,8 +46,7 @@ def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
-    if not run_id:
-        raise invalid("run_id", "is empty; expected the name of the run")
+    _check_name("run_id", run_id, "run", MAX_RUN_ID_BYTES)
     if round < 0:
         raise invalid("round", f"is {round}; expected 0 for the run's own space, or the number of a round")
     if writer_round < 0:
@@ -58,7 +72,7 @@ def check_key(key: str, field: str = "key") -> None:
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
-    """Check keys; return each of them once, in their order.
+    """Check the keys of a request that reads; return each of them once, in their order.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -67,19 +81,62 @@ def check_keys(keys: Sequence[str]) -> list[str]:
         raise invalid("keys", f"has {len(keys):,} keys; expected 1 to {MAX_KEYS:,}")
     for index, key in enumerate(keys):
         check_key(key, f"keys[{index}]")
+    _check_multi("keys", sum(len(key.encode()) + FRAME_BYTES for key in keys))
     return list(dict.fromkeys(keys))
 
 
-def check_value(field: str, values: Iterable[bytes]) -> None:
+def check_value(field: str, values: Iterable[bytes], besides: str = "") -> None:
     """Check the size of what is to be stored.
+
+    Args:
+        field: Whose value it is.
+        values: What counts together.
+        besides: The field whose value is counted with it, if any.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
     if (size := sum(map(len, values))) > MAX_VALUE_BYTES:
+        counted = f"together with {besides} has" if besides else "has"
         raise invalid(
-            field, f"has {size:,} bytes; at most {MAX_VALUE_BYTES:,} fit, split it over several keys"
+            field, f"{counted} {size:,} bytes; at most {MAX_VALUE_BYTES:,} fit, split it over several keys"
         )
+
+
+def check_entries(entries: Sequence[pb.StoreEntry]) -> dict[str, bytes]:
+    """Check the entries of a MultiSet; return them by key, of a key that comes twice the last.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if not 1 <= len(entries) <= MAX_KEYS:
+        raise invalid("entries", f"has {len(entries):,} entries; expected 1 to {MAX_KEYS:,}")
+    checked: dict[str, bytes] = {}
+    size = 0
+    for index, entry in enumerate(entries):
+        key, value = entry.key, entry.value
+        check_key(key, f"entries[{index}].key")
+        check_value(f"entries[{index}].value", [value])
+        checked[key] = value
+        size += len(key.encode()) + len(value) + FRAME_BYTES
+    _check_multi("entries", size)
+    return checked
+
+
+def _check_multi(field: str, size: int) -> None:
+    if size > MAX_MULTI_BYTES:
+        raise invalid(
+            field,
+            f"has {size:,} bytes, {FRAME_BYTES} for each counted in; at most {MAX_MULTI_BYTES:,} fit, "
+            "split it over several requests",
+        )
+
+
+def _check_name(field: str, name: str, of: str, most: int) -> None:
+    if not name:
+        raise invalid(field, f"is empty; expected the name of the {of}")
+    if (size := len(name.encode())) > most:
+        raise invalid(field, f"has {size:,} bytes; the name of a {of} has at most {most}")
 
 
 def wait_seconds(timeout: Duration) -> float:
@@ -105,9 +162,22 @@ def page(request: pb.ListKeysRequest) -> int:
     return request.page_size or DEFAULT_PAGE_SIZE
 
 
-def operation_of(
-    request: pb.SetRequest | pb.AddRequest | pb.CompareSetRequest | pb.DeleteRequest,
-) -> Operation | None:
+def writer_of(request: WriteRequest) -> Writer | None:
+    """Return the node that a write is done for; None: none.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if not request.HasField("writer"):
+        return None
+    writer = request.writer
+    _check_name("writer.node_id", writer.node_id, "node", MAX_NODE_ID_BYTES)
+    if writer.lease < 1:
+        raise invalid("writer.lease", f"is {writer.lease}; expected the lease of the node, at least 1")
+    return Writer(writer.node_id, writer.lease)
+
+
+def operation_of(request: WriteRequest) -> Operation | None:
     """Return the client's name for a write; None: it gave none.
 
     Raises:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import grpc.aio
 
 from rallypoint.rendezvous.store.errors import service_error
+from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.refusals import StoreRefusal
 from rallypoint.rendezvous.store.requests import (
+    WriteRequest,
+    check_entries,
     check_key,
     check_keys,
     check_space,
@@ -18,9 +21,10 @@ from rallypoint.rendezvous.store.requests import (
     operation_of,
     page,
     wait_seconds,
+    writer_of,
 )
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set
+from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, Delete, MultiSet, Set, Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.serving.server import Registration
@@ -47,16 +51,10 @@ class StoreServicer(rpc.StoreServiceServicer):
         self._store = store
 
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
-        check_space(request.run_id, request.round, request.writer_round)
+        addressed = _addressed(request)
         check_key(request.key)
         check_value("value", [request.value])
-        write = Set(
-            round=request.round,
-            key=request.key,
-            value=request.value,
-            writer_round=request.writer_round,
-            operation=operation_of(request),
-        )
+        write = Set(key=request.key, value=request.value, **addressed)
         with _refusals_answered():
             await self._store.write(request.run_id, write)
         return pb.SetResponse()
@@ -70,30 +68,25 @@ class StoreServicer(rpc.StoreServiceServicer):
         return pb.GetResponse(value=value)
 
     async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
-        check_space(request.run_id, request.round, request.writer_round)
+        addressed = _addressed(request)
         check_key(request.key)
-        write = Add(
-            round=request.round,
-            key=request.key,
-            amount=request.amount,
-            writer_round=request.writer_round,
-            operation=operation_of(request),
-        )
+        write = Add(key=request.key, amount=request.amount, **addressed)
         with _refusals_answered():
             return pb.AddResponse(value=await self._store.write(request.run_id, write))
 
-    async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
-        check_space(request.run_id, request.round, request.writer_round)
+    async def Append(self, request: pb.AppendRequest, context: _Context) -> pb.AppendResponse:
+        addressed = _addressed(request)
         check_key(request.key)
-        check_value("expected and desired together", [request.expected, request.desired])
-        write = CompareSet(
-            round=request.round,
-            key=request.key,
-            expected=request.expected,
-            desired=request.desired,
-            writer_round=request.writer_round,
-            operation=operation_of(request),
-        )
+        check_value("value", [request.value])
+        write = Append(key=request.key, value=request.value, **addressed)
+        with _refusals_answered():
+            return pb.AppendResponse(length=await self._store.write(request.run_id, write))
+
+    async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
+        addressed = _addressed(request)
+        check_key(request.key)
+        check_value("desired", [request.expected, request.desired], besides="expected")
+        write = CompareSet(key=request.key, expected=request.expected, desired=request.desired, **addressed)
         with _refusals_answered():
             comparison = await self._store.write(request.run_id, write)
         return pb.CompareSetResponse(
@@ -101,6 +94,21 @@ class StoreServicer(rpc.StoreServiceServicer):
             exists=comparison.value is not None,
             value=comparison.value or b"",
         )
+
+    async def MultiSet(self, request: pb.MultiSetRequest, context: _Context) -> pb.MultiSetResponse:
+        addressed = _addressed(request)
+        write = MultiSet(entries=check_entries(request.entries), **addressed)
+        with _refusals_answered():
+            await self._store.write(request.run_id, write)
+        return pb.MultiSetResponse()
+
+    async def MultiGet(self, request: pb.MultiGetRequest, context: _Context) -> pb.MultiGetResponse:
+        check_space(request.run_id, request.round)
+        check_keys(request.keys)
+        timeout = wait_seconds(request.timeout)
+        with _refusals_answered():
+            values = await self._store.multi_get(request.run_id, request.round, request.keys, timeout)
+        return pb.MultiGetResponse(values=values)
 
     async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
         check_space(request.run_id, request.round)
@@ -117,14 +125,9 @@ class StoreServicer(rpc.StoreServiceServicer):
             return pb.CheckResponse(present=self._store.check(request.run_id, request.round, keys))
 
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
-        check_space(request.run_id, request.round, request.writer_round)
+        addressed = _addressed(request)
         check_key(request.key)
-        write = Delete(
-            round=request.round,
-            key=request.key,
-            writer_round=request.writer_round,
-            operation=operation_of(request),
-        )
+        write = Delete(key=request.key, **addressed)
         with _refusals_answered():
             return pb.DeleteResponse(deleted=await self._store.write(request.run_id, write))
 
@@ -138,6 +141,25 @@ class StoreServicer(rpc.StoreServiceServicer):
             )
         more = len(keys) > count
         return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
+
+
+class _Addressed(TypedDict):
+    """What every write has: where it goes, and on whose behalf."""
+
+    round: int
+    writer_round: int
+    writer: Writer | None
+    operation: Operation | None
+
+
+def _addressed(request: WriteRequest) -> _Addressed:
+    check_space(request.run_id, request.round, request.writer_round)
+    return {
+        "round": request.round,
+        "writer_round": request.writer_round,
+        "writer": writer_of(request),
+        "operation": operation_of(request),
+    }
 
 
 @contextmanager

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 from zlib import crc32
 
-from rallypoint.rendezvous.store.core import Draft
+from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, Draft
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.refusals import (
     IntegerOverflow,
     NotAnInteger,
     OperationReused,
     OperationSuperseded,
+    ValueTooLarge,
 )
+from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 
 # What a write answers.
 T_co = TypeVar("T_co", covariant=True)
@@ -24,21 +27,38 @@ _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _INT64 = range(-(2**63), 2**63)
 
 
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The node that a write is done for.
+
+    Attributes:
+        node_id: Name of the node.
+        lease: Its right to act.
+    """
+
+    node_id: str
+    lease: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write(ABC, Generic[T_co]):
-    """A write to one key.
+    """A write to one space.
 
     Attributes:
         round: The space: 0 for the run's own, otherwise that of a round.
-        key: The key.
         writer_round: The round that the writer is a worker of; 0: none.
+        writer: The node that it is done for; None: none.
         operation: The client's name for the write; None: a repetition is a new write.
     """
 
     round: int
-    key: str
     writer_round: int = 0
+    writer: Writer | None = None
     operation: Operation | None = None
+
+    @abstractmethod
+    def target(self) -> str:
+        """Return the key, or what tells the keys, that are written to."""
 
     @abstractmethod
     def content(self) -> tuple[bytes, ...]:
@@ -58,18 +78,32 @@ class Write(ABC, Generic[T_co]):
     @property
     def queued_bytes(self) -> int:
         """Bytes that the write holds while it waits."""
-        return len(self.key) + sum(map(len, self.content()))
+        return ENTRY_OVERHEAD_BYTES + len(self.target()) + sum(map(len, self.content()))
 
     def fingerprint(self) -> int:
-        """Return a checksum of what is asked."""
-        checksum = crc32(self.key.encode(), crc32(type(self).__name__.encode()))
+        """Return a checksum of what is asked. It is kept in journals: a write must go on having the same."""
+        checksum = crc32(self.target().encode(), crc32(type(self).__name__.encode()))
         for part in self.content():
             checksum = crc32(part, checksum)
         return checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Set(Write[None]):
+class KeyWrite(Write[T_co]):
+    """A write to one key.
+
+    Attributes:
+        key: The key.
+    """
+
+    key: str
+
+    def target(self) -> str:
+        return self.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Set(KeyWrite[None]):
     """Store a value."""
 
     value: bytes
@@ -78,7 +112,7 @@ class Set(Write[None]):
         return (self.value,)
 
     def carry_out(self, draft: Draft) -> tuple[None, int | None]:
-        draft.put(self.round, self.key, self.value)
+        draft.put(self.round, {self.key: self.value})
         return None, 0
 
     def repeated(self, result: int) -> None:
@@ -86,7 +120,7 @@ class Set(Write[None]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Add(Write[int]):
+class Add(KeyWrite[int]):
     """Add to an integer; the answer is the sum."""
 
     amount: int
@@ -100,7 +134,7 @@ class Add(Write[int]):
         total = present + self.amount
         if total not in _INT64:
             raise IntegerOverflow(self.key, present, self.amount)
-        draft.put(self.round, self.key, b"%d" % total)
+        draft.put(self.round, {self.key: b"%d" % total})
         return total, total
 
     def repeated(self, result: int) -> int:
@@ -110,6 +144,27 @@ class Add(Write[int]):
         if not _INTEGER.fullmatch(value) or (integer := int(value)) not in _INT64:
             raise NotAnInteger(self.key, value)
         return integer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append(KeyWrite[int]):
+    """Add bytes to the end of a value, of nothing if the key is absent; the answer is the length."""
+
+    value: bytes
+
+    def content(self) -> tuple[bytes, ...]:
+        return (self.value,)
+
+    def carry_out(self, draft: Draft) -> tuple[int, int | None]:
+        present = draft.value(self.round, self.key) or b""
+        length = len(present) + len(self.value)
+        if length > MAX_VALUE_BYTES:
+            raise ValueTooLarge(self.key, length, MAX_VALUE_BYTES)
+        draft.put(self.round, {self.key: present + self.value})
+        return length, length
+
+    def repeated(self, result: int) -> int:
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +181,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareSet(Write[Comparison]):
+class CompareSet(KeyWrite[Comparison]):
     """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
 
     expected: bytes
@@ -140,7 +195,7 @@ class CompareSet(Write[Comparison]):
         value = draft.value(self.round, self.key)
         if (b"" if value is None else value) != self.expected:
             return Comparison(swapped=False, value=value), None
-        draft.put(self.round, self.key, self.desired)
+        draft.put(self.round, {self.key: self.desired})
         return Comparison(swapped=True, value=self.desired), 1
 
     def repeated(self, result: int) -> Comparison:
@@ -148,7 +203,7 @@ class CompareSet(Write[Comparison]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delete(Write[bool]):
+class Delete(KeyWrite[bool]):
     """Remove a key; the answer is whether it was there."""
 
     def content(self) -> tuple[bytes, ...]:
@@ -157,11 +212,40 @@ class Delete(Write[bool]):
     def carry_out(self, draft: Draft) -> tuple[bool, int | None]:
         if draft.value(self.round, self.key) is None:
             return False, None
-        draft.put(self.round, self.key, None)
+        draft.put(self.round, {self.key: None})
         return True, 1
 
     def repeated(self, result: int) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiSet(Write[None]):
+    """Store several values, all or none.
+
+    Attributes:
+        entries: Values by key; at least one.
+    """
+
+    entries: Mapping[str, bytes]
+
+    def target(self) -> str:
+        # The length keeps ("a", "bc") and ("ab", "c") apart.
+        return "".join(f"{len(key)} {len(value)} {key} " for key, value in self.entries.items())
+
+    def content(self) -> tuple[bytes, ...]:
+        return tuple(self.entries.values())
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(ENTRY_OVERHEAD_BYTES + len(key) + len(value) for key, value in self.entries.items())
+
+    def carry_out(self, draft: Draft) -> tuple[None, int | None]:
+        draft.put(self.round, self.entries)
+        return None, 0
+
+    def repeated(self, result: int) -> None:
+        return None
 
 
 def decide(draft: Draft, write: Write[T_co], current_round: int) -> T_co:

@@ -65,6 +65,32 @@ class StoreOperation(_message.Message):
 Global___StoreOperation: _TypeAlias = StoreOperation  # noqa: Y015
 
 @_typing.final
+class StoreWriter(_message.Message):
+    """StoreWriter is the node that a write is done for, and its right to act."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Name of the node; 1 to 256 bytes."""
+    lease: _builtins.int
+    """The lease that RendezvousService.Join gave it; at least 1."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        lease: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreWriter: _TypeAlias = StoreWriter  # noqa: Y015
+
+@_typing.final
 class SetRequest(_message.Message):
     """SetRequest names a key and its value."""
 
@@ -76,8 +102,9 @@ class SetRequest(_message.Message):
     VALUE_FIELD_NUMBER: _builtins.int
     WRITER_ROUND_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
@@ -90,6 +117,10 @@ class SetRequest(_message.Message):
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition is a new write."""
 
+    @_builtins.property
+    def writer(self) -> Global___StoreWriter:
+        """The node that the write is done for; absent: none, and its lease is not looked at."""
+
     def __init__(
         self,
         *,
@@ -99,10 +130,11 @@ class SetRequest(_message.Message):
         value: _builtins.bytes = ...,
         writer_round: _builtins.int = ...,
         operation: Global___StoreOperation | None = ...,
+        writer: Global___StoreWriter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "value", b"value", "writer_round", b"writer_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "value", b"value", "writer", b"writer", "writer_round", b"writer_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -136,7 +168,7 @@ class GetRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
@@ -195,8 +227,9 @@ class AddRequest(_message.Message):
     AMOUNT_FIELD_NUMBER: _builtins.int
     WRITER_ROUND_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
@@ -209,6 +242,10 @@ class AddRequest(_message.Message):
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition adds once more."""
 
+    @_builtins.property
+    def writer(self) -> Global___StoreWriter:
+        """The node that the write is done for; absent: none, and its lease is not looked at."""
+
     def __init__(
         self,
         *,
@@ -218,10 +255,11 @@ class AddRequest(_message.Message):
         amount: _builtins.int = ...,
         writer_round: _builtins.int = ...,
         operation: Global___StoreOperation | None = ...,
+        writer: Global___StoreWriter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer_round", b"writer_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amount", b"amount", "key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer", b"writer", "writer_round", b"writer_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,6 +288,78 @@ class AddResponse(_message.Message):
 Global___AddResponse: _TypeAlias = AddResponse  # noqa: Y015
 
 @_typing.final
+class AppendRequest(_message.Message):
+    """AppendRequest names a value and what to add to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    WRITER_ROUND_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; at most 256 bytes."""
+    round: _builtins.int
+    """Space: 0 for the run's own, otherwise that of a round."""
+    key: _builtins.str
+    """The key."""
+    value: _builtins.bytes
+    """What to append; may be empty."""
+    writer_round: _builtins.int
+    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    @_builtins.property
+    def operation(self) -> Global___StoreOperation:
+        """Names the write; absent: a repetition appends once more."""
+
+    @_builtins.property
+    def writer(self) -> Global___StoreWriter:
+        """The node that the write is done for; absent: none, and its lease is not looked at."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+        writer_round: _builtins.int = ...,
+        operation: Global___StoreOperation | None = ...,
+        writer: Global___StoreWriter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "writer", b"writer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "value", b"value", "writer", b"writer", "writer_round", b"writer_round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppendRequest: _TypeAlias = AppendRequest  # noqa: Y015
+
+@_typing.final
+class AppendResponse(_message.Message):
+    """AppendResponse says how long the value is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_FIELD_NUMBER: _builtins.int
+    length: _builtins.int
+    """Bytes of the value after what was appended."""
+    def __init__(
+        self,
+        *,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppendResponse: _TypeAlias = AppendResponse  # noqa: Y015
+
+@_typing.final
 class CompareSetRequest(_message.Message):
     """CompareSetRequest names a key, what it should be and what it is to become."""
 
@@ -262,8 +372,9 @@ class CompareSetRequest(_message.Message):
     DESIRED_FIELD_NUMBER: _builtins.int
     WRITER_ROUND_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
@@ -278,6 +389,10 @@ class CompareSetRequest(_message.Message):
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition is a new comparison."""
 
+    @_builtins.property
+    def writer(self) -> Global___StoreWriter:
+        """The node that the write is done for; absent: none, and its lease is not looked at."""
+
     def __init__(
         self,
         *,
@@ -288,10 +403,11 @@ class CompareSetRequest(_message.Message):
         desired: _builtins.bytes = ...,
         writer_round: _builtins.int = ...,
         operation: Global___StoreOperation | None = ...,
+        writer: Global___StoreWriter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "expected", b"expected", "key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer_round", b"writer_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "expected", b"expected", "key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer", b"writer", "writer_round", b"writer_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,6 +446,159 @@ class CompareSetResponse(_message.Message):
 Global___CompareSetResponse: _TypeAlias = CompareSetResponse  # noqa: Y015
 
 @_typing.final
+class StoreEntry(_message.Message):
+    """StoreEntry is a key and its value."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The key."""
+    value: _builtins.bytes
+    """The value; may be empty."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreEntry: _TypeAlias = StoreEntry  # noqa: Y015
+
+@_typing.final
+class MultiSetRequest(_message.Message):
+    """MultiSetRequest names keys and their values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    WRITER_ROUND_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; at most 256 bytes."""
+    round: _builtins.int
+    """Space: 0 for the run's own, otherwise that of a round."""
+    writer_round: _builtins.int
+    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreEntry]:
+        """The keys and their values; at least one, at most 10,000. Of a key that comes twice the last value counts."""
+
+    @_builtins.property
+    def operation(self) -> Global___StoreOperation:
+        """Names the write; absent: a repetition is a new write."""
+
+    @_builtins.property
+    def writer(self) -> Global___StoreWriter:
+        """The node that the write is done for; absent: none, and its lease is not looked at."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        entries: _abc.Iterable[Global___StoreEntry] | None = ...,
+        writer_round: _builtins.int = ...,
+        operation: Global___StoreOperation | None = ...,
+        writer: Global___StoreWriter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "writer", b"writer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer", b"writer", "writer_round", b"writer_round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiSetRequest: _TypeAlias = MultiSetRequest  # noqa: Y015
+
+@_typing.final
+class MultiSetResponse(_message.Message):
+    """MultiSetResponse says that all of the values are durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiSetResponse: _TypeAlias = MultiSetResponse  # noqa: Y015
+
+@_typing.final
+class MultiGetRequest(_message.Message):
+    """MultiGetRequest names keys to read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; at most 256 bytes."""
+    round: _builtins.int
+    """Space: 0 for the run's own, otherwise that of a round."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The keys; at least one, at most 10,000."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long to wait for them; absent or 0: not at all. At most 24 h."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "round", b"round", "run_id", b"run_id", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiGetRequest: _TypeAlias = MultiGetRequest  # noqa: Y015
+
+@_typing.final
+class MultiGetResponse(_message.Message):
+    """MultiGetResponse is the values of several keys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The values, one for each key of the request and in that order."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiGetResponse: _TypeAlias = MultiGetResponse  # noqa: Y015
+
+@_typing.final
 class WaitRequest(_message.Message):
     """WaitRequest names keys to wait for."""
 
@@ -340,7 +609,7 @@ class WaitRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     @_builtins.property
@@ -394,7 +663,7 @@ class CheckRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     @_builtins.property
@@ -449,8 +718,9 @@ class DeleteRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     WRITER_ROUND_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     key: _builtins.str
@@ -461,6 +731,10 @@ class DeleteRequest(_message.Message):
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition is a new deletion."""
 
+    @_builtins.property
+    def writer(self) -> Global___StoreWriter:
+        """The node that the write is done for; absent: none, and its lease is not looked at."""
+
     def __init__(
         self,
         *,
@@ -469,10 +743,11 @@ class DeleteRequest(_message.Message):
         key: _builtins.str = ...,
         writer_round: _builtins.int = ...,
         operation: Global___StoreOperation | None = ...,
+        writer: Global___StoreWriter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer_round", b"writer_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "operation", b"operation", "round", b"round", "run_id", b"run_id", "writer", b"writer", "writer_round", b"writer_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,7 +787,7 @@ class ListKeysRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Name of the run."""
+    """Name of the run; at most 256 bytes."""
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     prefix: _builtins.str

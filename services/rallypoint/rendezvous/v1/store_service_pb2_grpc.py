@@ -37,6 +37,14 @@ class StoreServiceStub(object):
     then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
+    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
+    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
+    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
+    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+
+    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
+    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+
     Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
     told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
 
@@ -47,24 +55,40 @@ class StoreServiceStub(object):
 
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also. All keys and values of a run, each entry counted with 128 bytes on top, are
-    bounded (default 256 MiB).
+    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
+    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
+    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
+    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
+    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
+    each of them (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-    NOT_FOUND            RUN_NOT_FOUND         no run of that name
+    NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
     FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
     FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
+    FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
+    "node_id", "lease", and "superseded_by" where it was superseded
+    FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
     FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
     FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
+    FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
+    "limit_keys"
+    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
+    keys at once; metadata "fitting": so many of the first fit
     RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
     UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel):
@@ -88,10 +112,25 @@ class StoreServiceStub(object):
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AddRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AddResponse.FromString,
                 _registered_method=True)
+        self.Append = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.StoreService/Append',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AppendRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AppendResponse.FromString,
+                _registered_method=True)
         self.CompareSet = channel.unary_unary(
                 '/rallypoint.rendezvous.v1.StoreService/CompareSet',
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.CompareSetRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.CompareSetResponse.FromString,
+                _registered_method=True)
+        self.MultiSet = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.StoreService/MultiSet',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiSetRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiSetResponse.FromString,
+                _registered_method=True)
+        self.MultiGet = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.StoreService/MultiGet',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiGetRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiGetResponse.FromString,
                 _registered_method=True)
         self.Wait = channel.unary_unary(
                 '/rallypoint.rendezvous.v1.StoreService/Wait',
@@ -127,6 +166,14 @@ class StoreServiceServicer(object):
     then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
+    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
+    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
+    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
+    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+
+    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
+    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+
     Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
     told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
 
@@ -137,24 +184,40 @@ class StoreServiceServicer(object):
 
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also. All keys and values of a run, each entry counted with 128 bytes on top, are
-    bounded (default 256 MiB).
+    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
+    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
+    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
+    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
+    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
+    each of them (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-    NOT_FOUND            RUN_NOT_FOUND         no run of that name
+    NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
     FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
     FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
+    FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
+    "node_id", "lease", and "superseded_by" where it was superseded
+    FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
     FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
     FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
+    FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
+    "limit_keys"
+    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
+    keys at once; metadata "fitting": so many of the first fit
     RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
     UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def Set(self, request, context):
@@ -180,9 +243,33 @@ class StoreServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Append(self, request, context):
+        """Append adds bytes to the end of a value and returns its length. An absent key counts as empty, and is there
+        afterwards, also if nothing was appended. Each Append writes the whole value anew, so what grows large is
+        better kept under several keys.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CompareSet(self, request, context):
         """CompareSet sets a key to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
         Having lost is no error: look at `swapped`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MultiSet(self, request, context):
+        """MultiSet stores several values at once: all or, if it is refused, none of them, and nobody sees only some.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MultiGet(self, request, context):
+        """MultiGet returns the values of several keys as they were at one and the same moment, and waits until all of
+        the keys are there. Else as Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,10 +322,25 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AddRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AddResponse.SerializeToString,
             ),
+            'Append': grpc.unary_unary_rpc_method_handler(
+                    servicer.Append,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AppendRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AppendResponse.SerializeToString,
+            ),
             'CompareSet': grpc.unary_unary_rpc_method_handler(
                     servicer.CompareSet,
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.CompareSetRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.CompareSetResponse.SerializeToString,
+            ),
+            'MultiSet': grpc.unary_unary_rpc_method_handler(
+                    servicer.MultiSet,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiSetRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiSetResponse.SerializeToString,
+            ),
+            'MultiGet': grpc.unary_unary_rpc_method_handler(
+                    servicer.MultiGet,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiGetRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiGetResponse.SerializeToString,
             ),
             'Wait': grpc.unary_unary_rpc_method_handler(
                     servicer.Wait,
@@ -280,6 +382,14 @@ class StoreService(object):
     then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
+    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
+    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
+    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
+    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+
+    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
+    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+
     Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
     told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
 
@@ -290,24 +400,40 @@ class StoreService(object):
 
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also. All keys and values of a run, each entry counted with 128 bytes on top, are
-    bounded (default 256 MiB).
+    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
+    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
+    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
+    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
+    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
+    each of them (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-    NOT_FOUND            RUN_NOT_FOUND         no run of that name
+    NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
     FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
     FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
+    FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
+    "node_id", "lease", and "superseded_by" where it was superseded
+    FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
     FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
     FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
+    FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
     FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
     RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
+    "limit_keys"
+    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
+    keys at once; metadata "fitting": so many of the first fit
     RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
     UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @staticmethod
@@ -392,6 +518,33 @@ class StoreService(object):
             _registered_method=True)
 
     @staticmethod
+    def Append(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.StoreService/Append',
+            rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AppendRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.AppendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CompareSet(request,
             target,
             options=(),
@@ -408,6 +561,60 @@ class StoreService(object):
             '/rallypoint.rendezvous.v1.StoreService/CompareSet',
             rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.CompareSetRequest.SerializeToString,
             rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.CompareSetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MultiSet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.StoreService/MultiSet',
+            rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiSetRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiSetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MultiGet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.StoreService/MultiGet',
+            rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiGetRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_store__service__pb2.MultiGetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,14 @@ class StoreServiceStub:
     then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
+    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
+    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
+    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
+    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+
+    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
+    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+
     Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
     told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
 
@@ -48,24 +56,40 @@ class StoreServiceStub:
 
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also. All keys and values of a run, each entry counted with 128 bytes on top, are
-    bounded (default 256 MiB).
+    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
+    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
+    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
+    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
+    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
+    each of them (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-      NOT_FOUND            RUN_NOT_FOUND         no run of that name
+      NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
       FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
+      FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
+                                                 "node_id", "lease", and "superseded_by" where it was superseded
+      FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
       FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
       FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
+      FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
+                                                 "limit_keys"
+      RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
+                                                 keys at once; metadata "fitting": so many of the first fit
       RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
+      UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_typing.overload
@@ -82,9 +106,20 @@ class StoreServiceStub:
     """Add adds to an integer and returns the sum. An absent key counts as 0. Integers have 64 bits and are kept
     as decimal ASCII, so Get returns "42", and Add works on a key that was Set to "41".
     """
+    Append: _grpc.UnaryUnaryMultiCallable[_store_service_pb2.AppendRequest, _store_service_pb2.AppendResponse]
+    """Append adds bytes to the end of a value and returns its length. An absent key counts as empty, and is there
+    afterwards, also if nothing was appended. Each Append writes the whole value anew, so what grows large is
+    better kept under several keys.
+    """
     CompareSet: _grpc.UnaryUnaryMultiCallable[_store_service_pb2.CompareSetRequest, _store_service_pb2.CompareSetResponse]
     """CompareSet sets a key to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
     Having lost is no error: look at `swapped`.
+    """
+    MultiSet: _grpc.UnaryUnaryMultiCallable[_store_service_pb2.MultiSetRequest, _store_service_pb2.MultiSetResponse]
+    """MultiSet stores several values at once: all or, if it is refused, none of them, and nobody sees only some."""
+    MultiGet: _grpc.UnaryUnaryMultiCallable[_store_service_pb2.MultiGetRequest, _store_service_pb2.MultiGetResponse]
+    """MultiGet returns the values of several keys as they were at one and the same moment, and waits until all of
+    the keys are there. Else as Get.
     """
     Wait: _grpc.UnaryUnaryMultiCallable[_store_service_pb2.WaitRequest, _store_service_pb2.WaitResponse]
     """Wait returns when all of the keys are there, at one and the same moment. Else as Get."""
@@ -110,6 +145,14 @@ class StoreServiceAsyncStub(StoreServiceStub):
     then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
+    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
+    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
+    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
+    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+
+    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
+    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+
     Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
     told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
 
@@ -120,24 +163,40 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also. All keys and values of a run, each entry counted with 128 bytes on top, are
-    bounded (default 256 MiB).
+    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
+    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
+    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
+    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
+    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
+    each of them (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-      NOT_FOUND            RUN_NOT_FOUND         no run of that name
+      NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
       FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
+      FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
+                                                 "node_id", "lease", and "superseded_by" where it was superseded
+      FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
       FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
       FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
+      FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
+                                                 "limit_keys"
+      RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
+                                                 keys at once; metadata "fitting": so many of the first fit
       RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
+      UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -151,9 +210,20 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """Add adds to an integer and returns the sum. An absent key counts as 0. Integers have 64 bits and are kept
     as decimal ASCII, so Get returns "42", and Add works on a key that was Set to "41".
     """
+    Append: _aio.UnaryUnaryMultiCallable[_store_service_pb2.AppendRequest, _store_service_pb2.AppendResponse]  # type: ignore[assignment]
+    """Append adds bytes to the end of a value and returns its length. An absent key counts as empty, and is there
+    afterwards, also if nothing was appended. Each Append writes the whole value anew, so what grows large is
+    better kept under several keys.
+    """
     CompareSet: _aio.UnaryUnaryMultiCallable[_store_service_pb2.CompareSetRequest, _store_service_pb2.CompareSetResponse]  # type: ignore[assignment]
     """CompareSet sets a key to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
     Having lost is no error: look at `swapped`.
+    """
+    MultiSet: _aio.UnaryUnaryMultiCallable[_store_service_pb2.MultiSetRequest, _store_service_pb2.MultiSetResponse]  # type: ignore[assignment]
+    """MultiSet stores several values at once: all or, if it is refused, none of them, and nobody sees only some."""
+    MultiGet: _aio.UnaryUnaryMultiCallable[_store_service_pb2.MultiGetRequest, _store_service_pb2.MultiGetResponse]  # type: ignore[assignment]
+    """MultiGet returns the values of several keys as they were at one and the same moment, and waits until all of
+    the keys are there. Else as Get.
     """
     Wait: _aio.UnaryUnaryMultiCallable[_store_service_pb2.WaitRequest, _store_service_pb2.WaitResponse]  # type: ignore[assignment]
     """Wait returns when all of the keys are there, at one and the same moment. Else as Get."""
@@ -178,6 +248,14 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
+    Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
+    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
+    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
+    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+
+    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
+    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+
     Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
     told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
 
@@ -188,24 +266,40 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also. All keys and values of a run, each entry counted with 128 bytes on top, are
-    bounded (default 256 MiB).
+    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
+    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
+    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
+    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
+    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
+    each of them (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
-      NOT_FOUND            RUN_NOT_FOUND         no run of that name
+      NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
       FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
+      FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
+                                                 "node_id", "lease", and "superseded_by" where it was superseded
+      FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
       FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
       FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
+      FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
       FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
       DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
       RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
+      RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
+                                                 "limit_keys"
+      RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
+                                                 keys at once; metadata "fitting": so many of the first fit
       RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
+      UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_abc_1.abstractmethod
@@ -237,6 +331,17 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Append(
+        self,
+        request: _store_service_pb2.AppendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_service_pb2.AppendResponse, _abc.Awaitable[_store_service_pb2.AppendResponse]]:
+        """Append adds bytes to the end of a value and returns its length. An absent key counts as empty, and is there
+        afterwards, also if nothing was appended. Each Append writes the whole value anew, so what grows large is
+        better kept under several keys.
+        """
+
+    @_abc_1.abstractmethod
     def CompareSet(
         self,
         request: _store_service_pb2.CompareSetRequest,
@@ -244,6 +349,24 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_store_service_pb2.CompareSetResponse, _abc.Awaitable[_store_service_pb2.CompareSetResponse]]:
         """CompareSet sets a key to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
         Having lost is no error: look at `swapped`.
+        """
+
+    @_abc_1.abstractmethod
+    def MultiSet(
+        self,
+        request: _store_service_pb2.MultiSetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_service_pb2.MultiSetResponse, _abc.Awaitable[_store_service_pb2.MultiSetResponse]]:
+        """MultiSet stores several values at once: all or, if it is refused, none of them, and nobody sees only some."""
+
+    @_abc_1.abstractmethod
+    def MultiGet(
+        self,
+        request: _store_service_pb2.MultiGetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_service_pb2.MultiGetResponse, _abc.Awaitable[_store_service_pb2.MultiGetResponse]]:
+        """MultiGet returns the values of several keys as they were at one and the same moment, and waits until all of
+        the keys are there. Else as Get.
         """
 
     @_abc_1.abstractmethod

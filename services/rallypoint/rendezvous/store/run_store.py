@@ -1,0 +1,252 @@
+"""The store of one run: writes in batches, one at a time, and nothing told before it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import structlog
+
+from rallypoint.rendezvous.store.core import Draft, RunSpaces
+from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
+from rallypoint.rendezvous.store.refusals import (
+    JournalFailed,
+    RoundOver,
+    RunNotFound,
+    StoreBusy,
+    StoreRefusal,
+)
+from rallypoint.rendezvous.store.sweep import Sweep
+from rallypoint.rendezvous.store.waits import Waits
+from rallypoint.rendezvous.store.writes import Write, decide
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("rallypoint.rendezvous.store")
+
+# Deletions of what is over go to the journal so many at a time: they must not hold up a write, of other runs
+# neither. 250 take a few milliseconds, so a round of a million keys is gone after about ten seconds.
+_SWEEP = 250
+# When to come back after STORE_BUSY: about the time of a few commits on a slow disk. Seconds.
+_BUSY_RETRY = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A write that waits for its commit, and the bytes that it holds."""
+
+    write: Write[Any]
+    size: int
+    answer: asyncio.Future[Any]
+
+
+class RunStore:
+    """The store of one run.
+
+    At most one batch is being committed; what arrives meanwhile waits for the next, or, past the bounds of a
+    batch, for a later one. So a batch is decided on what is durable and on nothing else, and one that fails
+    leaves nothing behind. Batches of several runs share the journal's commits, one batch of each.
+
+    A run that is forgotten begins anew with empty spaces. It may come again under its name while a batch of its
+    old life is still being committed: the batch is not applied to the new spaces, its entries are deleted from
+    the journal, and a new batch begins only after it. So no entry of the old life is seen again, and no
+    deletion of one reaches an entry of the new.
+    """
+
+    def __init__(
+        self,
+        spaces: RunSpaces,
+        *,
+        journal: StoreJournal,
+        current_round: Callable[[str], int | None],
+        check_lease: CheckLease,
+        limits: StoreLimits,
+        on_journal_failure: Callable[[Exception], None],
+    ) -> None:
+        """Serve what is in `spaces`; the other arguments are those of StoreService."""
+        self.spaces = spaces
+        self.waits = Waits(spaces.run_id, limits)
+        self._journal = journal
+        self._current_round = current_round
+        self._check_lease = check_lease
+        self._limits = limits
+        self._on_journal_failure = on_journal_failure
+        self._queue: deque[_Pending] = deque()
+        self._queued_bytes = 0
+        self._sweep = Sweep()
+        # What a run that was forgotten held. The journal drops it by itself; here it goes bit by bit.
+        self._released: Iterator[object] = iter(())
+        self._committing: asyncio.Task[None] | None = None
+
+    @property
+    def committing(self) -> asyncio.Task[None] | None:
+        """What ends when there is nothing left to write; None: there is nothing to write."""
+        return self._committing
+
+    def current_round(self) -> int:
+        """Return the one round whose workers may write, 0 before the first.
+
+        Raises:
+            RunNotFound: There is no such run, or no more.
+        """
+        current_round = self._current_round(self.spaces.run_id)
+        if current_round is None:
+            raise RunNotFound(self.spaces.run_id)
+        return current_round
+
+    async def write(self, write: Write[T]) -> T:
+        """Carry a write out; return its answer when it is durable. See StoreService.write."""
+        # Checked again when it is decided; here, so that a hopeless write doesn't wait for a commit.
+        current_round = self.current_round()
+        self.spaces.check_round(write.round, current_round)
+        self.spaces.check_round(write.writer_round, current_round)
+        self._check_writer(write)
+        size = write.queued_bytes
+        if self._queue and self._queued_bytes + size > self._limits.queued_bytes:
+            raise StoreBusy(self.spaces.run_id, self._queued_bytes, _BUSY_RETRY)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Pending(write, size, answer))
+        self._queued_bytes += size
+        self._start_committing()
+        return await answer
+
+    def forget_rounds_before(self, round: int) -> None:
+        """Drop all rounds before `round`, from the journal too; end who waits in them."""
+        self.sweep(self.spaces.forget_rounds_before(round))
+        for old in self.waits.rounds:
+            if 0 < old < round:
+                self.waits.end([old], RoundOver(self.spaces.run_id, old, round))
+
+    def forget(self) -> None:
+        """Drop everything but what the journal holds; refuse who waits for it."""
+        run_id = self.spaces.run_id
+        self._released = chain(self._released, self._sweep.take_all(), self.spaces.forget())
+        self.spaces = RunSpaces(run_id)
+        self.waits.end(self.waits.rounds, RunNotFound(run_id))
+        for pending in self._queue:
+            _settle(pending.answer, RunNotFound(run_id))
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._start_committing()
+
+    def sweep(self, deletions: Iterable[StoreChange]) -> None:
+        """Delete from the journal what is in no space any more."""
+        self._sweep.add(deletions)
+        if self._sweep:
+            self._start_committing()
+
+    def _check_writer(self, write: Write[Any]) -> None:
+        if write.writer is None:
+            return
+        refusal = self._check_lease(self.spaces.run_id, write.writer.node_id, write.writer.lease)
+        if refusal is not None:
+            raise refusal
+
+    def _start_committing(self) -> None:
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().create_task(self._commit())
+
+    async def _commit(self) -> None:
+        """Commit batch after batch until nothing is left to write."""
+        try:
+            left = True
+            while left:
+                await self._commit_batch()
+                released = sum(1 for _ in islice(self._released, _SWEEP))
+                # A journal that never makes anyone wait must not let a long queue keep all others out.
+                await asyncio.sleep(0)
+                left = bool(self._queue or self._sweep or released)
+        finally:
+            self._committing = None
+
+    async def _commit_batch(self) -> None:
+        batch: list[_Pending] = []
+        draft = Draft(self.spaces, self._limits)
+        try:
+            outcomes = [self._decide(draft, pending.write) for pending in self._next_writes(draft, batch)]
+            entries = draft.values()
+            records = draft.records()
+            # First, so that what the batch sets anew is there in the end.
+            swept = self._sweep.take(_SWEEP, self.spaces.holds)
+            failure: StoreRefusal | None = await self._append([*swept, *entries, *records])
+            if failure is None:
+                # The batch is durable. No await until all are told: no reader sees half of it.
+                failure = self._take_over(draft, entries, records)
+            for pending, outcome in zip(batch, outcomes, strict=True):
+                _settle(pending.answer, failure or outcome)
+        finally:
+            # Whatever went wrong here, nobody waits for ever.
+            for pending in batch:
+                pending.answer.cancel()
+
+    def _next_writes(self, draft: Draft, batch: list[_Pending]) -> Iterator[_Pending]:
+        """Move writes from the queue to the batch, one after another is decided, until it is full."""
+        limits, taken_bytes = self._limits, 0
+        while (
+            self._queue
+            and max(len(batch), draft.changed_entries) < limits.batch_entries
+            and max(taken_bytes, draft.changed_bytes) < limits.batch_bytes
+        ):
+            pending = self._queue.popleft()
+            self._queued_bytes -= pending.size
+            # A write whose caller has gone is left out: its outcome is unknown to the caller anyway.
+            if not pending.answer.done():
+                taken_bytes += pending.size
+                batch.append(pending)
+                yield pending
+
+    def _decide(self, draft: Draft, write: Write[Any]) -> object:
+        """Return the write's answer, or why it was refused."""
+        try:
+            current_round = self.current_round()
+            self._check_writer(write)
+            return decide(draft, write, current_round)
+        except StoreRefusal as refusal:
+            return refusal
+
+    async def _append(self, entries: list[StoreChange]) -> JournalFailed | None:
+        if not entries:
+            return None
+        try:
+            await self._journal.append(entries)
+        except Exception as error:
+            run_id = self.spaces.run_id
+            _log.error("store.journal_failed", run_id=run_id, entries=len(entries), error=str(error))
+            self._on_journal_failure(error)
+            return JournalFailed(str(error))
+        return None
+
+    def _take_over(
+        self, draft: Draft, entries: Sequence[StoreChange], records: Sequence[StoreChange]
+    ) -> RunNotFound | None:
+        """Apply what is durable, and tell whom it concerns, in the order of the writes."""
+        forgotten = draft.run is not self.spaces
+        if not forgotten:
+            for step in draft.steps():
+                for change in step:
+                    self.spaces.apply(change)
+                self.waits.tell(self.spaces, step)
+            for record in records:
+                self.spaces.apply(record)
+        # What ended while it was committed: the journal mustn't keep it.
+        oldest = self.spaces.oldest_round
+        self._sweep.add(
+            replace(entry, value=None)
+            for entry in chain(entries, records)
+            if entry.value is not None and (forgotten or 0 < entry.round < oldest)
+        )
+        return RunNotFound(self.spaces.run_id) if forgotten else None
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
+    if future.done():  # its caller has gone
+        return
+    if isinstance(outcome, StoreRefusal):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

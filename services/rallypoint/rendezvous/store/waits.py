@@ -1,0 +1,133 @@
+"""The requests of one run that wait for keys: told by the write that ends their waiting, or why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rallypoint.rendezvous.store.core import RunSpaces
+from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut, StoreRefusal, TooManyWaiters
+from rallypoint.rendezvous.store.waiting import Waiter, Waiting
+
+# When to come back after TOO_MANY_WAITERS: keys that many wait for come all at once, or time out. Seconds.
+_FULL_RETRY = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Whom to tell, and the values of which keys; told None, it has waited long enough."""
+
+    told: asyncio.Future[list[bytes] | StoreRefusal | None]
+    wanted: Sequence[str]
+
+    def tell(self, outcome: list[bytes] | StoreRefusal | None) -> None:
+        if not self.told.done():  # who was cancelled in this very moment is not to be told
+            self.told.set_result(outcome)
+
+
+_SpaceWaiting: TypeAlias = Waiting[_Request]
+
+
+class Waits:
+    """The requests of one run that wait for keys."""
+
+    def __init__(self, run_id: str, limits: StoreLimits) -> None:
+        self._run_id = run_id
+        self._limits = limits
+        self._waiting: dict[int, _SpaceWaiting] = {}
+        self._waiters = 0
+        self._waited_keys = 0
+
+    @property
+    def waiters(self) -> int:
+        """How many requests wait."""
+        return self._waiters
+
+    async def until_present(
+        self, spaces: RunSpaces, round: int, keys: Sequence[str], timeout: float, wanted: Sequence[str] = ()
+    ) -> list[bytes]:
+        """Return the values of `wanted`, some of `keys`, at a moment when all keys are there.
+
+        Args:
+            spaces: Where the keys are now.
+            round: Which of the spaces.
+            keys: Each of them once.
+            timeout: How long to wait, seconds.
+            wanted: Keys whose values are asked for.
+
+        Raises:
+            KeyWaitTimedOut: Keys were still missing.
+            TooManyWaiters: There is no room to wait.
+            StoreRefusal: What `end` was called with.
+        """
+        missing = spaces.missing(round, keys)
+        if not missing:
+            return _values(spaces, round, wanted)
+        if timeout <= 0:
+            raise KeyWaitTimedOut(self._run_id, missing, timeout)
+        if not self._has_room_for(len(keys)):
+            raise TooManyWaiters(self._run_id, self._waiters, self._waited_keys, _FULL_RETRY)
+        loop = asyncio.get_running_loop()
+        request = _Request(loop.create_future(), wanted)
+        waiting = self._waiting.setdefault(round, Waiting())
+        waiter = waiting.add(keys, missing, request)
+        self._waiters += 1
+        self._waited_keys += len(keys)
+        timer = loop.call_later(timeout, _time_out, waiting, waiter)
+        try:
+            outcome = await request.told
+        finally:
+            timer.cancel()
+            self._waiters -= 1
+            self._waited_keys -= len(keys)
+            waiting.discard(waiter)
+            if not waiting and self._waiting.get(round) is waiting:
+                del self._waiting[round]
+        if outcome is None:
+            raise KeyWaitTimedOut(self._run_id, [key for key in keys if key in waiter.missing], timeout)
+        if isinstance(outcome, StoreRefusal):
+            raise outcome
+        return outcome
+
+    def _has_room_for(self, keys: int) -> bool:
+        if self._waiters == 0:
+            return True  # however many: else nobody could ever wait for these
+        return self._waiters < self._limits.waiters and self._waited_keys + keys <= self._limits.waited_keys
+
+    def tell(self, spaces: RunSpaces, changes: Sequence[StoreChange]) -> None:
+        """Tell whom the changes of one write concern, now that all of them are in the spaces."""
+        for change in changes:
+            waiting = self._waiting.get(change.round)
+            if waiting is None:
+                return
+            if change.value is None:
+                waiting.key_deleted(change.key)
+                continue
+            for waiter in waiting.key_set(change.key):
+                waiter.told.tell(_values(spaces, change.round, waiter.told.wanted))
+
+    def end(self, rounds: Sequence[int], refusal: StoreRefusal) -> None:
+        """Tell those who wait in these rounds why there is nothing to wait for any more."""
+        for round in rounds:
+            waiting = self._waiting.pop(round, None) or Waiting()
+            for waiter in waiting:
+                waiting.discard(waiter)
+                waiter.told.tell(refusal)
+
+    @property
+    def rounds(self) -> list[int]:
+        """The spaces that somebody waits in, by round."""
+        return sorted(self._waiting)
+
+
+def _time_out(waiting: _SpaceWaiting, waiter: Waiter[_Request]) -> None:
+    waiting.discard(waiter)  # what it misses is what it misses now, also if the keys come before it is awake
+    waiter.told.tell(None)
+
+
+def _values(spaces: RunSpaces, round: int, keys: Sequence[str]) -> list[bytes]:
+    return [spaces.value(round, key) or b"" for key in keys]

@@ -1,0 +1,66 @@
+"""Keys in order are a sorted list, at the cost of a page."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.rendezvous.store import sorted_keys
+from rallypoint.rendezvous.store.sorted_keys import SortedKeys
+
+names = st.text("ab\U0001f600\ue000", max_size=3)
+
+
+@settings(deadline=None)
+@given(
+    part=st.integers(1, 4),
+    start=st.sets(names, max_size=12),
+    changes=st.lists(names, max_size=40),
+    pages=st.lists(st.tuples(names, names, st.integers(0, 5)), max_size=8),
+)
+def test_keys_are_a_sorted_list(
+    part: int, start: set[str], changes: list[str], pages: list[tuple[str, str, int]]
+) -> None:
+    """However many parts it has, however they were split and emptied, and wherever a page begins."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sorted_keys, "_PART", part)
+        keys, model = SortedKeys(start), set(start)
+        for name in changes:
+            (keys.remove if name in model else keys.add)(name)
+            model ^= {name}
+            assert list(keys) == sorted(model)
+        assert all(0 < len(each) <= 2 * part for each in keys._parts)
+        for prefix, after, count in pages:
+            expected = [key for key in sorted(model) if key.startswith(prefix) and key > after]
+            assert keys.page(prefix, after, count) == expected[:count]
+
+
+class Counted(str):
+    """A key that counts how often it is looked at."""
+
+    looks = 0
+    __slots__ = ()
+
+    def __lt__(self, other: str) -> bool:
+        Counted.looks += 1
+        return str.__lt__(self, other)
+
+    def __gt__(self, other: str) -> bool:
+        Counted.looks += 1
+        return str.__gt__(self, other)
+
+    def startswith(self, *args: object) -> bool:
+        Counted.looks += 1
+        return str.startswith(self, *args)  # type: ignore[arg-type]
+
+
+def test_a_page_costs_the_page_and_not_all_keys() -> None:
+    """One run with very many keys doesn't hold up the others."""
+    keys = SortedKeys(Counted(f"{number:06}") for number in range(50_000))
+    Counted.looks = 0
+    assert keys.page("04", "042", 3) == ["042000", "042001", "042002"]
+    keys.add(Counted("042000+"))
+    keys.remove("042001")
+    assert keys.page("04", "042", 3) == ["042000", "042000+", "042002"]
+    assert 0 < Counted.looks < 200

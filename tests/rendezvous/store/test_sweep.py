@@ -1,0 +1,64 @@
+"""What is over goes bit by bit, each entry once, and never one that lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.sweep import Sweep
+
+
+def deletions(*keys: str) -> list[StoreChange]:
+    return [StoreChange("run", 1, key, None) for key in keys]
+
+
+def nothing_lives(round: int, key: str) -> bool:
+    return False
+
+
+def test_deletions_come_in_their_order_and_once() -> None:
+    sweep = Sweep()
+    assert not sweep
+    sweep.add(deletions("a", "b", "c"))
+    sweep.add(deletions("d"))
+    assert [each.key for each in sweep.take(2, nothing_lives)] == ["a", "b"]
+    assert [each.key for each in sweep.take(5, nothing_lives)] == ["c", "d"]
+    assert not sweep
+
+
+def test_what_lives_again_is_left_alone() -> None:
+    """By the time the deletion would be made, not when it was taken in."""
+    sweep = Sweep()
+    living = {(1, "a")}
+    sweep.add(deletions("a", "b"))
+    living.add((1, "b"))
+    living.remove((1, "a"))
+    assert sweep.take(2, lambda round, key: (round, key) in living) == deletions("a")
+
+
+def test_nothing_is_looked_at_before_its_time() -> None:
+    looked: list[str] = []
+
+    def lazily() -> Iterator[StoreChange]:
+        for deletion in deletions("a", "b", "c", "d"):
+            looked.append(deletion.key)
+            yield deletion
+
+    sweep = Sweep()
+    sweep.add(lazily())
+    assert looked == ["a"]
+    sweep.take(2, nothing_lives)
+    assert looked == ["a", "b"]
+
+
+def test_nothing_to_do_is_nothing_to_do() -> None:
+    sweep = Sweep()
+    sweep.add([])
+    assert not sweep
+
+
+def test_what_is_taken_out_whole_is_gone() -> None:
+    sweep = Sweep()
+    sweep.add(deletions("a", "b"))
+    assert list(sweep.take_all()) == deletions("a", "b")
+    assert not sweep
