@@ -1,0 +1,137 @@
+"""Client of the fenced states: calls that go on over a restart of the service, and sets that take effect once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from rallypoint.rendezvous.fenced_state.attempts import Attempts, Pace
+from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, Writer
+from rallypoint.rendezvous.fenced_state.requests import check_run_id, check_state
+from rallypoint.rendezvous.store.client import OperationSlots
+from rallypoint.rendezvous.v1 import state_service_pb2 as pb
+from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
+from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from rallypoint.serving.errors import ServiceError, decode
+
+# Long enough for a service to be restarted by hand. Seconds.
+DEFAULT_TIMEOUT = 300.0
+_Response = TypeVar("_Response")
+
+
+class FencedStateClient:
+    """The fenced state of one run.
+
+    Every call is repeated while the service can't be reached, until its timeout. A set takes effect at most once
+    however often it is repeated, over restarts of the service too, and is told whether it did. One that is
+    cancelled or times out leaves its outcome unknown.
+
+    All methods raise ServiceError with a reason of the contract (state_service.proto), or with STATE_UNAVAILABLE if
+    the service could not be reached in time. Times are in seconds.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        run_id: str,
+        *,
+        client_id: str | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """Make a client.
+
+        Args:
+            channel: Where the service is.
+            run_id: Name of the run.
+            client_id: A name that no other client, also none of an earlier process, has; by default drawn.
+            pace: How time passes.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT: the run can't have that name.
+        """
+        check_run_id(run_id)
+        self._stub = rpc.StateServiceStub(channel)
+        self._run_id = run_id
+        self._slots = OperationSlots(client_id or secrets.token_hex(16))
+        self._pace = pace or Pace()
+
+    async def get(self, *, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:
+        """Return the current state; None: there is none."""
+        request = pb.GetStateRequest(run_id=self._run_id)
+        return _current(await self._call(self._stub.GetState, request, timeout))
+
+    async def set(
+        self,
+        state: bytes,
+        token: bytes | None = None,
+        *,
+        writer: Writer | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> SetOutcome:
+        """Replace the state that `token` stands for; None: set the first. To have lost is no error.
+
+        With a `writer`, its lease must be held when the state is set.
+        """
+        check_state(state)
+        request = pb.SetStateRequest(run_id=self._run_id, state=state, token=token)
+        if writer is not None:
+            request.writer.CopyFrom(store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease))
+        with self._slots.operation() as operation:
+            request.operation.CopyFrom(operation)
+            response = await self._call(self._stub.SetState, request, timeout)
+        return SetOutcome(_current(response), response.has_set)
+
+    async def watch(
+        self, token: bytes | None = None, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> AsyncIterator[FencedState | None]:
+        """Yield the current state, unless `token` is its token, and then each that takes its place; None: none.
+
+        Goes on until it is closed; whoever is slow skips states. `timeout` bounds how long the service may be away
+        at a time.
+        """
+        attempts = Attempts(self._pace, timeout)
+        while True:
+            request = pb.WatchStateRequest(run_id=self._run_id, token=token)
+            call = self._stub.WatchState(request, wait_for_ready=True)
+            stood = False
+            try:
+                async with asyncio.timeout(attempts.remaining()):
+                    await call.initial_metadata()
+                stood = not call.done()
+                while isinstance(response := await call.read(), pb.WatchStateResponse):
+                    current = _current(response)
+                    token = None if current is None else current.token
+                    yield current
+                error = ServiceError(grpc.StatusCode.UNAVAILABLE, "WATCH_ENDED", "the watch ended")
+            except TimeoutError:
+                error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", "no connection")
+            except grpc.aio.AioRpcError as failure:
+                error = decode(failure)
+            finally:
+                call.cancel()
+            if stood:
+                attempts = Attempts(self._pace, timeout)
+            await attempts.failed(error)
+
+    async def _call(
+        self, method: Callable[..., Awaitable[_Response]], request: Any, timeout: float
+    ) -> _Response:
+        attempts = Attempts(self._pace, timeout)
+        while True:
+            try:
+                return await method(request, timeout=attempts.remaining(), wait_for_ready=True)
+            except grpc.aio.AioRpcError as failure:
+                await attempts.failed(decode(failure))
+
+
+def _current(
+    response: pb.GetStateResponse | pb.SetStateResponse | pb.WatchStateResponse,
+) -> FencedState | None:
+    if not response.HasField("current"):
+        return None
+    return FencedState(response.current.state, response.current.token)

@@ -1,0 +1,309 @@
+"""Fenced states, and how a batch of changes to them is decided. Pure: no clock, no randomness, no I/O.
+
+Changes are decided in batches against a `Draft`, a view of the states as they will be. The caller makes the
+draft's entries durable and only then applies it, so what readers see is durable at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
+from zlib import crc32
+
+from rallypoint.rendezvous.fenced_state.refusals import (
+    OperationReused,
+    OperationSuperseded,
+    StatesFull,
+    TooManyStates,
+)
+from rallypoint.rendezvous.fenced_state.tokens import TOKEN_BYTES, next_token, number_of
+from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
+from rallypoint.rendezvous.store.ports import StoreChange
+
+# The space of a journal that is ours: a run's own is 0, and rounds have positive numbers.
+SPACE = -1
+STATE_KEY = "state"
+
+# What a run's state costs on top of its bytes, and what each remembered operation costs: the objects that hold them.
+STATE_OVERHEAD_BYTES = 512
+OPERATION_BYTES = 384
+
+# First byte of a state's journal entry: how the rest is laid out. 1: a token, then the state.
+_LAYOUT = b"\x01"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """Bounds of one service.
+
+    Attributes:
+        states: Most runs that have a state. Default 10,000.
+        state_bytes: Most bytes of all states, `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
+            remembered operation included. Default 1 GiB. All of it is held in memory, and once more in the journal.
+        operations: Most (client, slot) pairs of one run whose last set is remembered, so that repeating it is
+            harmless. Default 4,096: more nodes than are likely to set the state of one run between an attempt and
+            its repetition. Each set of a run copies that many references.
+        queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest
+            states. More of it lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
+        watchers: Most open watches. Default 10,000. Each costs a stream, about 40 KB.
+    """
+
+    states: int = 10_000
+    state_bytes: int = 1024 * 1024 * 1024
+    operations: int = 4_096
+    queued_bytes: int = 64 * 1024 * 1024
+    watchers: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class FencedState:
+    """A state and what stands for it.
+
+    Attributes:
+        state: Opaque bytes.
+        token: Its fencing token (see `tokens`).
+    """
+
+    state: bytes
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """On whose behalf a state is set.
+
+    Attributes:
+        node_id: A node of the run.
+        lease: The lease that the node must hold.
+    """
+
+    node_id: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetState:
+    """A state, and the condition for setting it.
+
+    Attributes:
+        run_id: Name of the run.
+        state: The state.
+        token: Of the state that it is to replace; None: set only if there is none.
+        operation: The client's name for the request; None: a repetition is a new request.
+        writer: Whose lease must be held; None: nobody's.
+    """
+
+    run_id: str
+    state: bytes
+    token: bytes | None = None
+    operation: Operation | None = None
+    writer: Writer | None = None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that the request holds while it waits."""
+        return len(self.state) + len(self.token or b"") + STATE_OVERHEAD_BYTES
+
+    def fingerprint(self) -> int:
+        """Return a checksum of what is asked."""
+        # The length keeps a token and a state apart; -1 keeps no token and an empty one apart.
+        checksum = crc32(b"%d " % (-1 if self.token is None else len(self.token)))
+        return crc32(self.state, crc32(self.token or b"", checksum))
+
+
+@dataclass(frozen=True, slots=True)
+class SetOutcome:
+    """How a set went.
+
+    Attributes:
+        current: What is there now: the request's own state if it was set; None: nothing, and none was set.
+        has_set: Whether the request's state was set.
+    """
+
+    current: FencedState | None
+    has_set: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is kept of one run.
+
+    Attributes:
+        current: The state.
+        operations: Last set of each slot by its record key, the one used longest ago first.
+    """
+
+    current: FencedState
+    operations: Mapping[str, OperationRecord] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that count towards the limit."""
+        return len(self.current.state) + STATE_OVERHEAD_BYTES + OPERATION_BYTES * len(self.operations)
+
+
+class States:
+    """The states of all runs as they are durable."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+        self.used_bytes = 0
+
+    @classmethod
+    def restore(cls, entries: Iterable[StoreChange]) -> States:
+        """Build the states from a journal's entries, one per key.
+
+        Raises:
+            ValueError: An entry is not one of ours, or of a newer version.
+        """
+        current: dict[str, FencedState] = {}
+        operations: dict[str, dict[str, OperationRecord]] = {}
+        for entry in entries:
+            if entry.value is None:
+                raise ValueError(
+                    f"a deletion of {entry.key!r} of run {entry.run_id!r} is no entry that stands"
+                )
+            if entry.key == STATE_KEY:
+                current[entry.run_id] = _decode(entry.run_id, entry.value)
+            elif entry.key.startswith(RESERVED):
+                record = OperationRecord.decode(entry.value)
+                operations.setdefault(entry.run_id, {})[entry.key] = record
+            else:
+                raise ValueError(
+                    f"unknown entry {entry.key!r} of run {entry.run_id!r} among the fenced states"
+                )
+        states = cls()
+        for run_id, state in current.items():
+            # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
+            records = sorted(operations.get(run_id, {}).items(), key=lambda item: item[1].stamp)
+            states.apply(run_id, Held(state, dict(records)))
+        return states
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def runs(self) -> list[str]:
+        """Return the runs that have a state."""
+        return list(self._held)
+
+    def held(self, run_id: str) -> Held | None:
+        """Return what is kept of a run; None: it has no state."""
+        return self._held.get(run_id)
+
+    def apply(self, run_id: str, held: Held | None) -> None:
+        """Take over what is durable."""
+        before = self._held.pop(run_id, None)
+        self.used_bytes -= 0 if before is None else before.used_bytes
+        if held is not None:
+            self._held[run_id] = held
+            self.used_bytes += held.used_bytes
+
+
+class Draft:
+    """The states as a batch of changes will leave them."""
+
+    def __init__(self, states: States, limits: StateLimits) -> None:
+        self._states = states
+        self._limits = limits
+        self._used_bytes = states.used_bytes
+        self._count = len(states)
+        self._entries: dict[tuple[str, str], bytes | None] = {}
+        self.changed: dict[str, Held | None] = {}
+
+    def held(self, run_id: str) -> Held | None:
+        """Return what is kept of a run after the changes decided so far."""
+        return self.changed[run_id] if run_id in self.changed else self._states.held(run_id)
+
+    @property
+    def entry_count(self) -> int:
+        """How many entries are to be made durable."""
+        return len(self._entries)
+
+    def entries(self) -> list[StoreChange]:
+        """Return what is to be made durable, each key once."""
+        return [StoreChange(run_id, SPACE, key, value) for (run_id, key), value in self._entries.items()]
+
+    def repetition(self, request: SetState) -> SetOutcome | None:
+        """Return what a request that was carried out before was answered; None: it was not.
+
+        Raises:
+            StateRefusal: Its operation comes too late, or belongs to another request.
+        """
+        operation, held = request.operation, self.held(request.run_id)
+        if operation is None or held is None:
+            return None
+        record = held.operations.get(operation.record_key)
+        if record is None or operation.sequence > record.sequence:
+            return None
+        if operation.sequence < record.sequence:
+            raise OperationSuperseded(operation.name, operation.sequence, record.sequence)
+        if request.fingerprint() != record.fingerprint:
+            raise OperationReused(operation.name, operation.sequence)
+        token = record.result.to_bytes(TOKEN_BYTES)
+        return SetOutcome(FencedState(request.state, token), has_set=True)
+
+    def set(self, request: SetState, nonce: bytes) -> SetOutcome:
+        """Set a state, if its token allows.
+
+        Args:
+            request: One that is no repetition.
+            nonce: Random bytes, drawn for this call (see `tokens`).
+
+        Raises:
+            StateRefusal: There is no room for it, and the draft is as it was.
+        """
+        held = self.held(request.run_id)
+        current = None if held is None else held.current
+        # None means "there is none" on both sides; any bytes match nothing where nothing is.
+        if request.token != (None if current is None else current.token):
+            return SetOutcome(current, has_set=False)
+        token = next_token(request.token, nonce)
+        state = FencedState(request.state, token)
+        operations = {} if held is None else dict(held.operations)
+        entries: dict[tuple[str, str], bytes | None] = {
+            (request.run_id, STATE_KEY): _LAYOUT + token + request.state
+        }
+        if (operation := request.operation) is not None:
+            record = OperationRecord(
+                operation.sequence, number_of(token), request.fingerprint(), int.from_bytes(token)
+            )
+            operations.pop(operation.record_key, None)  # the latest used goes to the end
+            operations[operation.record_key] = record
+            entries[request.run_id, operation.record_key] = record.encode()
+            for key in list(islice(operations, max(0, len(operations) - self._limits.operations))):
+                del operations[key]
+                entries[request.run_id, key] = None
+        self._change(request.run_id, Held(state, operations))
+        self._entries |= entries
+        return SetOutcome(state, has_set=True)
+
+    def drop(self, run_id: str) -> None:
+        """Drop a run's state and the record of its operations, if there is one."""
+        held = self.held(run_id)
+        if held is None:
+            return
+        self._change(run_id, None)
+        for key in (STATE_KEY, *held.operations):
+            self._entries[run_id, key] = None
+
+    def _change(self, run_id: str, held: Held | None) -> None:
+        before = self.held(run_id)
+        count = self._count + (held is not None) - (before is not None)
+        used = self._used_bytes
+        used += (0 if held is None else held.used_bytes) - (0 if before is None else before.used_bytes)
+        # What makes it no worse is always allowed: a service whose limits were lowered must still serve.
+        if count > max(self._limits.states, self._count):
+            raise TooManyStates(self._limits.states)
+        if used > max(self._limits.state_bytes, self._used_bytes):
+            raise StatesFull(run_id, used, self._limits.state_bytes)
+        self._count, self._used_bytes = count, used
+        self.changed[run_id] = held
+
+
+def _decode(run_id: str, value: bytes) -> FencedState:
+    head = len(_LAYOUT)
+    if value[:head] != _LAYOUT or len(value) < head + TOKEN_BYTES:
+        raise ValueError(f"the entry of the fenced state of run {run_id!r} begins with {value[:head]!r}")
+    return FencedState(state=value[head + TOKEN_BYTES :], token=value[head : head + TOKEN_BYTES])

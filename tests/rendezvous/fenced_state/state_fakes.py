@@ -1,0 +1,97 @@
+"""Fenced states over a journal and a clock that a test owns, served or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rallypoint.rendezvous.fenced_state.core import SetState, StateLimits
+from rallypoint.rendezvous.fenced_state.service import FencedStateService
+from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
+from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.store.store_fakes import RUN, TestJournal, channel_to
+
+__all__ = [
+    "RUN",
+    "Clock",
+    "TestJournal",
+    "asked",
+    "channel_to",
+    "open_states",
+    "served",
+    "serving",
+    "started",
+]
+
+_draw = random.Random(2026)
+
+
+class Clock:
+    """Time stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asked(state: bytes, token: bytes | None = None, run_id: str = RUN, **rest: Any) -> SetState:
+    """A request to set a state."""
+    return SetState(run_id=run_id, state=state, token=token, **rest)
+
+
+def open_states(
+    journal: TestJournal,
+    *,
+    clock: Callable[[], float] | None = None,
+    check_lease: Callable[[str, str, int], None] = lambda run_id, node_id, lease: None,
+    limits: StateLimits | None = None,
+    ttl: float = 3600.0,
+) -> FencedStateService:
+    """A service over what the journal holds, as after a restart."""
+    return FencedStateService(
+        journal,
+        journal.entries(),
+        clock=clock or Clock(),
+        draw=_draw.randbytes,
+        check_lease=check_lease,
+        limits=limits,
+        ttl=ttl,
+    )
+
+
+@asynccontextmanager
+async def served(states: FencedStateService) -> AsyncIterator[FencedStateService]:
+    """The service at work, gone without a farewell at the end."""
+    serving = asyncio.create_task(states.serve())
+    try:
+        yield states
+    finally:
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):  # the latter is how a test's journal fails
+            await serving
+
+
+@asynccontextmanager
+async def serving(states: FencedStateService, path: str, **settings: Any) -> AsyncIterator[Server]:
+    """The service on a server at a Unix socket, gone without a farewell at the end."""
+    server = Server(ServerOptions(host=f"unix:{path}"), services=[fenced_registration(states, **settings)])
+    async with served(states):
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop()
+
+
+async def started(*awaitables: Any) -> list[asyncio.Task[Any]]:
+    """Tasks that have run until they wait for something."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return tasks

@@ -1,0 +1,33 @@
+"""A process with nothing but fenced states in it, to be killed: state_server.py JOURNAL ENDPOINT."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from pathlib import Path
+
+from rallypoint.rendezvous.fenced_state.core import SPACE
+from rallypoint.rendezvous.fenced_state.service import FencedStateService
+from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
+from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.serving.server import Server, ServerOptions
+
+
+async def serve(journal_path: str, endpoint: str) -> None:
+    journal = SqliteJournal(Path(journal_path))
+    recovered = await journal.open()
+    entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
+    states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
+    serving = asyncio.create_task(states.serve())
+    server = Server(ServerOptions(host=endpoint), services=[fenced_registration(states)])
+    await server.start()
+    await server.serve_until_signal()
+    serving.cancel()
+    await asyncio.wait([serving])
+    await journal.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))

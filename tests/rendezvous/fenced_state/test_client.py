@@ -1,0 +1,276 @@
+"""Calls go on over a restart of the service, every set takes effect exactly once, and watches resume."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from rallypoint.rendezvous.core.refusals import LeaseLost
+from rallypoint.rendezvous.fenced_state.attempts import LONGEST_BACKOFF, Pace
+from rallypoint.rendezvous.fenced_state.client import FencedStateClient
+from rallypoint.rendezvous.fenced_state.core import FencedState, StateLimits, Writer
+from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.serving.errors import ServiceError
+from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+
+
+def watched(
+    client: FencedStateClient, token: bytes | None = None, **settings: Any
+) -> AsyncGenerator[FencedState | None, None]:
+    return cast(AsyncGenerator[FencedState | None, None], client.watch(token, **settings))
+
+
+def after_a_kill(journal: TestJournal) -> TestJournal:
+    """The journal as a restarted service finds it; what the dead one still had in hand reaches no disk."""
+    restarted = TestJournal()
+    restarted.rows = dict(journal.rows)
+    journal.fails_with = OSError("dead")
+    journal.release()
+    return restarted
+
+
+async def test_a_state_is_read_and_replaced(tmp_path: Path) -> None:
+    path = f"{tmp_path}/state.sock"
+    async with serving(open_states(TestJournal()), path), channel_to(path) as channel:
+        client = FencedStateClient(channel, RUN)
+        assert await client.get() is None
+        assert (await client.set(b"x", b"")).current is None
+        first = await client.set(b"x")
+        assert first.has_set
+        assert first.current is not None
+        second = await client.set(b"y", first.current.token)
+        assert second.has_set
+        lost = await client.set(b"z", first.current.token)
+        assert (lost.current, lost.has_set) == (second.current, False)
+        assert await client.get() == second.current
+
+
+@pytest.mark.parametrize("durable", [True, False], ids=["killed-after-commit", "killed-before-commit"])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "replacing"])
+async def test_a_set_over_a_restart_takes_effect_once(tmp_path: Path, first: bool, durable: bool) -> None:
+    """The service dies with the set unanswered, made durable or not: it was set, once, and is told so, with its own
+    token."""
+    journal, path = TestJournal(), f"{tmp_path}/state.sock"
+    async with channel_to(path) as channel:
+        client = FencedStateClient(channel, RUN)
+        async with serving(open_states(journal), path):
+            token = None
+            if not first:
+                before = await client.set(b"x")
+                assert before.current is not None
+                token = before.current.token
+            (journal.hold_after if durable else journal.hold)()
+            setting = asyncio.ensure_future(client.set(b"new", token))
+            await journal.until_held()
+        journal = after_a_kill(journal)
+        assert not setting.done()
+        async with serving(open_states(journal), path):
+            outcome = await setting
+            assert outcome.has_set
+            assert outcome.current is not None
+            assert outcome.current.state == b"new"
+            assert await client.get() == outcome.current
+            assert len(journal.commits) == (0 if durable else 1)
+            assert (await client.set(b"newer", outcome.current.token)).has_set
+
+
+async def test_a_set_that_was_replaced_meanwhile_is_told_that_it_was_set(tmp_path: Path) -> None:
+    """As if the answer had come in time: it held the state for a while, and its token is of the past."""
+    journal, path = TestJournal(), f"{tmp_path}/state.sock"
+    async with channel_to(path) as channel, channel_to(path) as other_channel:
+        slow, quick = FencedStateClient(channel, RUN), FencedStateClient(other_channel, RUN)
+        async with serving(open_states(journal), path):
+            journal.hold_after()
+            setting = asyncio.ensure_future(slow.set(b"slow"))
+            await journal.until_held()
+        journal = after_a_kill(journal)
+        states = open_states(journal)
+        current = states.get(RUN)
+        assert current is not None
+        # The other one replaces it before the first has found its way back.
+        before = f"{tmp_path}/before.sock"
+        async with serving(states, before), channel_to(before) as earlier:
+            assert (await FencedStateClient(earlier, RUN).set(b"quick", current.token)).has_set
+        async with serving(open_states(journal), path):
+            outcome = await setting
+            assert outcome.has_set
+            assert outcome.current == FencedState(b"slow", current.token)
+            latest = await quick.get()
+            assert latest is not None
+            assert latest.state == b"quick"
+            assert not (await slow.set(b"late", current.token)).has_set
+
+
+async def test_increments_over_restarts_add_up(tmp_path: Path) -> None:
+    """A state used as a counter behind a lock: many increment it, the service is killed again and again at any
+    point. Who is told that it set, set; who is told that it lost, didn't; so the sum is the number of successes."""
+    journal, path = TestJournal(), f"{tmp_path}/state.sock"
+    workers, each = 6, 15
+    async with AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(channel_to(path)) for _ in range(2)]
+        clients = [FencedStateClient(channel, RUN) for channel in channels]
+
+        async def increment(client: FencedStateClient) -> list[int]:
+            seen: list[int] = []
+            current = await client.get()
+            while len(seen) < each:
+                value = int(current.state) if current is not None else 0
+                outcome = await client.set(b"%d" % (value + 1), None if current is None else current.token)
+                if outcome.has_set:
+                    seen.append(value + 1)
+                current = outcome.current
+            return seen
+
+        counting: asyncio.Future[list[list[int]]] = asyncio.gather(
+            *(increment(clients[number % len(clients)]) for number in range(workers))
+        )
+        lives = 0
+        while not counting.done():
+            lives += 1
+            async with serving(open_states(journal), path):
+                enough: asyncio.Future[Any] = asyncio.ensure_future(journal.until_commits(12))
+                await asyncio.wait([counting, enough], return_when=asyncio.FIRST_COMPLETED)
+                enough.cancel()
+                # Every other life ends before a commit, the others after one that nobody was told of.
+                (journal.hold if lives % 2 else journal.hold_after)()
+            journal = after_a_kill(journal)
+        seen = sorted(value for of_one in await counting for value in of_one)
+    assert seen == list(range(1, workers * each + 1))
+    assert lives > 3
+
+
+class Watches:
+    """What watches a service was asked for."""
+
+    def __init__(self, states: FencedStateService, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._asked: asyncio.Queue[bytes | None] = asyncio.Queue()
+        watch = states.watch
+
+        def noting(run_id: str, token: bytes | None) -> Slot[StateView]:
+            self._asked.put_nowait(token)
+            return watch(run_id, token)
+
+        monkeypatch.setattr(states, "watch", noting)
+
+    async def next(self) -> bytes | None:
+        """The token of the next."""
+        return await self._asked.get()
+
+
+async def test_a_watch_goes_on_over_restarts_and_drains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes with the token it has, so it is told nothing twice; however long it stood, the service may then be
+    away for the whole timeout."""
+    journal, path, offset = TestJournal(), f"{tmp_path}/state.sock", 0.0
+    async with channel_to(path) as channel:
+        client = FencedStateClient(channel, RUN, pace=Pace(clock=lambda: loop_time() + offset))
+        async with aclosing(watched(client, timeout=30.0)) as told:
+            async with serving(open_states(journal), path):
+                assert await anext(told) is None
+                first = await client.set(b"1")
+                assert first.current is not None
+                assert await anext(told) == first.current
+                following = asyncio.ensure_future(anext(told))
+                offset += 3600.0
+            states = open_states(journal)
+            watches = Watches(states, monkeypatch)
+            async with serving(states, path) as server:
+                assert await watches.next() == first.current.token
+                offset += 3600.0
+                await server.drain(30.0)
+            states = open_states(journal)
+            watches = Watches(states, monkeypatch)
+            async with serving(states, path):
+                assert await watches.next() == first.current.token
+                second = await client.set(b"2", first.current.token)
+                assert await following == second.current
+
+
+async def test_a_watch_gives_up_when_the_service_stays_away(tmp_path: Path) -> None:
+    """From the start, or after it stood."""
+    path, offset = f"{tmp_path}/state.sock", 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal offset
+        offset += 3600.0
+
+    async with (
+        channel_to(f"{tmp_path}/nobody.sock") as channel,
+        aclosing(watched(FencedStateClient(channel, RUN), timeout=0.1)) as told,
+    ):
+        with pytest.raises(ServiceError, match=r"gave no answer for 0\.1 s"):
+            await anext(told)
+    async with channel_to(path) as channel:
+        pace = Pace(clock=lambda: loop_time() + offset, sleep=sleep)
+        async with aclosing(watched(FencedStateClient(channel, RUN, pace=pace), timeout=30.0)) as told:
+            async with serving(open_states(TestJournal()), path):
+                assert await anext(told) is None
+                following = asyncio.ensure_future(anext(told))
+            with pytest.raises(ServiceError) as refused:
+                await following
+            assert (refused.value.code, refused.value.reason) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "STATE_UNAVAILABLE",
+            )
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_an_unreachable_service_is_reported_in_time(tmp_path: Path) -> None:
+    async with channel_to(f"{tmp_path}/nobody.sock") as channel:
+        with pytest.raises(ServiceError, match=r"gave no answer for 0\.05 s") as refused:
+            await FencedStateClient(channel, RUN).set(b"x", timeout=0.05)
+    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "STATE_UNAVAILABLE")
+
+
+async def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
+    path = f"{tmp_path}/state.sock"
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+        raise LeaseLost(run_id, node_id, lease, None)
+
+    async with (
+        serving(open_states(TestJournal(), check_lease=check_lease), path),
+        channel_to(path) as channel,
+    ):
+        client = FencedStateClient(channel, RUN, pace=Pace(sleep=sleep))
+        with pytest.raises(ServiceError) as refused:
+            await client.set(b"x", writer=Writer("node", 1))
+        assert refused.value.reason == "LEASE_LOST"
+        with pytest.raises(ServiceError, match="run_id"):
+            FencedStateClient(channel, "")
+        with pytest.raises(ServiceError, match="at most"):
+            await client.set(b"x" * 5_000_000)
+    assert not slept
+
+
+async def test_backing_off_grows_jittered_to_a_bound(tmp_path: Path) -> None:
+    """Between attempts at a service that is full: what it asks for, and a draw from a range that doubles."""
+    path = f"{tmp_path}/state.sock"
+    slept: list[float] = []
+    states = open_states(TestJournal(), limits=StateLimits(states=1))
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 9:
+            states.forget_run("other")
+
+    async with serving(states, path), channel_to(path) as channel:
+        assert (await FencedStateClient(channel, "other").set(b"x")).has_set
+        client = FencedStateClient(channel, RUN, pace=Pace(sleep=sleep, draw=lambda: 0.5))
+        assert (await client.set(b"x")).has_set
+    assert slept == [5.0 + min(LONGEST_BACKOFF, 0.05 * 2**attempt) / 2 for attempt in range(9)]

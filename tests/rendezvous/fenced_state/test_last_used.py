@@ -1,0 +1,35 @@
+"""What is not used for the time to live is due, the one used longest ago first, and not before."""
+
+from __future__ import annotations
+
+from rallypoint.rendezvous.fenced_state.last_used import LastUsed
+
+
+def dropped(used: LastUsed, now: float) -> list[str]:
+    names = []
+    for name in used.due(now):
+        names.append(name)
+        used.discard(name)
+    return names
+
+
+def test_only_what_was_not_used_is_due() -> None:
+    used = LastUsed(10.0)
+    assert used.next_deadline() is None
+    for now, name in enumerate("abc"):
+        used.touch(name, float(now))
+    assert used.next_deadline() == 10.0
+    used.touch("a", 5.0)
+    assert used.next_deadline() == 11.0
+    assert dropped(used, 10.9) == []
+    assert dropped(used, 12.0) == ["b", "c"]
+    assert dropped(used, 15.0) == ["a"]
+    assert used.next_deadline() is None
+
+
+def test_a_use_while_due_is_a_use() -> None:
+    used = LastUsed(10.0)
+    used.touch("a", 0.0)
+    for name in used.due(20.0):
+        used.touch(name, 20.0)
+    assert used.next_deadline() == 30.0

@@ -1,0 +1,245 @@
+"""The contract of state_service.proto over real gRPC: every call, and every refusal with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from rallypoint.rendezvous.core.refusals import LeaseLost, RunIsClosed, RunNotFound
+from rallypoint.rendezvous.core.state import Outcome
+from rallypoint.rendezvous.fenced_state import refusals
+from rallypoint.rendezvous.fenced_state.core import StateLimits
+from rallypoint.rendezvous.fenced_state.errors import service_error
+from rallypoint.rendezvous.fenced_state.service import FencedStateService
+from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
+from rallypoint.rendezvous.v1 import state_service_pb2 as pb
+from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
+from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWriter
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.server import Server
+from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+
+Code = grpc.StatusCode
+
+
+def check_lease(run_id: str, node_id: str, lease: int) -> None:
+    if run_id == "unknown":
+        raise RunNotFound(run_id)
+    if run_id == "closed":
+        raise RunIsClosed(run_id, Outcome.SUCCEEDED, "done")
+    if (node_id, lease) != ("node", 2):
+        raise LeaseLost(run_id, node_id, lease, 2)
+
+
+@dataclass
+class Served:
+    """The service on a server, and a stub that calls it."""
+
+    stub: rpc.StateServiceAsyncStub
+    server: Server
+    states: FencedStateService
+    journal: TestJournal
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    journal = TestJournal()
+    states = open_states(journal, check_lease=check_lease, limits=StateLimits(states=3, watchers=1))
+    path = f"{tmp_path}/state.sock"
+    async with serving(states, path) as server, channel_to(path) as channel:
+        yield Served(rpc.StateServiceStub(channel), server, states, journal)
+
+
+async def refused(call: Awaitable[object]) -> ServiceError:
+    """Return the error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return decode(error.value)
+
+
+async def test_every_row_of_the_table(served: Served) -> None:
+    """What GetState and SetState answer, field by field."""
+    stub = served.stub
+    assert await stub.GetState(pb.GetStateRequest(run_id=RUN)) == pb.GetStateResponse()
+    for token in (b"", b"foreign"):
+        nothing = await stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"x", token=token))
+        assert nothing == pb.SetStateResponse(has_set=False)
+    won = await stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"\x00\xff"))
+    assert (won.current.state, won.has_set) == (b"\x00\xff", True)
+    assert won.current.token
+    assert (await stub.GetState(pb.GetStateRequest(run_id=RUN))).current == won.current
+    for other in (None, b"", b"foreign", won.current.token[:-1], won.current.token + b"\x00", b"x" * 16_000):
+        lost = await stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"y", token=other))
+        assert lost == pb.SetStateResponse(current=won.current, has_set=False)
+    replaced = await stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"", token=won.current.token))
+    assert (replaced.current.state, replaced.has_set) == (b"", True)
+    assert replaced.current.token != won.current.token
+    late = await stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"z", token=won.current.token))
+    assert late == pb.SetStateResponse(current=replaced.current, has_set=False)
+
+
+async def test_the_largest_state_goes_both_ways(served: Served) -> None:
+    """With the longest name of a run, and everything else that a request may have."""
+    run_id, state = "r" * 256, bytes(range(256)) * (MAX_VALUE_BYTES // 256)
+    first = await served.stub.SetState(pb.SetStateRequest(run_id=run_id))
+    won = await served.stub.SetState(
+        pb.SetStateRequest(
+            run_id=run_id,
+            state=state,
+            token=first.current.token,
+            operation=StoreOperation(client_id="c" * 64, slot=65_535, sequence=2**63 - 1),
+            writer=StoreWriter(node_id="node", lease=2),
+        )
+    )
+    assert won.has_set
+    assert (await served.stub.GetState(pb.GetStateRequest(run_id=run_id))).current.state == state
+    watching = served.stub.WatchState(pb.WatchStateRequest(run_id=run_id))
+    told = await watching.read()
+    assert isinstance(told, pb.WatchStateResponse)
+    assert told.current == won.current
+    watching.cancel()
+
+
+async def test_malformed_requests_name_the_field(served: Served) -> None:
+    requests: list[tuple[dict[str, Any], str]] = [
+        ({"run_id": ""}, "run_id"),
+        ({"run_id": "r" * 257}, "run_id"),
+        ({"run_id": "a\nb"}, "run_id"),
+        ({"state": b"x" * (MAX_VALUE_BYTES + 1)}, "state"),
+        ({"operation": StoreOperation()}, "operation.client_id"),
+        ({"operation": StoreOperation(client_id="c", slot=65_536, sequence=1)}, "operation.slot"),
+        ({"operation": StoreOperation(client_id="c")}, "operation.sequence"),
+        ({"writer": StoreWriter(lease=1)}, "writer.node_id"),
+        ({"writer": StoreWriter(node_id="node")}, "writer.lease"),
+        ({"writer": StoreWriter(node_id="node", lease=-1)}, "writer.lease"),
+    ]
+    for fields, field in requests:
+        error = await refused(served.stub.SetState(pb.SetStateRequest(**{"run_id": RUN, **fields})))
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+        assert [name for name, _ in error.field_violations] == [field]
+    assert (await refused(served.stub.GetState(pb.GetStateRequest()))).code is Code.INVALID_ARGUMENT
+    watching = served.stub.WatchState(pb.WatchStateRequest())
+    assert (await refused(watching.read())).code is Code.INVALID_ARGUMENT
+    assert not served.journal.commits
+
+
+@pytest.mark.parametrize(
+    ("run_id", "lease", "code", "reason"),
+    [
+        (RUN, 1, Code.FAILED_PRECONDITION, "LEASE_LOST"),
+        ("unknown", 2, Code.NOT_FOUND, "RUN_NOT_FOUND"),
+        ("closed", 2, Code.FAILED_PRECONDITION, "RUN_CLOSED"),
+    ],
+)
+async def test_who_writes_for_a_node_must_hold_its_lease(
+    served: Served, run_id: str, lease: int, code: grpc.StatusCode, reason: str
+) -> None:
+    """A node that was superseded and doesn't know it yet changes nothing, even with the right token."""
+    writer = StoreWriter(node_id="node", lease=lease)
+    error = await refused(served.stub.SetState(pb.SetStateRequest(run_id=run_id, writer=writer)))
+    assert (error.code, error.reason) == (code, reason)
+    assert not (await served.stub.GetState(pb.GetStateRequest(run_id=run_id))).HasField("current")
+    allowed = StoreWriter(node_id="node", lease=2)
+    assert (await served.stub.SetState(pb.SetStateRequest(run_id=RUN, writer=allowed))).has_set
+
+
+async def test_limits_say_when_to_come_back(served: Served) -> None:
+    for number in range(3):
+        await served.stub.SetState(pb.SetStateRequest(run_id=f"{number}"))
+    error = await refused(served.stub.SetState(pb.SetStateRequest(run_id="3")))
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_STATES")
+    assert error.metadata == {"limit": "3"}
+    assert error.retry_after
+    watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN))
+    await watching.read()
+    error = await refused(served.stub.WatchState(pb.WatchStateRequest(run_id=RUN)).read())
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
+    assert error.retry_after
+    watching.cancel()
+
+
+async def test_a_watcher_is_pushed_what_changes(served: Served) -> None:
+    """From the headers on, which come although there is nothing to tell."""
+    first = await served.stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"x"))
+    watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN, token=first.current.token))
+    await watching.initial_metadata()
+    second = await served.stub.SetState(pb.SetStateRequest(run_id=RUN, state=b"y", token=first.current.token))
+    assert await watching.read() == pb.WatchStateResponse(current=second.current)
+    served.states.forget_run(RUN)
+    assert await watching.read() == pb.WatchStateResponse()
+    watching.cancel()
+
+
+async def test_a_watcher_that_goes_makes_room(served: Served) -> None:
+    watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN))
+    await watching.read()
+    watching.cancel()
+    while (reason := await refusal_of_a_watch(served)) is not None:
+        assert reason == "TOO_MANY_WATCHERS"
+
+
+async def refusal_of_a_watch(served: Served) -> str | None:
+    watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN))
+    try:
+        await watching.read()
+    except grpc.aio.AioRpcError as error:
+        return decode(error).reason
+    watching.cancel()
+    return None
+
+
+async def read_to_the_end(watching: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
+    while await watching.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_watcher_that_reads_nothing_is_ended(tmp_path: Path) -> None:
+    """It keeps neither its place nor what is meant for it."""
+    states, path = open_states(TestJournal()), f"{tmp_path}/state.sock"
+    async with serving(states, path, write_timeout=0.2), channel_to(path) as channel:
+        stub: rpc.StateServiceAsyncStub = rpc.StateServiceStub(channel)
+        watching = stub.WatchState(pb.WatchStateRequest(run_id=RUN))
+        await watching.initial_metadata()
+        token: bytes | None = None
+        while states.watcher_count:
+            request = pb.SetStateRequest(run_id=RUN, state=b"x" * MAX_VALUE_BYTES, token=token)
+            token = (await stub.SetState(request)).current.token
+        error = await refused(read_to_the_end(watching))
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "SUBSCRIBER_TOO_SLOW")
+
+
+async def test_a_drain_ends_watches_with_its_reason(served: Served) -> None:
+    watching = served.stub.WatchState(pb.WatchStateRequest(run_id=RUN))
+    await watching.read()
+    drained = asyncio.create_task(served.server.drain(30.0))
+    error = await refused(watching.read())
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+    assert error.retry_after is not None
+    await drained
+
+
+def test_each_refusal_has_a_code() -> None:
+    """Another kind of refusal can't be added without a place in the table."""
+    examples: list[refusals.StateRefusal] = [
+        refusals.OperationSuperseded("c/0", 1, 2),
+        refusals.OperationReused("c/0", 1),
+        refusals.TooManyStates(1),
+        refusals.StatesFull(RUN, 2, 1),
+        refusals.StateBusy(1),
+        refusals.TooManyWatchers(1),
+        refusals.Draining(),
+        refusals.JournalFailed("disk full"),
+    ]
+    assert {type(each) for each in examples} == set(refusals.StateRefusal.__subclasses__())
+    for each in examples:
+        error = service_error(each)
+        assert error.message
+        assert error.reason.isupper()
+        assert error.retry_after is not None or error.code is not Code.RESOURCE_EXHAUSTED
