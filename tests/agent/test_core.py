@@ -220,6 +220,7 @@ class World:
         self.stopping = False
         self.confirmed = 0
         self.departed = self.left = self.out = False
+        self.succeeded = 0  # the round in which the workers here did
         self.finished = 0
         self.done: Counter[str] = Counter()
 
@@ -252,7 +253,8 @@ class World:
     def told(self, phase: Any, round_: int = 0) -> Any:
         """An update, with a place in a round if that is given."""
         place = self.core.Assignment(round_, 0, 2, 0, 4, 0, 4, "10.0.0.1", 5000, 7) if round_ else None
-        return self.core.Updated(phase, place)
+        passed = phase is self.core.Phase.FINAL and self.random.random() < 0.3
+        return self.core.Updated(phase, place, exit_barrier_passed=passed)
 
     def happen(self, event: Any) -> None:
         """Let something happen, if it can happen now."""
@@ -301,15 +303,25 @@ class World:
                 self.stopping = True
             case "Confirm":
                 self.confirmed = effect.round
+            case "ReportSuccess":
+                self.succeeded = effect.round
             case "Depart":
                 self.check(not self.departed, "departed twice")
+                self.check(not self.left, "departed when it had left")
                 self.departed = True
             case "Leave":
-                self.check(self.departed and not self.left, "left without departing, or twice")
+                self.check(not self.left, "left twice")
+                self.check(self.departed or self.may_go(), "left without departing, or before it might")
                 self.left = True
             case "Finish":
                 self.check(self.out, "finished while still in the run")
                 self.finished += 1
+
+    def may_go(self) -> bool:
+        """Whether the exit barrier keeps this node no longer."""
+        state = self.state
+        seat = state.assignment
+        return state.exit_barrier_passed and seat is not None and self.succeeded == seat.round
 
     def play(self) -> None:
         """A whole history, and then the end that every job must come to."""
@@ -347,6 +359,7 @@ def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
 
 REVERSED = 'StopWorkers("a worker failed"), ReportFailure(state.started)'
 IF_OUT = "if state.out:\n        return state.detail"
+BARRIER = "state.exit_barrier_passed and state.phase is Phase.FINAL"
 UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                return state, []\n            "
 
 
@@ -358,7 +371,10 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
         ("confirmed=0, started=0, succeeded=0", "succeeded=0", "not confirmed"),
         ('ReportFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
         ("[Depart(event.detail)]", "[]", "without departing"),
-        ("if state.leaving is not None or state.out:", "if state.out:", "departed twice"),
+        ("if state.leaving is not None or state.left or state.out:", "if state.out:", "departed twice"),
+        ("is not None or state.left or state.out:", "is not None or state.out:", "when it had left"),
+        ("if state.exit_barrier_passed and state.succeeded", "if state.succeeded", "before it might"),
+        ("state.exit_barrier_passed and state.succeeded == seat.round", BARRIER, "before it might"),
         (IF_OUT, IF_OUT.replace("state.out", "False"), "no end"),
         (UNLESS_RUNNING + "done", "done", "while workers are alive"),
     ],
@@ -372,3 +388,44 @@ def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, br
     exec(source.replace(whole, broken), mutant.__dict__)  # noqa: S102 (a copy of ours, broken on purpose)
     with pytest.raises(Violation, match=seen):
         play_histories(mutant)
+
+
+# ---- the exit barrier
+
+
+def test_past_the_exit_barrier_a_node_that_succeeded_leaves() -> None:
+    """It waits as long as the barrier holds, and goes in good order after it."""
+    state, effects = play(core.WorkersSucceeded(), final(1), state=RUNNING)
+    assert effects == []
+    state, effects = play(replace(final(1), exit_barrier_passed=True), state=state)
+    assert effects == [core.Leave("its workers succeeded, and the exit barrier is over")]
+    state, effects = play(joinable(), frozen(2), state=state)
+    assert effects == []  # it is as good as gone, whatever the server said before it heard of it
+    _, effects = play(core.MembershipEnded(), state=state)
+    assert effects == [core.Finish()]
+
+
+def test_an_exit_barrier_that_passed_stops_nobody_who_is_still_at_work() -> None:
+    """Who is not done goes on, and leaves once its own workers succeeded."""
+    state, effects = play(replace(final(1), exit_barrier_passed=True), state=RUNNING)
+    assert effects == []
+    _, effects = play(core.WorkersSucceeded(), state=state)
+    assert effects == [
+        core.ReportSuccess(1),
+        core.Leave("its workers succeeded, and the exit barrier is over"),
+    ]
+
+
+def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
+    """A signal that comes then would only take the word back that its work is done."""
+    state, _ = play(core.WorkersSucceeded(), replace(final(1), exit_barrier_passed=True), state=RUNNING)
+    assert state.left
+    after, effects = play(core.StopRequested("got SIGTERM"), state=state)
+    assert (effects, after.leaving) == ([], None)
+
+
+def test_an_exit_barrier_of_another_round_lets_nobody_go() -> None:
+    """What succeeded before the round re-formed has to be done again."""
+    state, _ = play(core.WorkersSucceeded(), joinable(), frozen(2), state=RUNNING)
+    _, effects = play(replace(final(2), exit_barrier_passed=True), state=state)
+    assert effects == [core.StartWorkers(seat(2), 0)]

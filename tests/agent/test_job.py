@@ -274,6 +274,41 @@ async def test_a_job_that_another_took_the_name_of_ends_with_1(bench: Bench) -> 
     assert "an agent joined again under its name" in result.detail
 
 
+async def test_a_job_that_is_done_waits_no_longer_than_the_exit_barrier(bench: Bench) -> None:
+    """It ends with 0, and the workers of the other host are not restarted by its going."""
+    settings = pb.RunSettings(min_nodes=2, max_nodes=2)
+    settings.exit_barrier_timeout.FromMilliseconds(200)
+    done = bench.start(bench.job("exit 0", "a", settings=settings))
+    at_work = bench.start(bench.job('while [ ! -e "$1/go" ]; do sleep 0.01; done', "b", settings=settings))
+    result = await asyncio.wait_for(done, PATIENCE)
+    assert result == JobResult(
+        SUCCEEDED, "the workers here succeeded; others were not done within the exit barrier"
+    )
+    assert not at_work.done()
+    (bench.folder / "go").touch()
+    assert await asyncio.wait_for(at_work, PATIENCE) == JobResult(
+        SUCCEEDED, "all 4 workers of round 1 succeeded"
+    )
+
+
+async def test_a_node_that_is_taken_out_stops_its_workers_and_ends_with_1(bench: Bench) -> None:
+    """With the operator's reason; it does not try to come back until it is readmitted."""
+    running = bench.start(bench.job('touch "$1/up"; sleep 60'))
+    await bench.has("up")
+    request = pb.EvictNodeRequest(run_id=RUN, node_id="a", reason="bad memory")
+    async with open_channel(bench.rendezvous) as channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        assert (await stub.EvictNode(request)).was_in
+        result = await asyncio.wait_for(running, PATIENCE)
+        assert result.exit_code == FAILED
+        assert "node 'a' was taken out of run 'run-1' by an operator (bad memory)" in result.detail
+        assert gone(bench.marker)
+        assert (await bench.run(bench.job("exit 0"))).exit_code == REFUSED
+        request.readmit = True
+        await stub.EvictNode(request)
+    assert (await bench.run(bench.job("exit 0"))).exit_code == SUCCEEDED
+
+
 async def test_a_closed_run_ends_the_job_with_1(bench: Bench) -> None:
     """An operator ended it, for all its hosts."""
     job = bench.job("touch $1/started.$RANK; sleep 60")

@@ -20,6 +20,8 @@ def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
             "keep_alive_interval": "1e1",
             "keep_alive_max_attempt": "7",
             "scale_up_policy": "on-restart",
+            "rank_policy": "topology",
+            "scale_up_delay": "0",
         },
         (2, 4),
         3,
@@ -30,6 +32,8 @@ def test_counts_come_from_the_flags_and_times_from_the_pairs() -> None:
     expected.confirm_timeout.FromMilliseconds(250)
     expected.keep_alive_interval.FromSeconds(10)
     expected.scale_up_policy = pb.SCALE_UP_POLICY_ON_RESTART
+    expected.rank_policy = pb.RANK_POLICY_TOPOLOGY
+    expected.scale_up_delay.FromSeconds(0)
     assert conf.settings == expected
     assert not conf.settings.HasField("disconnect_grace")
 
@@ -75,6 +79,7 @@ def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
         ("keep_alive_max_attempt", "1001", "whole number from 1"),
         ("keep_alive_max_attempt", "²", "whole number from 1"),
         ("scale_up_policy", "maybe", "none of immediate, on-restart"),
+        ("rank_policy", "random", "none of stable, sorted, topology"),
         ("scale_up_policy", "unspecified", "none of immediate, on-restart"),
     ],
 )
@@ -94,7 +99,7 @@ def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     largest = str(int(requests.LONGEST))
     with pytest.raises(RunSettingError):
         rendezvous_conf({"join_timeout": str(requests.LONGEST + 1)}, (1, 1), 0)
-    for key in set(KNOWN_SETTINGS) - {"keep_alive_max_attempt", "scale_up_policy"}:
+    for key in set(KNOWN_SETTINGS) - {"keep_alive_max_attempt", "scale_up_policy", "rank_policy"}:
         for value in (largest, "0.001"):
             requests.run_settings(rendezvous_conf({key: value}, (1, 1), 0).settings)
     for attempts in ("1", "1000"):

@@ -14,9 +14,17 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import Member
-from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
+from rallypoint.rendezvous.journal.journal import (
+    Checkpoint,
+    Entry,
+    Forgotten,
+    JournalError,
+    Record,
+    Recovered,
+)
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.serving.lag import LagSettings
 
 T = TypeVar("T")
@@ -27,10 +35,10 @@ NO_PAUSES = LagSettings(tolerance=math.inf)
 
 
 class HeldJournal:
-    """Keeps records in memory, and commits when it is let."""
+    """Keeps entries in memory, and commits when it is let."""
 
-    def __init__(self, records: Sequence[JournalRecord] = ()) -> None:
-        self.durable = list(records)
+    def __init__(self, durable: Sequence[Entry] = ()) -> None:
+        self.durable = list(durable)
         self.commits = 0
         self._error: JournalError | None = None
         self._free = asyncio.Event()
@@ -38,7 +46,30 @@ class HeldJournal:
         self._arrived = asyncio.Event()
 
     async def open(self) -> Recovered:
-        return Recovered(self.durable, [])
+        return self.kept()
+
+    def kept(self) -> Recovered:
+        """What is durable, as a journal hands it out."""
+        checkpoints: dict[str, Checkpoint] = {}
+        records: dict[tuple[str, int], Record] = {}
+        for entry in self.durable:
+            match entry:
+                case Record():
+                    records[entry.run_id, entry.revision] = entry
+                case Checkpoint():
+                    checkpoints[entry.run_id] = entry
+                    dropped = [key for key in records if key[0] == entry.run_id and key[1] < entry.keep_from]
+                    for key in dropped:
+                        del records[key]
+                case Forgotten():
+                    checkpoints[entry.run_id] = Checkpoint(
+                        entry.run_id, entry.revision, entry.content, entry.revision + 1
+                    )
+                    for key in [key for key in records if key[0] == entry.run_id]:
+                        del records[key]
+                case StoreChange():
+                    pass
+        return Recovered(list(checkpoints.values()), list(records.values()), [])
 
     async def append(self, entries: Sequence[Entry]) -> None:
         self._arrived.set()
@@ -46,7 +77,7 @@ class HeldJournal:
         if self._error is not None:
             raise self._error
         self.commits += 1
-        self.durable += [entry for entry in entries if isinstance(entry, JournalRecord)]
+        self.durable += entries
 
     async def close(self) -> None:
         pass
@@ -74,20 +105,27 @@ class Stage:
     """An engine, and what a test needs to play all the parts around it."""
 
     def __init__(
-        self, records: Sequence[JournalRecord] = (), lag: LagSettings = NO_PAUSES, **settings: Any
+        self,
+        durable: Sequence[Entry] = (),
+        lag: LagSettings = NO_PAUSES,
+        limits: RendezvousLimits | None = None,
+        **settings: Any,
     ) -> None:
         self.settings = replace(RunSettings(min_nodes=2, max_nodes=2, max_restarts=3), **settings)
-        self.journal = HeldJournal(records)
+        self.journal = HeldJournal(durable)
         self.now = 1000.0
         self.ended_rounds: list[tuple[str, int]] = []
+        self.expired_runs: list[str] = []
         self.engine = RendezvousEngine(
             self.journal,
             clock=lambda: self.now,
             wall_clock=lambda: 1.7e9,
             on_round_end=lambda run_id, next_round: self.ended_rounds.append((run_id, next_round)),
+            on_expiry=self.expired_runs.append,
+            limits=limits,
             lag=lag,
         )
-        self.engine.recover(self.journal.durable)
+        self.engine.recover(self.journal.kept())
 
     def join_command(self, node_id: str) -> commands.Join:
         return commands.Join(node_id, self.settings, f"{node_id}.cluster", 2, "trainer")
@@ -114,10 +152,12 @@ class Stage:
         failure = WorkerFailure(
             round_, 0, 0, "trainer", member.node_id, "host", 1, 1, 1.7e9, "it broke", "", ""
         )
-        await self.engine.execute(RUN, commands.ReportFailure(member.node_id, member.lease.lease, failure))
+        command = commands.ReportFailure(member.node_id, member.lease.lease, failure)
+        await self.engine.execute(RUN, command)
 
     async def leave(self, member: Member) -> None:
-        await self.engine.execute(RUN, commands.Leave(member.node_id, member.lease.lease, "told to stop"))
+        command = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        await self.engine.execute(RUN, command)
 
     async def later(self, seconds: float) -> pb.Run:
         """Time passes and the engine looks at the clock; returns the run as it is then."""

@@ -337,6 +337,21 @@ async def test_a_failure_is_heard_though_the_node_leaves_in_the_same_breath(
     assert one.updates[-1].run_end.failure.message == "ValueError: boom"
 
 
+async def test_a_success_is_heard_though_the_node_leaves_in_the_same_breath(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """As one does past the exit barrier: the round of those still at work goes on without it."""
+    one, two = join(service.address, join_request("a")), join(service.address, join_request("b"))
+    await formed(one, two)
+    one.membership.report_success(1)
+    one.membership.leave("the exit barrier is over")
+    await one.end()
+    two.membership.report_success(1)
+    await two.end()
+    assert two.updates[-1].run_end.outcome == pb.OUTCOME_SUCCEEDED
+    assert [update.assignment.round for update in two.updates if update.phase == pb.PHASE_FINAL] == [1]
+
+
 async def test_leaving_gives_the_lease_back(service: Service, join: Callable[..., Member]) -> None:
     """The others re-form without the node, and need not wait for a lease to run out."""
     one, two = await pair(service, join)
@@ -562,6 +577,24 @@ async def test_a_broken_stream_is_resumed_from_the_last_revision(
         resumed = pb.ResumeRun(run_id=RUN, node_id="a", lease=7, revision=41)
         assert [request.resume for request in script.heard if request.HasField("resume")] == [resumed]
         assert one.lost_leases == 0
+        await one.close()
+
+
+async def test_a_service_that_goes_away_before_it_gives_a_lease_admits_nobody(
+    join: Callable[..., Member],
+) -> None:
+    """Nothing is told of a lease that there is not; the node asks again, for the same as before."""
+    async with AsyncExitStack() as stack:
+        gone: list[pb.JoinResponse | grpc.StatusCode] = [
+            pb.JoinResponse(draining=pb.Draining(revision=5)),
+            grpc.StatusCode.UNAVAILABLE,
+        ]
+        script = Script(gone, [lease(7), grpc.StatusCode.UNAVAILABLE], gone, [lease(7)])
+        one = join(await serve_script(script, stack), join_request("a"))
+        await one.admitted(2)
+        assert one.admissions == [Admitted(7, resumed=False), Admitted(7, resumed=True)]
+        asked = [request.WhichOneof("message") for request in script.heard]
+        assert [each for each in asked if each != "heartbeat"] == ["join", "join", "resume", "resume"]
         await one.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.codec import decode_record, encode_record, from_message, to_message
-from rallypoint.rendezvous.core import facts, state
+from rallypoint.rendezvous.core import facts, snapshot, state
 from rallypoint.rendezvous.requests import LONGEST
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
@@ -22,6 +22,7 @@ ENUMS: list[type[IntEnum]] = [
     state.Phase,
     state.Outcome,
     state.ScaleUpPolicy,
+    state.RankPolicy,
     state.RoundEndCause,
     state.LossReason,
 ]
@@ -42,7 +43,10 @@ settings = st.builds(
     keep_alive_interval=seconds,
     keep_alive_max_attempt=numbers,
     disconnect_grace=seconds,
+    exit_barrier_timeout=seconds,
     scale_up_policy=st.sampled_from(state.ScaleUpPolicy),
+    scale_up_delay=seconds,
+    rank_policy=st.sampled_from(state.RankPolicy),
 )
 failures = st.builds(
     state.WorkerFailure,
@@ -77,16 +81,26 @@ run_ends = st.builds(
 any_fact = st.one_of(
     st.builds(facts.RunCreated, settings=settings),
     st.builds(
-        facts.NodeJoined, node_id=text, lease=numbers, address=text, local_world_size=numbers, role=text
+        facts.NodeJoined,
+        node_id=text,
+        lease=numbers,
+        address=text,
+        local_world_size=numbers,
+        role=text,
+        topology=text,
     ),
     st.builds(facts.NodeLost, node_id=text, reason=st.sampled_from(state.LossReason)),
     st.builds(facts.NodeLeft, node_id=text, reason=text),
     st.builds(facts.NodeDeparting, node_id=text, reason=text),
+    st.builds(facts.NodeEvicted, node_id=text, reason=text, lease=numbers),
+    st.builds(facts.NodeReadmitted, node_id=text, reason=text),
     st.builds(facts.RoundFrozen, round=numbers, seats=st.lists(seats, max_size=3).map(tuple)),
     st.builds(facts.NodeConfirmed, round=numbers, node_id=text, master_port=numbers),
     st.builds(facts.RoundFinalized, round=numbers),
     st.builds(facts.WorkerFailed, failure=failures),
     st.builds(facts.NodeSucceeded, round=numbers, node_id=text),
+    st.builds(facts.ExitBarrierPassed, round=numbers),
+    st.builds(facts.RestartRequested, round=numbers, reason=text),
     st.builds(facts.RoundEnded, end=round_ends, restart_count=numbers),
     st.builds(facts.RunClosed, end=run_ends),
 )
@@ -96,7 +110,7 @@ any_fact = st.one_of(
 @given(fact=any_fact, run_id=text, revision=st.integers(1, 2**62))
 def test_a_fact_is_read_back_from_its_record_as_it_was(fact: facts.Fact, run_id: str, revision: int) -> None:
     """Through bytes, as a journal keeps it; every field, also empty ones, and times to the nanosecond."""
-    blob = encode_record(run_id, revision, fact, 1.7e9).SerializeToString()
+    blob = encode_record(run_id, revision, fact, 1.7e9, "service").SerializeToString()
     record = JournalRecord.FromString(blob)
     assert (record.run_id, record.revision, record.time.seconds) == (run_id, revision, 1_700_000_000)
     assert decode_record(record) == fact
@@ -111,6 +125,15 @@ def test_settings_survive_any_number_of_journeys(settings: state.RunSettings) ->
     assert to_message(once) == to_message(settings)
 
 
+def test_settings_of_an_earlier_version_have_the_defaults_of_this_one() -> None:
+    """A journal that was written before a setting was there is read as if it had been left alone."""
+    earlier = rendezvous_service_pb2.RunSettings(min_nodes=2, max_nodes=3, keep_alive_max_attempt=5)
+    earlier.join_timeout.FromSeconds(7)
+    read = from_message(earlier, state.RunSettings)
+    assert read == state.RunSettings(min_nodes=2, max_nodes=3, join_timeout=7.0, keep_alive_max_attempt=5)
+    assert (read.rank_policy, read.exit_barrier_timeout) == (state.RankPolicy.STABLE, 300.0)
+
+
 def test_every_fact_has_a_place_in_a_record() -> None:
     """And a record knows no fact that the core does not."""
     oneof = JournalRecord.DESCRIPTOR.oneofs_by_name["fact"]
@@ -121,7 +144,7 @@ def test_every_fact_has_a_place_in_a_record() -> None:
 @pytest.mark.parametrize(
     ("kind", "module"),
     [(fact, journal_pb2) for fact in FACTS]
-    + [(state.Seat, journal_pb2)]
+    + [(kind, journal_pb2) for kind in (state.Seat, snapshot.RunSnapshot, snapshot.FormerRank)]
     + [(kind, rendezvous_service_pb2) for kind in (state.RunSettings, state.WorkerFailure)]
     + [(kind, rendezvous_service_pb2) for kind in (state.RoundEnd, state.RunEnd)],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -146,7 +169,7 @@ def test_a_fact_of_a_newer_version_is_refused() -> None:
     """A record whose fact, or reason, this version does not know can't be folded."""
     with pytest.raises(ValueError, match="record 7 of run 'r' has a fact of a newer version"):
         decode_record(JournalRecord(run_id="r", revision=7))
-    record = encode_record("r", 1, facts.NodeLost("a", state.LossReason.DISCONNECTED), 0.0)
+    record = encode_record("r", 1, facts.NodeLost("a", state.LossReason.DISCONNECTED), 0.0, "")
     record.node_lost.ClearField("reason")
     with pytest.raises(ValueError, match="0 is not a valid LossReason"):
         decode_record(record)

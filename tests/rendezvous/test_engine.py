@@ -21,7 +21,7 @@ from rallypoint.rendezvous.core.refusals import (
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import Draining, StreamReplaced
-from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
@@ -337,7 +337,7 @@ async def test_a_member_that_comes_back_in_time_is_not_lost_to_a_slow_disk(stage
     stage.journal.release()
     assert (await resuming).lease.lease == a.lease.lease
     await joining
-    assert states(await stage.engine.get_run(RUN)) == {"a": "RUNNING", "b": "RUNNING", "c": "WAITING"}
+    assert states(await stage.engine.get_run(RUN)) == {"a": "RUNNING", "b": "RUNNING", "c": "SPARE"}
 
 
 async def test_a_newer_stream_replaces_the_older_one(stage: Stage) -> None:
@@ -478,7 +478,7 @@ async def test_a_restarted_server_knows_what_was_durable(stage: Stage) -> None:
     """Same round, same leases; members resume and are told the same state; nobody restarts anything."""
     members = await stage.running("a", "b")
     before = await stage.engine.get_run(RUN)
-    async with staged(Stage(records=stage.journal.durable)) as second:
+    async with staged(Stage(durable=stage.journal.durable)) as second:
         resumed = [
             await second.engine.resume(RUN, each.node_id, each.lease.lease, before.revision)
             for each in members
@@ -497,7 +497,7 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
     (failing,) = await begun(stage.fail(b, 1))
     await stage.journal.held()
     (listening,) = await begun(a.updates.take())
-    async with staged(Stage(records=stage.journal.durable)) as second:
+    async with staged(Stage(durable=stage.journal.durable)) as second:
         run = await second.engine.get_run(RUN)
         assert (run.phase, run.round, run.restart_count) == (pb.PHASE_FINAL, 1, 0)
         again = await second.engine.resume(RUN, "b", b.lease.lease, run.revision)
@@ -511,7 +511,7 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
 async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> None:
     """And then expects to hear from them."""
     await stage.running("a", "b")
-    async with staged(Stage(records=stage.journal.durable)) as second:
+    async with staged(Stage(durable=stage.journal.durable)) as second:
         run = await second.later(14.9)
         assert states(run) == {"a": "RUNNING", "b": "RUNNING"}
         assert not any(node.connected for node in run.nodes)
@@ -522,7 +522,12 @@ async def test_a_restarted_server_gives_everybody_a_full_term(stage: Stage) -> N
     ("spoil", "message"),
     [
         (lambda records: records.pop(2), "run 'run' has no record 3"),
-        (lambda records: records.append(JournalRecord(run_id=RUN, revision=8)), "a newer version"),
+        (
+            lambda records: records.append(
+                Record(RUN, 8, JournalRecord(run_id=RUN, revision=8).SerializeToString())
+            ),
+            "a newer version",
+        ),
     ],
 )
 async def test_a_journal_that_makes_no_sense_is_refused(stage: Stage, spoil: Any, message: str) -> None:
@@ -530,7 +535,7 @@ async def test_a_journal_that_makes_no_sense_is_refused(stage: Stage, spoil: Any
     await stage.running("a", "b")
     spoil(stage.journal.durable)
     with pytest.raises(JournalError, match=message):
-        Stage(records=stage.journal.durable)
+        Stage(durable=stage.journal.durable)
 
 
 # ---- people and tools
@@ -547,8 +552,8 @@ async def test_a_run_has_its_participants_by_rank_and_then_who_waits(stage: Stag
     assert list(states(run).items()) == [
         ("a", "SUCCEEDED"),
         ("b", "RUNNING"),
-        ("z", "WAITING"),
-        ("c", "WAITING"),
+        ("z", "SPARE"),
+        ("c", "SPARE"),
     ]
     assert [node.assignment.group_rank for node in run.nodes[:2]] == [0, 1]
     assert not run.nodes[2].HasField("assignment")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rallypoint.rendezvous.codec import from_message, to_message
 from rallypoint.rendezvous.core.ranks import assign_seats
-from rallypoint.rendezvous.core.state import Node, RunSettings, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.core.state import Node, RankPolicy, RunSettings, ScaleUpPolicy, WorkerFailure
 from rallypoint.rendezvous.requests import (
     LONGEST,
     MOST_NODES,
@@ -75,6 +75,9 @@ def test_settings_that_are_there_are_taken() -> None:
         keep_alive_max_attempt=7,
         disconnect_grace=Duration(),
         scale_up_policy=pb.SCALE_UP_POLICY_ON_RESTART,
+        exit_barrier_timeout=Duration(seconds=8),
+        scale_up_delay=Duration(),
+        rank_policy=pb.RANK_POLICY_TOPOLOGY,
     )
     assert run_settings(message) == RunSettings(
         min_nodes=2,
@@ -87,6 +90,9 @@ def test_settings_that_are_there_are_taken() -> None:
         keep_alive_max_attempt=7,
         disconnect_grace=0.0,
         scale_up_policy=ScaleUpPolicy.ON_RESTART,
+        exit_barrier_timeout=8.0,
+        scale_up_delay=0.0,
+        rank_policy=RankPolicy.TOPOLOGY,
     )
 
 
@@ -133,6 +139,19 @@ def field(name: str, value: object) -> Callable[[pb.JoinRun], None]:
             "must be from 0 to 1000, not -3",
         ),
         (field("settings.scale_up_policy", 9), "settings.scale_up_policy", "unknown policy 9"),
+        (field("settings.rank_policy", 9), "settings.rank_policy", "unknown policy 9"),
+        (field("topology", "r1\n"), "topology", "must not have control characters"),
+        (field("topology", "x" * 257), "topology", "must have at most 256 bytes, not 257"),
+        (
+            duration("exit_barrier_timeout", Duration()),
+            "settings.exit_barrier_timeout",
+            "must be more than 0 and at most 2160000 seconds, not 0",
+        ),
+        (
+            duration("scale_up_delay", Duration(seconds=-1)),
+            "settings.scale_up_delay",
+            "must be at least 0 and at most 2160000 seconds, not -1",
+        ),
         (
             duration("join_timeout", Duration()),
             "settings.join_timeout",
@@ -180,7 +199,7 @@ def test_settings_that_are_not_there_at_all_are_refused() -> None:
 def test_the_largest_run_has_ranks_of_32_bits() -> None:
     """As many nodes as may be, each with as many workers as may be, still fit the messages."""
     assert MOST_NODES * MOST_WORKERS_PER_NODE < 2**31
-    nodes = [Node(f"n{n}", n, "a", MOST_WORKERS_PER_NODE, "t", 0.0, 0.0) for n in range(3)]
+    nodes = [Node(f"n{n}", n, "a", MOST_WORKERS_PER_NODE, "t", "", 0.0, 0.0) for n in range(3)]
     last = assign_seats(nodes, {})[-1]
     assert last.role_world_size == 3 * MOST_WORKERS_PER_NODE
 

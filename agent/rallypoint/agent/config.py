@@ -38,6 +38,7 @@ class JobConfig:
         timer: Where the timer service is.
         local_world_size: Workers on this host.
         role: Role of the workers.
+        topology: Where this host is, from the outermost place to the innermost, as in "hall2/rack7".
         working_directory: Of the workers; None: the agent's.
         log_dir: Where to make the folder of their output; None: a new temporary one.
         redirects: Streams that the console doesn't show.
@@ -58,6 +59,7 @@ class JobConfig:
     timer: Peer
     local_world_size: int = 1
     role: str = "default"
+    topology: str = ""
     working_directory: Path | None = None
     log_dir: Path | None = None
     redirects: Redirect = field(default_factory=Redirect)

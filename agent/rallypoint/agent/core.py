@@ -51,6 +51,7 @@ class Updated:
     assignment: Assignment | None = None
     restart_count: int = 0
     detail: str = ""
+    exit_barrier_passed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,8 @@ class AgentState:
     assignment: Assignment | None = None
     restart_count: int = 0
     detail: str = ""
+    # Whether nodes whose workers succeeded need wait for the others no longer.
+    exit_barrier_passed: bool = False
     workers: Workers = Workers.ABSENT
     # The last round that this node confirmed, started, and finished with success; 0: none.
     confirmed: int = 0
@@ -196,6 +199,7 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
                 assignment=event.assignment,
                 restart_count=event.restart_count,
                 detail=event.detail,
+                exit_barrier_passed=event.exit_barrier_passed,
             ), []
         case LeaseEnded():
             # As a newcomer the node has confirmed and started nothing.
@@ -215,7 +219,7 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
         case WorkersGone():
             return replace(state, workers=Workers.ABSENT), []
         case StopRequested():
-            if state.leaving is not None or state.out:
+            if state.leaving is not None or state.left or state.out:
                 return state, []
             return replace(state, leaving=event.detail), [Depart(event.detail)]
         case MembershipEnded():
@@ -236,8 +240,10 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
     if state.leaving is not None:
         return None if state.left else (replace(state, left=True), Leave(state.leaving))
     seat = state.assignment
-    if seat is None:
+    if seat is None or state.left:
         return None
+    if state.exit_barrier_passed and state.succeeded == seat.round:
+        return replace(state, left=True), Leave("its workers succeeded, and the exit barrier is over")
     if state.phase is Phase.FROZEN and state.confirmed != seat.round:
         return replace(state, confirmed=seat.round), Confirm(seat.round)
     if state.phase is Phase.FINAL and state.confirmed == seat.round and state.started != seat.round:

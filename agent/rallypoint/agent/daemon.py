@@ -127,6 +127,7 @@ class Daemon:
             timer=timer,
             local_world_size=spec.local_world_size or 1,
             role=spec.role or "default",
+            topology=spec.topology,
             working_directory=Path(spec.working_directory or os.getcwd()),
             log_dir=Path(spec.log_dir) if spec.log_dir else None,
             connect_timeout=conf.read_timeout,

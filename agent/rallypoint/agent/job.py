@@ -335,6 +335,7 @@ class Job:
                 assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,
                 restart_count=update.restart_count,
                 detail=update.last_round_end.detail,
+                exit_barrier_passed=update.exit_barrier_passed,
             )
         )
 
@@ -399,6 +400,10 @@ class Job:
             return JobResult(
                 128 + (self._stop_signal or signal.SIGTERM), f"left the run: {self._state.leaving}"
             )
+        if self._state.left and self._refusal is None:
+            return JobResult(
+                SUCCEEDED, "the workers here succeeded; others were not done within the exit barrier"
+            )
         # Once workers ran, it was started as asked, and what ended it is a failure.
         code = REFUSED if self._crew is None else FAILED
         return JobResult(code, self._refusal or "the membership ended without a reason")
@@ -418,4 +423,5 @@ def _join_request(config: JobConfig) -> pb.JoinRun:
         address=config.address,
         local_world_size=config.local_world_size,
         role=config.role,
+        topology=config.topology,
     )

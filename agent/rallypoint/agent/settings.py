@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -13,10 +14,13 @@ _DURATIONS = (
     "confirm_timeout",
     "keep_alive_interval",
     "disconnect_grace",
+    "exit_barrier_timeout",
+    "scale_up_delay",
 )
+_MAY_BE_ZERO = ("last_call_timeout", "disconnect_grace", "scale_up_delay")
 # Kept by the agent, not agreed by the run.
 _LOCAL = ("close_timeout", "read_timeout")
-KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_policy")
+KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_policy", "rank_policy")
 
 # Seconds that workers get to stop, unless told otherwise; torchrun's default.
 SHUTDOWN_TIMEOUT = 30.0
@@ -69,7 +73,9 @@ def rendezvous_conf(
         if key not in KNOWN_SETTINGS:
             raise RunSettingError(f"{key!r} is no setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
         if key == "scale_up_policy":
-            settings.scale_up_policy = _policy(text)
+            settings.scale_up_policy = _choice(key, text, pb.ScaleUpPolicy)
+        elif key == "rank_policy":
+            settings.rank_policy = _choice(key, text, pb.RankPolicy)
         elif key == "keep_alive_max_attempt":
             settings.keep_alive_max_attempt = _attempts(key, text)
         elif key in _LOCAL:
@@ -84,7 +90,7 @@ def _number(key: str, text: str) -> float:
         number = float(text)
     except ValueError:
         raise RunSettingError(f"{key}={text!r} is not a number of seconds") from None
-    least = 0.0 if key in ("last_call_timeout", "disconnect_grace") else 1e-3
+    least = 0.0 if key in _MAY_BE_ZERO else 1e-3
     if not least <= number <= MOST_SECONDS:
         raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to {MOST_SECONDS} seconds")
     return number
@@ -96,9 +102,12 @@ def _attempts(key: str, text: str) -> int:
     return int(text)
 
 
-def _policy(text: str) -> pb.ScaleUpPolicy.ValueType:
-    name = f"SCALE_UP_POLICY_{text.upper().replace('-', '_')}"
-    policies = {key: number for key, number in pb.ScaleUpPolicy.items() if number}
-    if name not in policies:
-        raise RunSettingError(f"scale_up_policy={text!r} is none of immediate, on-restart")
-    return policies[name]
+def _choice(key: str, text: str, choices: Any) -> Any:
+    """One of an enum's values by its name without the prefix, in small letters and with dashes if one likes."""
+    prefix = choices.Name(choices.values()[0]).removesuffix("UNSPECIFIED")
+    names = {name.removeprefix(prefix): number for name, number in choices.items() if number}
+    name = text.upper().replace("-", "_")
+    if name not in names:
+        known = ", ".join(each.lower().replace("_", "-") for each in names)
+        raise RunSettingError(f"{key}={text!r} is none of {known}")
+    return names[name]

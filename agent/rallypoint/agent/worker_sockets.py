@@ -14,7 +14,7 @@ import grpc
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
 from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.settings import SettingError
 from rallypoint.timer.client import TimerClient
@@ -81,15 +81,19 @@ class WorkerSockets:
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
         }
-        store = StoreSocket(self._folder / "store", StoreClient(self._channel, self._config.run_id))
+        client = StoreClient(self._channel, self._config.run_id, writer=self._writer)
+        store = StoreSocket(self._folder / "store", client)
         await store.start()
         stack.push_async_callback(store.stop)
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
+    def _writer(self) -> Writer | None:
+        return Writer(self._config.node_id, self._lease) if self._lease else None
+
     async def act_under(self, lease: int) -> None:
-        """Watch timers in the name of a lease of this node, which only grows."""
+        """Write and watch timers in the name of a lease of this node, which only grows."""
         if self._timers is None:
             self._timers = await self._open_timers(lease)
         elif lease != self._lease:

@@ -113,6 +113,7 @@ class Membership:
         self._over = False
         self._statement: pb.JoinRequest | None = None
         self._failure: pb.WorkerFailure | None = None
+        self._success: pb.ReportSuccess | None = None
         self._unsaid = asyncio.Event()
         self._progress = False
         self._last_error = "no answer came"
@@ -143,6 +144,8 @@ class Membership:
             if self._progress:
                 backoff = _FIRST_BACKOFF
             pause = backoff * (1 - self._jitter.random() / 2)
+            if error is not None and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                pause = max(pause, (error.retry_after or 0.0) * (1 + self._jitter.random() / 2))
             if not self._ever_admitted:
                 pause = min(pause, max(0.0, deadline - asyncio.get_running_loop().time()))
             # Once for each time that it goes away, not with every attempt.
@@ -164,7 +167,9 @@ class Membership:
 
     def report_success(self, round_: int) -> None:
         """Say that all workers succeeded."""
-        self._say(pb.JoinRequest(succeeded=pb.ReportSuccess(round=round_)))
+        # Kept apart as well: without it, who leaves past the exit barrier would end the round of those still at work.
+        self._success = pb.ReportSuccess(round=round_)
+        self._unsaid.set()
 
     def depart(self, reason: str) -> None:
         """Say that the node stops its workers in order to leave."""
@@ -175,7 +180,7 @@ class Membership:
         self._say(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
 
     def _say(self, statement: pb.JoinRequest) -> None:
-        # The latest is enough: whoever reports a round has confirmed it, and a success is no matter for who leaves.
+        # The latest is enough: who confirms a round is not leaving, and who leaves has no need to have confirmed.
         self._statement = statement
         self._unsaid.set()
 
@@ -186,7 +191,7 @@ class Membership:
                 raise error  # two agents that join over one another, in turn, would let nobody run
             self._lease = self._revision = 0
             self._over = self._going()
-            self._statement = self._failure = None
+            self._statement = self._failure = self._success = None
             self._on_event(LeaseEnded(error.message))
             return
         if error.code not in _RETRYABLE:
@@ -208,7 +213,9 @@ class Membership:
                     await call.write(self._introduction())
                 first = await call.read()
             if isinstance(first, pb.JoinResponse):
-                await self._live(call, first.lease)
+                if not first.HasField("lease"):  # the server went away before it got to it
+                    raise _Draining
+                await self._live(call, first)
             self._over = self._over or self._leaving()
             return None
         except TimeoutError:
@@ -228,23 +235,29 @@ class Membership:
         resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
         return pb.JoinRequest(resume=resume)
 
-    async def _live(self, call: _JoinCall, lease: pb.Lease) -> None:
-        resumed = bool(self._lease)
+    async def _live(self, call: _JoinCall, first: pb.JoinResponse) -> None:
+        lease, resumed = first.lease, bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
         self._on_event(Admitted(lease.lease, resumed))
         if self._statements():
             self._unsaid.set()
         speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
         try:
-            while isinstance(response := await call.read(), pb.JoinResponse):
+            response: object = first
+            while isinstance(response, pb.JoinResponse):
+                if response.HasField("update"):
+                    self._take(response.update)
                 if response.HasField("draining"):
                     raise _Draining
-                self._revision = max(self._revision, response.update.revision)
-                self._over = response.update.phase == pb.PHASE_CLOSED
-                self._forget_failure_of_other_rounds(response.update)
-                self._on_event(Updated(response.update))
+                response = await call.read()
         finally:
             speaker.cancel()
+
+    def _take(self, update: pb.NodeUpdate) -> None:
+        self._revision = max(self._revision, update.revision)
+        self._over = update.phase == pb.PHASE_CLOSED
+        self._forget_reports_of_other_rounds(update)
+        self._on_event(Updated(update))
 
     async def _speak(self, call: _JoinCall, interval: float) -> None:
         """Say what is to be said, and, where there is nothing for so long, that the node is alive."""
@@ -263,13 +276,21 @@ class Membership:
 
     def _statements(self) -> list[pb.JoinRequest]:
         """What the server may not have heard, in the order in which it must."""
-        failure = [pb.JoinRequest(worker_failed=self._failure)] if self._failure is not None else []
-        return failure + ([self._statement] if self._statement is not None else [])
+        said: list[pb.JoinRequest] = []
+        if self._failure is not None:
+            said.append(pb.JoinRequest(worker_failed=self._failure))
+        if self._success is not None:
+            said.append(pb.JoinRequest(succeeded=self._success))
+        if self._statement is not None:
+            said.append(self._statement)
+        return said
 
-    def _forget_failure_of_other_rounds(self, update: pb.NodeUpdate) -> None:
-        runs_on = update.phase == pb.PHASE_FINAL
-        if self._failure is not None and not (runs_on and update.assignment.round == self._failure.round):
+    def _forget_reports_of_other_rounds(self, update: pb.NodeUpdate) -> None:
+        running = update.assignment.round if update.phase == pb.PHASE_FINAL else 0
+        if self._failure is not None and self._failure.round != running:
             self._failure = None
+        if self._success is not None and self._success.round != running:
+            self._success = None
 
     def _leaving(self) -> bool:
         return self._statement is not None and self._statement.HasField("leave")

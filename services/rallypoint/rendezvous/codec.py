@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rallypoint.rendezvous.core import facts, state
+from rallypoint.rendezvous.core import facts, snapshot, state
 from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
 
 _T = TypeVar("_T")
@@ -29,11 +29,15 @@ _MESSAGES: dict[type, type[Message]] = {
         "NodeLost",
         "NodeLeft",
         "NodeDeparting",
+        "NodeEvicted",
+        "NodeReadmitted",
         "RoundFrozen",
         "NodeConfirmed",
         "RoundFinalized",
         "WorkerFailed",
         "NodeSucceeded",
+        "ExitBarrierPassed",
+        "RestartRequested",
         "RoundEnded",
         "RunClosed",
     )
@@ -43,11 +47,20 @@ _MESSAGES: dict[type, type[Message]] = {
     state.RoundEnd: rendezvous_service_pb2.RoundEnd,
     state.RunEnd: rendezvous_service_pb2.RunEnd,
     state.Seat: journal_pb2.Seat,
+    snapshot.RunSnapshot: journal_pb2.RunSnapshot,
+    snapshot.FormerRank: journal_pb2.FormerRank,
 }
 _VALUES: dict[str, type] = {message.DESCRIPTOR.full_name: value for value, message in _MESSAGES.items()}
 _ENUMS: dict[str, type[IntEnum]] = {
     f"rallypoint.rendezvous.v1.{enum.__name__}": enum
-    for enum in (state.Phase, state.Outcome, state.ScaleUpPolicy, state.RoundEndCause, state.LossReason)
+    for enum in (
+        state.Phase,
+        state.Outcome,
+        state.ScaleUpPolicy,
+        state.RankPolicy,
+        state.RoundEndCause,
+        state.LossReason,
+    )
 }
 
 
@@ -72,10 +85,12 @@ def from_message(message: Message, kind: type[_T]) -> _T:
 
 
 def encode_record(
-    run_id: str, revision: int, fact: facts.Fact, wall_time: float
+    run_id: str, revision: int, fact: facts.Fact, wall_time: float, actor: str
 ) -> journal_pb2.JournalRecord:
-    """A fact as the journal keeps it; `wall_time` is in unix seconds and for people only."""
-    record = journal_pb2.JournalRecord(run_id=run_id, revision=revision, time=_timestamp(wall_time))
+    """A fact as the journal keeps it; `wall_time`, in unix seconds, and `actor` are for people only."""
+    record = journal_pb2.JournalRecord(
+        run_id=run_id, revision=revision, time=_timestamp(wall_time), actor=actor
+    )
     getattr(record, _fact_field(type(fact).__name__)).CopyFrom(to_message(fact))
     return record
 
@@ -108,15 +123,18 @@ def _encoders(kind: Any) -> list[tuple[str, _Encoder]]:
 
 def _encoder(field: Any) -> _Encoder:
     if field.message_type is None:
-        return setattr
-    name = field.message_type.full_name
-    if name == Duration.DESCRIPTOR.full_name:
+        return _encode_repeated if field.is_repeated else setattr
+    if _is_duration(field):
         return _encode_duration
-    if name == Timestamp.DESCRIPTOR.full_name:
+    if field.message_type.full_name == Timestamp.DESCRIPTOR.full_name:
         return lambda message, at, value: getattr(message, at).CopyFrom(_timestamp(value))
     if field.is_repeated:
         return lambda message, at, value: getattr(message, at).extend([to_message(item) for item in value])
     return _encode_optional
+
+
+def _encode_repeated(message: Any, name: str, values: Any) -> None:
+    getattr(message, name).extend(values)
 
 
 def _encode_duration(message: Any, name: str, seconds: float) -> None:
@@ -137,7 +155,26 @@ def _timestamp(seconds: float) -> Timestamp:
 def _decode_message(message: Any) -> Any:
     kind = _VALUES[message.DESCRIPTOR.full_name]
     described = message.DESCRIPTOR.fields_by_name
-    return kind(**{field.name: _decode_field(message, described[field.name]) for field in fields(kind)})
+    return kind(
+        **{
+            field.name: _decode_field(message, described[field.name])
+            for field in fields(kind)
+            if not _left_to_default(message, described[field.name], field)
+        }
+    )
+
+
+def _left_to_default(message: Any, described: Any, field: Field[Any]) -> bool:
+    """Whether a message, of a version that did not know the field yet, leaves it to the value's own default."""
+    if field.default is MISSING or field.default is None:
+        return False
+    if described.enum_type is not None:
+        return not getattr(message, field.name)
+    return _is_duration(described) and not message.HasField(field.name)
+
+
+def _is_duration(field: Any) -> bool:
+    return field.message_type is not None and field.message_type.full_name == Duration.DESCRIPTOR.full_name
 
 
 def _decode_field(message: Any, field: Any) -> Any:
@@ -145,7 +182,7 @@ def _decode_field(message: Any, field: Any) -> Any:
     if field.enum_type is not None:
         return _ENUMS[field.enum_type.full_name](raw)
     if field.message_type is None:
-        return raw
+        return tuple(raw) if field.is_repeated else raw
     if field.is_repeated:
         return tuple(_decode_message(item) for item in raw)
     if isinstance(raw, (Duration, Timestamp)):

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rallypoint.rendezvous.codec import decode_record, encode_record
+from rallypoint.rendezvous.codec import encode_record, to_message
 from rallypoint.rendezvous.core import commands, facts, leases
-from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
-from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
-from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
-from rallypoint.rendezvous.core.state import Phase, RunState
+from rallypoint.rendezvous.core.execute import carry_out, settle
+from rallypoint.rendezvous.core.refusals import Refused, RevisionAhead, RunNotFound
+from rallypoint.rendezvous.core.snapshot import take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
 from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.fact_log import log_fact
+from rallypoint.rendezvous.history import Histories, History
 from rallypoint.rendezvous.hosted_run import HostedRun, Member
-from rallypoint.rendezvous.journal.journal import Journal, JournalError
+from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Journal, Record, Recovered
+from rallypoint.rendezvous.limits import LimitReached, RendezvousLimits
+from rallypoint.rendezvous.recovery import Numbers, recover_runs
+from rallypoint.rendezvous.schedule import Schedule
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rendezvous.views import node_update, run_message, run_summary
 from rallypoint.serving.lag import LagSettings, WatchClock
 from rallypoint.serving.logs import get_logger
@@ -32,7 +35,15 @@ _log = get_logger(__name__)
 
 # What every node must act on. Others (who else joined, who confirmed) are for watchers only: a round that n
 # nodes join is told to each of them once, not n times.
-_TOLD_TO_NODES = (facts.RoundFrozen, facts.RoundFinalized, facts.RoundEnded, facts.RunClosed)
+_TOLD_TO_NODES = (
+    facts.RoundFrozen,
+    facts.RoundFinalized,
+    facts.RoundEnded,
+    facts.ExitBarrierPassed,
+    facts.RunClosed,
+)
+# Who causes what nobody asked for: deadlines and consequences.
+_SERVICE = "service"
 
 
 @dataclass(slots=True)
@@ -43,30 +54,38 @@ class _Request(Generic[_T]):
     read: Callable[[Sequence[facts.Fact]], _T]
     run_id: str = ""
     command: commands.Command | None = None
+    actor: str = _SERVICE
+    undo: Callable[[_T], None] = lambda _: None
     happened: Sequence[facts.Fact] = ()
     refusal: Refused | None = None
 
     def settle(self) -> None:
+        """Answer; what was read for somebody who has gone meanwhile is undone."""
         try:
             if self.refusal is not None:
                 raise self.refusal
-            self.answer.set_result(self.read(self.happened))
+            answer = self.read(self.happened)
         except Refused as refusal:
-            self.answer.set_exception(refusal)
+            self.fail(refusal)
+        else:
+            if self.answer.done():
+                self.undo(answer)
+            else:
+                self.answer.set_result(answer)
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
 
 
-def _undo(undo: Callable[[_T], None], answer: asyncio.Future[_T]) -> None:
-    if answer.exception() is None:
-        undo(answer.result())
+@dataclass(slots=True)
+class _Step:
+    """What one step changes: durable together, and told only then."""
 
-
-def _writable_round(state: RunState) -> int:
-    ended = state.last_round_end is not None and state.last_round_end.round == state.round
-    return state.round + 1 if ended else state.round
+    entries: list[Entry] = field(default_factory=list)
+    changed: dict[str, HostedRun] = field(default_factory=dict)
+    happened: list[tuple[HostedRun, facts.Fact, Record]] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
 
 
 class RendezvousEngine:
@@ -84,15 +103,19 @@ class RendezvousEngine:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         on_round_end: Callable[[str, int], None] = lambda run_id, next_round: None,
+        on_expiry: Callable[[str], None] = lambda run_id: None,
+        limits: RendezvousLimits | None = None,
         lag: LagSettings | None = None,
     ) -> None:
         """Set up; `recover` and `serve` make it work.
 
         Args:
-            journal: Opened already; its records go to `recover`.
+            journal: Opened already; what it held goes to `recover`.
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
             on_round_end: Called with (run_id, number of the next round) once the end of a round is durable.
+            on_expiry: Called with the run_id once it is durable that a run is forgotten.
+            limits: What the service, and each run, may use.
             lag: How pauses of this process are noticed and forgiven.
         """
         self._journal = journal
@@ -103,36 +126,35 @@ class RendezvousEngine:
         self._stopped_at: float | None = None
         self._wall_clock = wall_clock
         self._on_round_end = on_round_end
+        self._on_expiry = on_expiry
+        self._limits = limits or RendezvousLimits()
+        self._histories = Histories(
+            self._limits.events_per_run, self._limits.event_bytes_per_run, self._limits.event_bytes
+        )
         self._runs: dict[str, HostedRun] = {}
+        # Runs that expired: their numbers go on if they come again.
+        self._expired: dict[str, Numbers] = {}
+        self._schedule = Schedule()
         self._requests: list[_Request[Any]] = []
         self._wake = asyncio.Event()
         self._broken: Exception | None = None
 
-    def recover(self, records: Sequence[JournalRecord]) -> None:
-        """Fold what the journal held. Every lease and every deadline gets a full new term.
+    def recover(self, recovered: Recovered) -> None:
+        """Take over what the journal held. Every lease and every deadline gets a full new term.
 
         Raises:
             JournalError: A record is missing, or of a newer version.
         """
         now = self._now()
-        for record in records:
-            run = self._runs.setdefault(record.run_id, HostedRun(RunState(record.run_id)))
-            try:
-                apply(run.state, decode_record(record), now)
-            except ValueError as error:
-                raise JournalError(f"the journal can't be read by this version: {error}") from error
-            if run.state.revision != record.revision:
-                raise JournalError(
-                    f"the journal is damaged: run {record.run_id!r} has no record {run.state.revision}; restore it "
-                    "from a backup, or start without it"
-                )
-        for run in self._runs.values():
-            run.recorded = run.state.revision
-            run.writable_round = _writable_round(run.state)
-            leases.restart_leases(run.state, now)
-        self._wake.set()  # what must happen by now, happens as soon as the engine is served
+        self._runs, self._expired = recover_runs(recovered, self._histories.open, now)
+        self._histories.keep_within()
+        for run_id in self._runs:
+            self._schedule.put(
+                run_id, now
+            )  # what must happen by now, happens as soon as the engine is served
+        self._wake.set()
         if self._runs:
-            _log.info("recovered", runs=len(self._runs), records=len(records))
+            _log.info("recovered", runs=len(self._runs), records=len(recovered.records))
 
     async def serve(self) -> None:
         """Carry out commands and deadlines until cancelled.
@@ -153,8 +175,7 @@ class RendezvousEngine:
             raise
 
     async def _wait_for_work(self) -> None:
-        deadlines = (next_deadline(run.state) for run in self._runs.values())
-        deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        deadline = self._schedule.next()
         timeout = None
         if deadline is not None and self._stopped_at is None:
             # However far the deadline: only who looks often can tell that it was paused in between.
@@ -178,57 +199,89 @@ class RendezvousEngine:
 
     async def _step(self, requests: Sequence[_Request[Any]]) -> None:
         now = self._now()
-        changes: list[tuple[HostedRun, Sequence[facts.Fact]]] = []
+        step = _Step()
         for request in requests:
-            if request.command is None:
-                continue
-            try:
-                run = self._run_for(request.run_id, request.command)
-                request.happened = execute(run.state, request.command, now)
-                changes.append((run, request.happened))
-            except Refused as refusal:
-                request.refusal = refusal
-        changes.extend((run, settle(run.state, now)) for run in self._runs.values())
-        if records := self._records(changes):
-            await self._journal.append(records)
-        self._publish(changes)
+            if request.command is not None:
+                self._carry_out(step, request, request.command, now)
+        for run_id in self._schedule.due(now):
+            step.changed[run_id] = self._runs[run_id]
+        for run_id, run in step.changed.items():
+            self._note(step, run, settle(run.state, now), _SERVICE)
+            if run.expires(self._limits.run_ttl) <= now:
+                self._forget(step, run_id, run)
+        if step.entries:
+            await self._journal.append(step.entries)
+        self._publish(step, now)
         for request in requests:
             request.settle()
+        for run_id, run in step.changed.items():
+            self._schedule.put(run_id, run.next_deadline(self._limits.run_ttl))
 
-    def _records(self, changes: Sequence[tuple[HostedRun, Sequence[facts.Fact]]]) -> list[JournalRecord]:
+    def _carry_out(self, step: _Step, request: _Request[Any], command: commands.Command, now: float) -> None:
+        try:
+            run = self._run_for(request.run_id, command)
+            stated = carry_out(run.state, command, now)
+            self._runs[request.run_id] = step.changed[request.run_id] = run
+            self._note(step, run, stated, request.actor)
+            consequences = settle(run.state, now)
+            self._note(step, run, consequences, _SERVICE)
+            request.happened = [*stated, *consequences]
+        except Refused as refusal:
+            request.refusal = refusal
+
+    def _note(self, step: _Step, run: HostedRun, happened: Sequence[facts.Fact], actor: str) -> None:
+        """Write facts down that were applied, and a checkpoint where it is time for one."""
+        if not happened:
+            return
         wall_time = self._wall_clock()
-        records = []
-        for run, happened in changes:
-            for fact in happened:
-                run.recorded += 1
-                records.append(encode_record(run.state.run_id, run.recorded, fact, wall_time))
-        return records
+        run_id = run.state.run_id
+        for fact in happened:
+            run.recorded += 1
+            content = encode_record(run_id, run.recorded, fact, wall_time, actor).SerializeToString()
+            record = Record(run_id, run.recorded, content)
+            step.entries.append(record)
+            step.happened.append((run, fact, record))
+        if run.wants_checkpoint():
+            run.checkpoint = run.recorded
+            snapshot = to_message(take_snapshot(run.state)).SerializeToString()
+            step.entries.append(Checkpoint(run_id, run.recorded, snapshot, max(1, run.history.oldest)))
 
-    def _publish(self, changes: Sequence[tuple[HostedRun, Sequence[facts.Fact]]]) -> None:
+    def _forget(self, step: _Step, run_id: str, run: HostedRun) -> None:
+        tombstone = to_message(take_tombstone(run.state)).SerializeToString()
+        step.entries.append(Forgotten(run_id, run.state.revision, tombstone))
+        step.forgotten.append(run_id)
+
+    def _publish(self, step: _Step, now: float) -> None:
         """Tell what has become durable."""
-        changed: dict[int, tuple[HostedRun, bool]] = {}
-        for run, happened in changes:
-            if not happened:
-                continue
-            _, tell_nodes = changed.get(id(run), (run, False))
-            tell_nodes = tell_nodes or any(isinstance(fact, _TOLD_TO_NODES) for fact in happened)
-            changed[id(run)] = run, tell_nodes
-            run.writable_round = _writable_round(
-                run.state
-            )  # until the next step, the state is what is durable
-            for fact in happened:
-                self._note(run, fact)
-        for run, tell_nodes in changed.values():
-            if tell_nodes:
-                run.tell_members()
-            run.tell_watchers()
+        told: dict[str, HostedRun] = {}
+        for run, fact, record in step.happened:
+            run.history.add(record)
+            log_fact(run.state.run_id, fact, len(run.state.nodes))
+            if isinstance(fact, _TOLD_TO_NODES):
+                told[run.state.run_id] = run
+            if isinstance(fact, facts.RoundEnded):
+                self._on_round_end(run.state.run_id, fact.end.round + 1)
+            if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
+                run.end_stale_member(fact)
+        self._histories.keep_within()
+        for run in told.values():
+            run.tell_members()
+        for run in step.changed.values():
+            run.keep_writable_round()  # until the next step, the state is what is durable
+            run.tell_watchers(now)
+        for run_id in step.forgotten:
+            del step.changed[run_id]
+            self._drop(run_id)
 
-    def _note(self, run: HostedRun, fact: facts.Fact) -> None:
-        log_fact(run.state.run_id, fact)
-        if isinstance(fact, facts.RoundEnded):
-            self._on_round_end(run.state.run_id, fact.end.round + 1)
-        if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
-            run.end_stale_member(fact)
+    def _drop(self, run_id: str) -> None:
+        run = self._runs.pop(run_id)
+        self._expired[run_id] = Numbers(run.state.revision, run.state.round)
+        self._schedule.put(run_id, None)
+        run.history.clear()
+        for slot in run.slots():
+            slot.end(RunNotFound(run_id))
+        _log.info("run expired", run_id=run_id)
+        self._on_expiry(run_id)
 
     def _fail(self, requests: Sequence[_Request[Any]], error: Exception) -> None:
         for request in [*requests, *self._requests]:
@@ -246,9 +299,28 @@ class RendezvousEngine:
                 slot.end(error)
 
     def _run_for(self, run_id: str, command: commands.Command) -> HostedRun:
-        if isinstance(command, commands.Join):
-            return self._runs.setdefault(run_id, HostedRun(RunState(run_id)))
-        return self._run(run_id)
+        if not isinstance(command, commands.Join):
+            return self._run(run_id)
+        run = self._runs.get(run_id) or self._new_run(run_id)
+        most = self._limits.nodes_per_run
+        if len(run.state.nodes) >= most and command.node_id not in run.state.nodes:
+            raise LimitReached(
+                "TOO_MANY_NODES", run_id, f"run {run_id!r} has as many nodes as it may, spares included", most
+            )
+        return run
+
+    def _new_run(self, run_id: str) -> HostedRun:
+        if len(self._runs) >= self._limits.runs:
+            raise LimitReached(
+                "TOO_MANY_RUNS", run_id, "the service has as many runs as it may", self._limits.runs
+            )
+        numbers = self._expired.get(run_id, Numbers())
+        return HostedRun(
+            RunState(run_id, revision=numbers.revision, round=numbers.round),
+            self._histories.open(),
+            recorded=numbers.revision,
+            checkpoint=numbers.revision,
+        )
 
     def _run(self, run_id: str) -> HostedRun:
         run = self._runs.get(run_id)
@@ -261,25 +333,28 @@ class RendezvousEngine:
         read: Callable[[Sequence[facts.Fact]], _T],
         run_id: str = "",
         command: commands.Command | None = None,
+        actor: str = _SERVICE,
         undo: Callable[[_T], None] = lambda _: None,
     ) -> _T:
         """Have a command carried out, and get what `read` then returns; `undo` takes it if who asked has gone."""
         if self._broken is not None:
             raise self._broken
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.append(_Request(answer, read, run_id, command))
+        self._requests.append(_Request(answer, read, run_id, command, actor, undo))
         self._wake.set()
         try:
-            return await asyncio.shield(answer)
+            return await answer
         except asyncio.CancelledError:
-            answer.add_done_callback(partial(_undo, undo))
+            if not answer.cancelled() and answer.exception() is None:  # it came, and too late
+                undo(answer.result())
             raise
 
     async def join(self, run_id: str, command: commands.Join) -> Member:
         """Give a node a lease.
 
         Raises:
-            RunIsClosed, SettingsDiffer: As `decide` says.
+            RunIsClosed, SettingsDiffer, NodeIsEvicted: As `decide` says.
+            LimitReached: There are as many runs, or as many nodes in this one, as there may be.
             LeaseLost: It was superseded at once.
         """
 
@@ -292,13 +367,14 @@ class RendezvousEngine:
                 member.updates.put(node_update(run.state, command.node_id))
             return member
 
-        return await self._submit(enrol, run_id, command, self.disconnect)
+        return await self._submit(enrol, run_id, command, f"node {command.node_id}", self.disconnect)
 
     async def resume(self, run_id: str, node_id: str, lease: int, revision: int) -> Member:
         """Take a node in again that holds a lease; the present state is put into its updates.
 
         Raises:
             RunNotFound, LeaseLost, RevisionAhead: The node must join again, as a newcomer.
+            NodeIsEvicted: It must not.
         """
 
         def enrol(_: Sequence[facts.Fact]) -> Member:
@@ -307,7 +383,7 @@ class RendezvousEngine:
                 return run.farewell(node_id, lease)
             check_lease(run.state, node_id, lease)
             check_revision(run.state, revision)
-            leases.renew(run.state, node_id, self._now())
+            self._renew(run, node_id)
             member = run.enrol(node_id, lease)
             member.updates.put(node_update(run.state, node_id))
             return member
@@ -315,44 +391,69 @@ class RendezvousEngine:
         run = self._runs.get(run_id)
         if run is not None and run.holds_lease(node_id, lease):
             # A sign of life counts from when it came, however long the commit takes that is under way.
-            leases.renew(run.state, node_id, self._now())
+            self._renew(run, node_id)
         return await self._submit(enrol, undo=self.disconnect)
 
     def renew(self, member: Member) -> None:
         """Take a sign of life of a member."""
-        run = self._runs[member.run_id]
-        stands = run.holds_lease(member.node_id, member.lease.lease)
-        if stands and run.members.get(member.node_id) is member:
-            leases.renew(run.state, member.node_id, self._now())
+        run = self._runs.get(member.run_id)
+        if run is None or run.members.get(member.node_id) is not member:
+            return
+        if run.holds_lease(member.node_id, member.lease.lease):
+            self._renew(run, member.node_id)
+
+    def _renew(self, run: HostedRun, node_id: str) -> None:
+        if leases.renew(run.state, node_id, self._now()):
+            self._look_in_time(run)
+
+    def _look_in_time(self, run: HostedRun) -> None:
+        """Look at a run again by its next deadline, which may have come nearer."""
+        self._schedule.put(run.state.run_id, run.next_deadline(self._limits.run_ttl))
+        self._wake.set()
 
     def disconnect(self, member: Member) -> None:
         """Note that a member's stream is gone; its lease lives on for the disconnect grace."""
-        run = self._runs[member.run_id]
-        if run.members.get(member.node_id) is not member:
+        run = self._runs.get(member.run_id)
+        if run is None or run.members.get(member.node_id) is not member:
             return
         del run.members[member.node_id]
         if run.holds_lease(member.node_id, member.lease.lease):
             leases.disconnect(run.state, member.node_id, self._now())
-            self._wake.set()
+            self._look_in_time(run)
 
-    async def execute(self, run_id: str, command: commands.Command) -> None:
-        """Carry out a command; returns when everything that came of it is durable and told.
+    async def execute(
+        self, run_id: str, command: commands.Command, actor: str = _SERVICE
+    ) -> Sequence[facts.Fact]:
+        """Carry out a command; returns the facts that came of it when everything is durable and told.
+
+        Args:
+            run_id: The run.
+            command: The command.
+            actor: Who wants it, for the event log.
 
         Raises:
             Refused: The command was not taken.
             JournalError: The outcome is unknown, and the service is going down.
         """
-        await self._submit(lambda _: None, run_id, command)
+        return await self._submit(lambda happened: happened, run_id, command, actor)
 
-    async def close_run(self, run_id: str, reason: str) -> pb.RunEnd:
+    async def close_run(self, run_id: str, reason: str, actor: str = _SERVICE) -> pb.RunEnd:
         """Close a run, or learn how it was closed."""
         return await self._submit(
-            lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason)
+            lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason), actor
         )
 
     async def get_run(self, run_id: str) -> pb.Run:
         """A run with its nodes, as it is durable."""
         return await self._submit(lambda _: run_message(self._run(run_id).state))
+
+    async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
+        """What `view` makes of a run as it is durable."""
+        return await self._submit(lambda _: view(self._run(run_id).state))
+
+    async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
+        """What `view` makes of all runs as they are durable."""
+        return await self._submit(lambda _: view(run.state for run in self._runs.values()))
 
     async def list_runs(self) -> list[pb.Run]:
         """All runs without their nodes, by name."""
@@ -364,20 +465,67 @@ class RendezvousEngine:
         def subscribe(_: Sequence[facts.Fact]) -> Slot[pb.Run]:
             run = self._run(run_id)
             check_revision(run.state, revision)
+            self._check_subscribers(run)
             slot: Slot[pb.Run] = Slot()
-            if run.state.revision > revision:
-                slot.put(run_message(run.state))
-            if run.state.run_end is not None:
+            run.add_watcher(slot, revision)
+            if run.ended:
                 slot.end()
-            else:
-                run.watchers.add(slot)
+                run.watchers.discard(slot)
             return slot
 
         return await self._submit(subscribe, undo=partial(self.unwatch, run_id))
 
     def unwatch(self, run_id: str, slot: Slot[pb.Run]) -> None:
         """Drop a watcher."""
-        self._runs[run_id].watchers.discard(slot)
+        if (run := self._runs.get(run_id)) is not None:
+            run.watchers.discard(slot)
+
+    def history(self, run_id: str) -> History:
+        """The events of a run that are kept; all of them are durable.
+
+        Raises:
+            RunNotFound: There is no such run.
+        """
+        return self._run(run_id).history
+
+    def settings(self, run_id: str) -> RunSettings:
+        """The settings of a run, which never change.
+
+        Raises:
+            RunNotFound: There is no such run.
+        """
+        return self._run(run_id).state.settings
+
+    def follow(self, run_id: str, revision: int) -> Slot[int]:
+        """A slot that gets the revision of the latest durable event: now, and after every change.
+
+        Raises:
+            RunNotFound: There is no such run.
+            RevisionAhead: `revision` was never given out.
+            LimitReached: As many follow the run as may.
+        """
+        run = self._run(run_id)
+        if revision > run.history.latest:  # the state may be ahead of what is durable
+            raise RevisionAhead(run_id, revision, run.history.latest)
+        self._check_subscribers(run)
+        slot: Slot[int] = Slot()
+        slot.put(run.history.latest)
+        if run.ended:
+            slot.end()
+        else:
+            run.followers.add(slot)
+        return slot
+
+    def unfollow(self, run_id: str, slot: Slot[int]) -> None:
+        """Drop a follower."""
+        if (run := self._runs.get(run_id)) is not None:
+            run.followers.discard(slot)
+
+    def _check_subscribers(self, run: HostedRun) -> None:
+        most = self._limits.subscribers_per_run
+        if len(run.watchers) + len(run.followers) >= most:
+            run_id = run.state.run_id
+            raise LimitReached("TOO_MANY_SUBSCRIBERS", run_id, f"as many watch run {run_id!r} as may", most)
 
     def writable_round(self, run_id: str) -> int | None:
         """The one round of a run whose workers may write: the latest, or the next once that has ended.
@@ -386,3 +534,11 @@ class RendezvousEngine:
         """
         run = self._runs.get(run_id)
         return None if run is None else run.writable_round
+
+    def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
+        """Refuse who does not hold the lease it shows; by the latest facts, durable or not.
+
+        Raises:
+            RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost: It does not.
+        """
+        check_lease(self._run(run_id).state, node_id, lease)

@@ -11,10 +11,20 @@ from rallypoint.serving.logs import get_logger
 _log = get_logger("rallypoint.rendezvous")
 
 
-def log_fact(run_id: str, fact: facts.Fact) -> None:
-    """Log a fact that became durable."""
+# In a run of more nodes than this, what every node does in every round is logged as debug only: n lines a round drown
+# the one that matters, and writing them costs the server as much as the joining. ListEvents has them all.
+_MANY_NODES = 64
+_ROUTINE = (facts.NodeJoined, facts.NodeConfirmed, facts.NodeSucceeded)
+
+
+def log_fact(run_id: str, fact: facts.Fact, nodes: int) -> None:
+    """Log a fact that became durable, of a run with so many nodes."""
+    routine = nodes > _MANY_NODES and isinstance(fact, _ROUTINE)
+    if routine and not _log.debugging:
+        return
+    say = _log.debug if routine else _log.info
     event, fields = _line(fact)
-    _log.info(event, run_id=run_id, **fields)
+    say(event, run_id=run_id, **fields)
 
 
 @singledispatch
@@ -45,6 +55,26 @@ def _(fact: facts.NodeLeft) -> tuple[str, dict[str, Any]]:
 @_line.register
 def _(fact: facts.NodeDeparting) -> tuple[str, dict[str, Any]]:
     return "node departing", {"node_id": fact.node_id, "reason": fact.reason}
+
+
+@_line.register
+def _(fact: facts.NodeEvicted) -> tuple[str, dict[str, Any]]:
+    return "node evicted", {"node_id": fact.node_id, "reason": fact.reason}
+
+
+@_line.register
+def _(fact: facts.NodeReadmitted) -> tuple[str, dict[str, Any]]:
+    return "node readmitted", {"node_id": fact.node_id, "reason": fact.reason}
+
+
+@_line.register
+def _(fact: facts.RestartRequested) -> tuple[str, dict[str, Any]]:
+    return "restart requested", {"round": fact.round, "reason": fact.reason}
+
+
+@_line.register
+def _(fact: facts.ExitBarrierPassed) -> tuple[str, dict[str, Any]]:
+    return "exit barrier passed", {"round": fact.round}
 
 
 @_line.register

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rallypoint.rendezvous.arrivals import Arrivals
 from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.execute import next_deadline
 from rallypoint.rendezvous.core.explain import explain_loss
-from rallypoint.rendezvous.core.refusals import JoinTimedOut, LeaseLost, Refused
+from rallypoint.rendezvous.core.refusals import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
 from rallypoint.rendezvous.core.state import LossReason, RunState
 from rallypoint.rendezvous.errors import StreamReplaced
+from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import lease_message, node_update, run_message
+from rallypoint.rendezvous.views import NODES_PER_MESSAGE, lease_message, node_update, run_message
+
+# A checkpoint is written after so many records at least, and after so many per node: each costs as much as its nodes,
+# and a recovery folds no more than these.
+_RECORDS_PER_CHECKPOINT = 1_000
+_RECORDS_PER_NODE = 4
+# A large run is told to its watchers no oftener than every so many seconds per node: building the message takes about a
+# tenth of that, so watching costs no more than a tenth of the server. A small one is told every change.
+_PACE_PER_NODE = 50e-6
+_SMALL_RUN = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -31,10 +44,45 @@ class HostedRun:
     """A run, and who is to be told of it."""
 
     state: RunState
+    history: History
     recorded: int = 0  # the last revision that was given to the journal
+    checkpoint: int = 0  # the last revision that a checkpoint has
     writable_round: int | None = None  # see `RendezvousEngine.writable_round`
+    ended: bool = False  # whether it is durable that the run is closed
     members: dict[str, Member] = field(default_factory=dict)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     watchers: set[Slot[pb.Run]] = field(default_factory=set)
+    followers: set[Slot[int]] = field(default_factory=set)
+    # The revision that watchers were told last, and when they may be told again.
+    _told: int = 0
+    _tell_at: float = -math.inf
+    # The revision that followers were told last.
+    _followed: int = 0
+
+    def expires(self, time_to_live: float) -> float:
+        """When the run is to be forgotten; infinity while it has nodes."""
+        return math.inf if self.state.idle_since is None else self.state.idle_since + time_to_live
+
+    def next_deadline(self, time_to_live: float) -> float | None:
+        """When to look at the run again if nothing happens to it; None: never."""
+        deadline = min(next_deadline(self.state) or math.inf, self.expires(time_to_live))
+        if self.watchers and self._told < self.state.revision:
+            deadline = min(deadline, self._tell_at)
+        return None if deadline == math.inf else deadline
+
+    def wants_checkpoint(self) -> bool:
+        """Whether there are so many records since the last checkpoint that it is time for one."""
+        most = max(_RECORDS_PER_CHECKPOINT, _RECORDS_PER_NODE * len(self.state.nodes))
+        return self.recorded - self.checkpoint >= most
+
+    def keep_writable_round(self) -> None:
+        """Take over from the state, which is durable as it is, which round may write, and whether any may."""
+        last, latest = self.state.last_round_end, self.state.round
+        over = last is not None and last.round == latest
+        # A run that came again after it expired begins where the rounds ended whose numbers it goes on from.
+        inherited = latest > 0 and self.state.fencing_token == 0
+        self.writable_round = latest + 1 if over or inherited else latest
+        self.ended = self.state.run_end is not None
 
     def enrol(self, node_id: str, number: int) -> Member:
         """Take a node's stream in, in the place of an older one of the same node."""
@@ -43,6 +91,7 @@ class HostedRun:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
         lease = lease_message(self.state, number)
         member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
+        self.arrivals.add(member.updates.wake, self.state.settings.keep_alive_interval)
         return member
 
     def farewell(self, node_id: str, number: int) -> Member:
@@ -57,16 +106,18 @@ class HostedRun:
         node = self.state.nodes.get(node_id)
         return node is not None and node.lease == lease
 
-    def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft) -> None:
-        """End the stream of a node whose lease is gone: in order if it left, with the reason if it was lost."""
+    def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft | facts.NodeEvicted) -> None:
+        """End the stream of a node whose lease is gone: in order if it left, with the reason if not."""
         member = self.members.get(fact.node_id)
         if member is None or self.holds_lease(member.node_id, member.lease.lease):
             return
         del self.members[fact.node_id]
-        member.updates.end(self._refusal(member, fact) if isinstance(fact, facts.NodeLost) else None)
+        member.updates.end(None if isinstance(fact, facts.NodeLeft) else self._refusal(member, fact))
 
-    def _refusal(self, member: Member, loss: facts.NodeLost) -> Refused:
+    def _refusal(self, member: Member, loss: facts.NodeLost | facts.NodeEvicted) -> Refused:
         run_id, settings = self.state.run_id, self.state.settings
+        if isinstance(loss, facts.NodeEvicted):
+            return NodeIsEvicted(run_id, loss.node_id, loss.reason)
         if loss.reason is LossReason.JOIN_TIMED_OUT:
             return JoinTimedOut(run_id, loss.node_id, settings.min_nodes, settings.join_timeout)
         node = self.state.nodes.get(loss.node_id)
@@ -82,17 +133,43 @@ class HostedRun:
                 member.updates.end()
             self.members.clear()
 
-    def tell_watchers(self) -> None:
-        """Tell every watcher the present state, and end their streams once the run is closed."""
-        if not self.watchers:
-            return
-        message = run_message(self.state)
-        for watcher in self.watchers:
+    def add_watcher(self, watcher: Slot[pb.Run], revision: int) -> None:
+        """Take a watcher in, which has seen `revision`; it is told at once if there is something newer."""
+        message = run_message(self.state, end=NODES_PER_MESSAGE)
+        if self._told < self.state.revision:
+            for other in self.watchers:
+                other.put(message)
+            self._told = self.state.revision
+        if self.state.revision > revision:
             watcher.put(message)
-            if self.state.run_end is not None:
+        self.watchers.add(watcher)
+
+    def tell_watchers(self, now: float) -> None:
+        """Tell every watcher what is new, and end their streams once the run is closed.
+
+        A large run that changes quickly is told to them now and then only; its deadline sees to the rest.
+        """
+        if self._followed < self.history.latest:
+            self._followed = self.history.latest
+            for follower in self.followers:
+                follower.put(self._followed)
+        if self.watchers and self._told < self.state.revision and (now >= self._tell_at or self.ended):
+            message = run_message(self.state, end=NODES_PER_MESSAGE)
+            for watcher in self.watchers:
+                watcher.put(message)
+            self._told = self.state.revision
+            nodes = len(self.state.nodes)
+            self._tell_at = now + _PACE_PER_NODE * nodes if nodes > _SMALL_RUN else -math.inf
+        if self.ended:
+            for watcher in self.watchers:
                 watcher.end()
+            for follower in self.followers:
+                follower.end()
+            self.watchers.clear()
+            self.followers.clear()
 
     def slots(self) -> Iterator[Slot[Any]]:
         """Where everybody who is told of the run waits."""
         yield from (member.updates for member in self.members.values())
         yield from self.watchers
+        yield from self.followers

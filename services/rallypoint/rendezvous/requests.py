@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.codec import from_message
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.state import RunSettings, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.core.state import RankPolicy, RunSettings, ScaleUpPolicy, WorkerFailure
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.errors import invalid
 
@@ -21,6 +23,8 @@ MOST_NODES = 100_000
 MOST_WORKERS_PER_NODE = 16_384
 MOST_RESTARTS = 1_000_000
 LONGEST = 25 * 24 * 3600.0
+# All settings set take less than half of this; what has unknown fields on top is not worth keeping.
+_SETTINGS_BYTES = 512
 # Past it a time can't be written down again (year 10,000), unix seconds.
 _LATEST = 253_402_300_000
 
@@ -37,14 +41,27 @@ def join_command(request: pb.JoinRun) -> commands.Join:
     if not request.address:
         raise invalid("address", "must not be empty: it is how the other nodes reach this one")
     text("role", request.role, NAME_BYTES)
+    text("topology", request.topology, NAME_BYTES)
     count("local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)
     return commands.Join(
         node_id=request.node_id,
-        settings=run_settings(request.settings),
+        settings=_settings_of(request.settings),
         address=request.address,
         local_world_size=request.local_world_size,
         role=request.role,
+        topology=request.topology,
     )
+
+
+def _settings_of(message: pb.RunSettings) -> RunSettings:
+    """As `run_settings`; the nodes of a run all bring the same, so what was read once is kept."""
+    encoded = message.SerializeToString()
+    return _decoded_settings(encoded) if len(encoded) <= _SETTINGS_BYTES else run_settings(message)
+
+
+@functools.lru_cache(maxsize=256)
+def _decoded_settings(encoded: bytes) -> RunSettings:
+    return run_settings(pb.RunSettings.FromString(encoded))
 
 
 def run_settings(message: pb.RunSettings) -> RunSettings:
@@ -66,6 +83,10 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
         policy = ScaleUpPolicy(message.scale_up_policy or default.scale_up_policy)
     except ValueError:
         raise invalid("settings.scale_up_policy", f"unknown policy {message.scale_up_policy}") from None
+    try:
+        rank_policy = RankPolicy(message.rank_policy or default.rank_policy)
+    except ValueError:
+        raise invalid("settings.rank_policy", f"unknown policy {message.rank_policy}") from None
     return RunSettings(
         min_nodes=message.min_nodes,
         max_nodes=message.max_nodes,
@@ -77,6 +98,9 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
         keep_alive_max_attempt=message.keep_alive_max_attempt or default.keep_alive_max_attempt,
         disconnect_grace=_seconds(message, "disconnect_grace", default.disconnect_grace, zero=True),
         scale_up_policy=policy,
+        exit_barrier_timeout=_seconds(message, "exit_barrier_timeout", default.exit_barrier_timeout),
+        scale_up_delay=_seconds(message, "scale_up_delay", default.scale_up_delay, zero=True),
+        rank_policy=rank_policy,
     )
 
 

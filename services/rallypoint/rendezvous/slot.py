@@ -29,8 +29,27 @@ class Slot(Generic[_T]):
             self._ended, self._end = True, error
             self._filled.set()
 
+    def wake(self) -> None:
+        """Have `take_or_wake` return, without a value if none waits."""
+        self._filled.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more, but for a value that waits."""
+        return self._ended
+
     async def take(self) -> _T | None:
         """Wait for a value and take it; None at the end.
+
+        Raises:
+            BaseException: The error that the slot was ended with.
+        """
+        while (value := await self.take_or_wake()) is None and not self._ended:
+            pass
+        return value
+
+    async def take_or_wake(self) -> _T | None:
+        """Wait for a value and take it; None at the end, or when woken without one.
 
         Raises:
             BaseException: The error that the slot was ended with.
@@ -40,5 +59,6 @@ class Slot(Generic[_T]):
         if not self._ended:
             self._filled.clear()
         if value is None and self._end is not None:
-            raise self._end
+            # Many slots may be ended with one error: a raise must not add to the traceback of another.
+            raise self._end.with_traceback(None)
         return value

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from itertools import chain, islice
+
+from google.protobuf.duration_pb2 import Duration
+
 from rallypoint.rendezvous.codec import to_message
-from rallypoint.rendezvous.core.state import Phase, RunState, Seat
+from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, Seat
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+# A node has 100 bytes or so, and with the longest names 1,400; a client takes messages of 4 MiB. It takes 10 us to put
+# in, so that a run of any size keeps the others waiting for 20 ms at a time.
+NODES_PER_MESSAGE = 2_000
 
 
 def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
@@ -15,16 +24,33 @@ def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
     seat = state.seats.get(node_id)
     if seat is not None:
         _fill_assignment(update.assignment, state, seat)
+    if state.exit_barrier_passed:
+        update.exit_barrier_passed = True
     _fill_ends(update, state)
     return update
 
 
 def lease_message(state: RunState, number: int) -> pb.Lease:
     """A lease and its terms."""
-    lease = pb.Lease(lease=number, revision=state.revision)
-    lease.time_to_live.FromNanoseconds(round(state.settings.time_to_live * 1e9))
-    lease.keep_alive_interval.FromNanoseconds(round(state.settings.keep_alive_interval * 1e9))
-    return lease
+    return pb.Lease(
+        lease=number,
+        revision=state.revision,
+        time_to_live=_duration(state.settings.time_to_live),
+        keep_alive_interval=_duration(_heartbeat_interval(state.settings)),
+    )
+
+
+def _heartbeat_interval(settings: RunSettings) -> float:
+    """Seconds: a lease that may miss no heartbeat at all is renewed twice in its time, or it would flap."""
+    return min(settings.keep_alive_interval, settings.time_to_live / 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _duration(seconds: float) -> Duration:
+    """A duration, not to be changed: all leases of a run have the same two."""
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
 
 
 def run_summary(state: RunState) -> pb.Run:
@@ -37,18 +63,20 @@ def run_summary(state: RunState) -> pb.Run:
         world_size=state.world_size,
         restart_count=state.restart_count,
         node_count=len(state.nodes),
+        succeeded_count=len(state.succeeded),
+        exit_barrier_passed=state.exit_barrier_passed,
     )
     run.settings.MergeFrom(to_message(state.settings))
     _fill_ends(run, state)
     return run
 
 
-def run_message(state: RunState) -> pb.Run:
-    """A run with its nodes: participants by group rank, then the wait list."""
+def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.Run:
+    """A run with its nodes from the `first` to before the `end`: participants by group rank, then the wait list."""
     run = run_summary(state)
-    seated = [state.nodes[node_id] for node_id in state.seats if node_id in state.nodes]
-    unseated = [node for node in state.nodes.values() if node.node_id not in state.seats]
-    for node in seated + unseated:
+    seated = (state.nodes[node_id] for node_id in state.seats if node_id in state.nodes)
+    unseated = (node for node in state.nodes.values() if node.node_id not in state.seats)
+    for node in islice(chain(seated, unseated), first, end):
         entry = run.nodes.add(
             node_id=node.node_id,
             address=node.address,
@@ -56,10 +84,14 @@ def run_message(state: RunState) -> pb.Run:
             local_world_size=node.local_world_size,
             state=_node_state(state, node.node_id),
             connected=node.connected,
+            topology=node.topology,
+            lease=node.lease,
         )
         seat = state.seats.get(node.node_id)
         if seat is not None:
             _fill_assignment(entry.assignment, state, seat)
+    if first == 0:
+        run.evicted_node_ids.extend(sorted(state.evicted))
     return run
 
 
@@ -87,7 +119,8 @@ def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
     if node_id in state.departing:
         return pb.NODE_STATE_DEPARTING
     if node_id not in state.seats:
-        return pb.NODE_STATE_WAITING
+        full = len(state.seats) >= state.settings.max_nodes
+        return pb.NODE_STATE_SPARE if full else pb.NODE_STATE_WAITING
     if node_id in state.succeeded:
         return pb.NODE_STATE_SUCCEEDED
     if state.phase is Phase.FINAL:

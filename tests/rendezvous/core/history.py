@@ -11,22 +11,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from rallypoint.rendezvous.codec import decode_record, encode_record
+from rallypoint.rendezvous.codec import decode_record, encode_record, from_message, to_message
 from rallypoint.rendezvous.core import commands, facts, leases
 from rallypoint.rendezvous.core import execute as core
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
-from rallypoint.rendezvous.core.refusals import LeaseLost, Refused, RunIsClosed
-from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunIsClosed
+from rallypoint.rendezvous.core.snapshot import RunSnapshot as Snapshot
+from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.state import (
+    Phase,
+    RankPolicy,
+    RunSettings,
+    RunState,
+    ScaleUpPolicy,
+    WorkerFailure,
+)
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
 from rallypoint.rendezvous.views import node_update, run_message
 from rendezvous.core.actors import Agent, Watcher
 from rendezvous.core.ledger import Ledger, Violation, require
 
 RUN = "run"
 NAMES = [f"node{number}" for number in (1, 2, 3, 9, 10, 11)]
-TOLD_TO_NODES = (facts.RoundFrozen, facts.RoundFinalized, facts.RoundEnded, facts.RunClosed)
+TOLD_TO_NODES = (
+    facts.RoundFrozen,
+    facts.RoundFinalized,
+    facts.RoundEnded,
+    facts.ExitBarrierPassed,
+    facts.RunClosed,
+)
 
 
 @dataclass(slots=True)
@@ -34,7 +49,8 @@ class Server:
     """One life of the server: its memory, and what it has not committed yet."""
 
     state: RunState
-    uncommitted: list[facts.Fact] = field(default_factory=list)
+    # With the time at which each was decided.
+    uncommitted: list[tuple[facts.Fact, float]] = field(default_factory=list)
     answers: list[Callable[[], None]] = field(default_factory=list)
     members: dict[str, Agent] = field(default_factory=dict)
     watchers: list[Watcher] = field(default_factory=list)
@@ -54,13 +70,20 @@ class History:
             last_call_timeout=self.random.choice([0.0, 10.0]),
             confirm_timeout=20.0,
             scale_up_policy=self.random.choice(list(ScaleUpPolicy)),
+            scale_up_delay=self.random.choice([2.0, 30.0]),
+            exit_barrier_timeout=self.random.choice([1.0, 300.0]),
+            rank_policy=self.random.choice(list(RankPolicy)),
         )
         self.now = 1000.0
         self.journal: list[bytes] = []
+        self.checkpoint: bytes | None = None
+        # What is left of the run's earlier life, if it had one that expired.
+        self.tombstone: bytes | None = None
         self.ledger = Ledger()
         self.server = Server(RunState(RUN))
         # By the latest facts, committed or not: who holds which lease in the server's memory.
         self.held: dict[str, int] = {}
+        self.evicted: set[str] = set()
         self.agents: dict[str, Agent] = {}
         self.stale: list[tuple[str, int]] = []
         self.watchers = [Watcher(), Watcher()]
@@ -69,7 +92,7 @@ class History:
     # ---- the server
 
     def _take_note(self, happened: list[facts.Fact]) -> None:
-        self.server.uncommitted += happened
+        self.server.uncommitted += [(fact, self.now) for fact in happened]
         for fact in happened:
             self.trace.append(f"    {fact}")
             match fact:
@@ -77,6 +100,11 @@ class History:
                     self.held[node_id] = lease
                 case facts.NodeLost(node_id=node_id) | facts.NodeLeft(node_id=node_id):
                     del self.held[node_id]
+                case facts.NodeEvicted(node_id=node_id):
+                    self.held.pop(node_id, None)
+                    self.evicted.add(node_id)
+                case facts.NodeReadmitted(node_id=node_id):
+                    self.evicted.discard(node_id)
                 case facts.RunClosed():
                     self.held.clear()
 
@@ -89,6 +117,8 @@ class History:
             happened = core.execute(self.server.state, command, self.now)
         except Refused as refusal:
             require(stale or not isinstance(refusal, LeaseLost), "a lease that stands is honoured")
+            barred = getattr(command, "node_id", "") in self.evicted
+            require(barred or not isinstance(refusal, NodeIsEvicted), "only who was evicted is barred")
             require(self.server.state.revision == revision, "a refused command changes nothing")
             return None
         except Exception as error:
@@ -104,14 +134,17 @@ class History:
 
     def commit(self) -> None:
         """Make durable what has happened, then tell of it, as the engine does."""
-        server, happened = self.server, self.server.uncommitted
-        for fact in happened:
-            record = encode_record(RUN, len(self.journal) + 1, fact, 1.7e9)
+        server, happened = self.server, [fact for fact, _ in self.server.uncommitted]
+        for fact, decided_at in server.uncommitted:
+            record = encode_record(RUN, len(self.journal) + 1, fact, 1.7e9, "test")
             self.journal.append(record.SerializeToString())
-            self.ledger.record(record.revision, decode_record(JournalRecord.FromString(self.journal[-1])))
+            durable = decode_record(JournalRecord.FromString(self.journal[-1]))
+            self.ledger.record(record.revision, durable, decided_at)
         server.uncommitted = []
+        if happened and self.random.random() < 0.1:
+            self.checkpoint = to_message(take_snapshot(server.state)).SerializeToString()
         for fact in happened:
-            if isinstance(fact, (facts.NodeLost, facts.NodeLeft)):
+            if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                 self._end_stale_stream(fact.node_id)
         if any(isinstance(fact, TOLD_TO_NODES) for fact in happened):
             for agent in list(server.members.values()):
@@ -185,17 +218,30 @@ class History:
         for watcher in self.watchers:
             watcher.connected = False
         self.server = Server(self.recover())
+        self.evicted = set(self.server.state.evicted)
         self.held = {node.node_id: node.lease for node in self.server.state.nodes.values()}
         require(self.held == self.ledger.leases, "the leases after a restart are those of the journal")
         require(durable is None or durable == self._durable_view(), "a run is the fold of its facts")
         self.settle()
 
     def recover(self) -> RunState:
-        """The state that the journal holds, as the engine gets at it."""
-        state = RunState(RUN)
-        for blob in self.journal:
-            apply(state, decode_record(JournalRecord.FromString(blob)), self.now)
+        """The state that the journal holds, as the engine gets at it: from the last checkpoint on."""
+        folded = self._folded(self._restored(self.tombstone))
+        state = self._folded(self._restored(self.checkpoint or self.tombstone))
+        require(
+            take_snapshot(state) == take_snapshot(folded), "a checkpoint is the fold of what came before it"
+        )
         leases.restart_leases(state, self.now)
+        return state
+
+    def _restored(self, content: bytes | None) -> RunState:
+        if content is None:
+            return RunState(RUN)
+        return restore(from_message(RunSnapshot.FromString(content), Snapshot), self.now)
+
+    def _folded(self, state: RunState) -> RunState:
+        for blob in self.journal[state.revision :]:
+            apply(state, decode_record(JournalRecord.FromString(blob)), self.now)
         return state
 
     def _durable_view(self) -> pb.Run:
@@ -203,6 +249,17 @@ class History:
         for node in view.nodes:
             node.connected = False
         return view
+
+    def expire(self) -> None:
+        """Forget a run that nobody is in, as the engine does when it has been idle for long enough."""
+        self.tombstone = to_message(take_tombstone(self.server.state)).SerializeToString()
+        self.checkpoint = None
+        self.ledger.forget()
+        self.evicted.clear()
+        for watcher in self.server.watchers:
+            watcher.connected, watcher.inbox = False, None
+        self.server.watchers.clear()
+        self.server.state = self._restored(self.tombstone)
 
     # ---- what nodes and watchers do
 
@@ -228,12 +285,18 @@ class History:
 
     def _join(self, agent: Agent) -> None:
         command = commands.Join(
-            agent.node_id, self.settings, f"{agent.node_id}.cluster", agent.local_world_size, agent.role
+            agent.node_id,
+            self.settings,
+            f"{agent.node_id}.cluster",
+            agent.local_world_size,
+            agent.role,
+            f"rack{len(agent.node_id)}",
         )
         happened = self.execute(command)
         if happened is None:
             require(
-                self.server.state.phase is Phase.CLOSED, "only a closed run refuses who brings its settings"
+                self.server.state.phase is Phase.CLOSED or agent.node_id in self.evicted,
+                "only a closed run refuses who brings its settings and was not evicted",
             )
             self.agents.pop(agent.node_id, None)
             return
@@ -266,7 +329,7 @@ class History:
                 return
             try:
                 check_lease(server.state, agent.node_id, agent.lease)
-            except LeaseLost:
+            except (LeaseLost, NodeIsEvicted):
                 require(
                     self.ledger.leases.get(agent.node_id) != agent.lease, "a lease that stands is honoured"
                 )
@@ -348,6 +411,10 @@ class History:
         "kill": 2,
         "stale_command": 6,
         "crash": 3,
+        "restart": 0.3,
+        "evict": 0.3,
+        "readmit": 1,
+        "expire": 3,
         "watch": 4,
         "close": 0.05,
     }
@@ -358,12 +425,18 @@ class History:
     def _step_read(self) -> None:
         for agent in list(self.agents.values()):
             if self.random.random() < 0.7:
-                agent.read()
-                if agent.view is not None and agent.view.phase == pb.PHASE_CLOSED:
-                    del self.agents[agent.node_id]
+                self._read(agent)
         for watcher in self.watchers:
             if self.random.random() < 0.5:
                 watcher.read()
+
+    def _read(self, agent: Agent) -> bool:
+        """An agent reads what it was told; returns whether it goes, since the run is closed."""
+        agent.read()
+        closed = agent.view is not None and agent.view.phase == pb.PHASE_CLOSED
+        if closed:
+            del self.agents[agent.node_id]
+        return closed
 
     def _step_join(self) -> None:
         agent = self._pick(lambda agent: agent.lease is None and not agent.asked)
@@ -451,8 +524,8 @@ class History:
         server = self.server
 
         def subscribe() -> None:
-            if watcher.connected or server.state.revision == 0:
-                return  # it asked twice, or there is no run yet
+            if watcher.connected or not server.state.created:
+                return  # it asked twice, or there is no run yet, or no more
             check_revision(server.state, watcher.revision)
             watcher.connected, watcher.inbox = True, None
             server.watchers.append(watcher)
@@ -461,8 +534,29 @@ class History:
 
         server.answers.append(subscribe)
 
+    def _step_restart(self) -> None:
+        self._operate(commands.Restart("try again"))
+
+    def _step_evict(self) -> None:
+        self._operate(commands.Evict(self.random.choice(NAMES), "bad host"))
+
+    def _step_readmit(self) -> None:
+        self._operate(commands.Readmit(self.random.choice(NAMES), "mended"))
+
+    def _operate(self, command: commands.Command) -> None:
+        """An operator can do nothing to a run that is not there."""
+        if self.server.state.created:
+            self.execute(command)
+
     def _step_close(self) -> None:
-        self.execute(commands.Close("enough"))
+        self._operate(commands.Close("enough"))
+
+    def _step_expire(self) -> None:
+        server = self.server
+        idle = server.state.idle_since
+        require((idle is None) == bool(self.held or not server.state.created), "a run is idle without nodes")
+        if idle is not None and not server.uncommitted:
+            self.expire()
 
     # ---- the end of all faults
 
@@ -473,22 +567,25 @@ class History:
             Violation: They don't.
         """
         self.trace.append("---- no more faults")
+        for name in sorted(self.evicted):
+            self.execute(commands.Readmit(name, "no more faults"))
         settings = self.settings
-        for name in NAMES:
-            if len(self.agents) < settings.min_nodes and name not in self.agents:
-                self._new_agent(name)
         grace = settings.join_timeout + settings.last_call_timeout + 2 * settings.confirm_timeout
         deadline = self.now + 2 * (grace + settings.time_to_live)
         while self.ledger.closed is None and not self._agreed():
             require(self.now < deadline, "enough nodes that answer agree on a round")
             for agent in list(self.agents.values()):
                 self._behave(agent)
+            for name in NAMES:
+                if len(self.agents) < settings.min_nodes and name not in self.agents:
+                    self._new_agent(name)
             self.commit()
             self.let_time_pass(1.0)
             self.commit()
 
     def _behave(self, agent: Agent) -> None:
-        agent.read()
+        if self._read(agent):
+            return
         if agent.lease is None and not agent.asked:
             self._join(agent)
         elif not agent.connected and not agent.asked:

@@ -6,11 +6,12 @@ invariants of the design. It never looks into a `RunState`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause, RunSettings, Seat
+from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause, RunSettings, ScaleUpPolicy, Seat
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
@@ -33,6 +34,10 @@ class FrozenRound:
     fencing_token: int
     confirmed: set[str] = field(default_factory=set)
     succeeded: set[str] = field(default_factory=set)
+    # When it was decided, seconds, that the round is FINAL, and that the first of it succeeded.
+    final_at: float = math.inf
+    first_success_at: float = math.inf
+    barrier_passed: bool = False
 
 
 def check_ranks(seats: tuple[Seat, ...], workers: dict[str, tuple[int, str]]) -> None:
@@ -67,6 +72,11 @@ class Ledger:
         self.closed: Outcome | None = None
         self._workers: dict[str, tuple[int, str]] = {}
         self._departing: set[str] = set()
+        # Whose workers had not succeeded when the last round ended.
+        self._at_work: set[str] = set()
+        self._evicted: set[str] = set()
+        self._begins_at = 1
+        self._now = 0.0
         self._last_lease = 0
         self._round = 0
         self._restarts = 0
@@ -78,21 +88,34 @@ class Ledger:
     def _current(self) -> FrozenRound:
         return self.rounds[self._round]
 
-    def record(self, revision: int, fact: facts.Fact) -> None:
-        """Take note of a fact that is durable."""
+    def record(self, revision: int, fact: facts.Fact, decided_at: float) -> None:
+        """Take note of a fact that is durable, and was decided at that time (seconds)."""
         require(self.closed is None, "nothing happens to a run that is closed")
         require(revision == self.revision + 1, "revisions are 1, 2, 3, …")
         self.revision = revision
+        self._now = decided_at
+        created = isinstance(fact, facts.RunCreated)
+        require(created == (self._begins_at == revision), "a run is created first of all, and once")
         getattr(self, "_" + type(fact).__name__)(fact)
         self._at.append((self._phase, self._round))
 
+    def forget(self) -> None:
+        """Take note that the run expired: whoever takes its name begins anew, but for the numbers."""
+        require(not self.leases, "a run expires when nobody is in it")
+        self.closed, self._phase = None, Phase.JOINABLE
+        self._begins_at = self.revision + 1
+        self._departing.clear()
+        self._at_work.clear()
+        self._evicted.clear()
+        self._restarts = 0
+
     def _RunCreated(self, fact: facts.RunCreated) -> None:
-        require(self.revision == 1, "a run is created once")
         self.settings = fact.settings
 
     def _NodeJoined(self, fact: facts.NodeJoined) -> None:
         require(fact.lease > self._last_lease, "lease numbers grow")
         require(fact.node_id not in self.leases, "a node holds one lease")
+        require(fact.node_id not in self._evicted, "who was evicted stays out")
         self.leases[fact.node_id] = self._last_lease = fact.lease
         self._workers[fact.node_id] = fact.local_world_size, fact.role
 
@@ -107,10 +130,42 @@ class Ledger:
         require(fact.node_id in self.leases, "only who holds a lease can depart")
         self._departing.add(fact.node_id)
 
+    def _NodeEvicted(self, fact: facts.NodeEvicted) -> None:
+        require(fact.node_id not in self._evicted, "a node is evicted once")
+        require(
+            self.leases.get(fact.node_id, 0) == fact.lease, "the lease that an evicted node loses is its own"
+        )
+        self._evicted.add(fact.node_id)
+        self.leases.pop(fact.node_id, None)
+        self._departing.discard(fact.node_id)
+
+    def _NodeReadmitted(self, fact: facts.NodeReadmitted) -> None:
+        require(fact.node_id in self._evicted, "only who was evicted is readmitted")
+        self._evicted.discard(fact.node_id)
+
+    def _RestartRequested(self, fact: facts.RestartRequested) -> None:
+        require(self._phase in (Phase.FROZEN, Phase.FINAL), "only a round that is there can be restarted")
+        require(fact.round == self._round, "the round to be restarted is the present one")
+
+    def _ExitBarrierPassed(self, fact: facts.ExitBarrierPassed) -> None:
+        require(self._phase is Phase.FINAL and fact.round == self._round, "a barrier is of the FINAL round")
+        current = self._current
+        require(bool(current.succeeded), "somebody waits at an exit barrier")
+        require(not current.barrier_passed, "an exit barrier passes once")
+        waited = self._now - current.first_success_at
+        require(waited >= self.settings.exit_barrier_timeout, "an exit barrier holds for its timeout")
+        current.barrier_passed = True
+
     def _RoundFrozen(self, fact: facts.RoundFrozen) -> None:
         require(fact.round > self._round, "a round number is never given out twice")
         require(self._phase is Phase.JOINABLE, "a round is formed when the one before has ended")
-        require(not self._departing, "no round is formed while somebody's old workers may be alive")
+        require(
+            self._departing.isdisjoint(self._at_work),
+            "no round is formed while a leaving participant's old workers may be alive",
+        )
+        require(
+            self._departing.isdisjoint(seat.node_id for seat in fact.seats), "who is leaving gets no seat"
+        )
         settings = self.settings
         require(
             settings.min_nodes <= len(fact.seats) <= settings.max_nodes, "a round has min_nodes … max_nodes"
@@ -138,7 +193,7 @@ class Ledger:
         require(current.confirmed == set(current.seats), "a round is FINAL when every participant confirmed")
         for node_id, lease in current.leases.items():
             require(self.leases.get(node_id) == lease, "all participants of a FINAL round hold their leases")
-        self._phase = Phase.FINAL
+        self._phase, current.final_at = Phase.FINAL, self._now
 
     def _WorkerFailed(self, fact: facts.WorkerFailed) -> None:
         self._require_seated(fact.failure.node_id, fact.failure.round, Phase.FINAL)
@@ -146,6 +201,7 @@ class Ledger:
     def _NodeSucceeded(self, fact: facts.NodeSucceeded) -> None:
         self._require_seated(fact.node_id, fact.round, Phase.FINAL)
         self._current.succeeded.add(fact.node_id)
+        self._current.first_success_at = min(self._current.first_success_at, self._now)
 
     def _RoundEnded(self, fact: facts.RoundEnded) -> None:
         require(self._phase in (Phase.FROZEN, Phase.FINAL), "only a round that is there can end")
@@ -153,7 +209,21 @@ class Ledger:
         self._restarts += fact.end.cause is RoundEndCause.WORKER_FAILED
         require(fact.restart_count == self._restarts, "restarts are counted, and nothing else is")
         require(self._restarts <= self.settings.max_restarts, "the budget of restarts is kept")
+        if fact.end.cause is RoundEndCause.NODE_JOINED:
+            self._check_scale_up()
         self._phase = Phase.JOINABLE
+        self._at_work = self._current.seats.keys() - self._current.succeeded
+
+    def _check_scale_up(self) -> None:
+        current, settings = self._current, self.settings
+        present = self.leases.keys() - self._departing
+        require(not current.succeeded, "no work that is done is taken back for a newcomer")
+        require(len(current.seats) < settings.max_nodes, "a full round ends for no newcomer")
+        require(len(present) > len(current.seats), "a round that ends for newcomers has some")
+        require(settings.scale_up_policy is not ScaleUpPolicy.ON_RESTART, "newcomers wait where they are to")
+        if settings.scale_up_policy is ScaleUpPolicy.DELAYED:
+            gathered = self._now >= current.final_at + settings.scale_up_delay
+            require(gathered or len(present) >= settings.max_nodes, "newcomers are gathered for their delay")
 
     def _RunClosed(self, fact: facts.RunClosed) -> None:
         if fact.end.outcome is Outcome.SUCCEEDED:

@@ -71,6 +71,16 @@ class ScriptedRun:
     def leave(self, node_id: str, reason: str = "told to stop") -> None:
         self.do(commands.Leave(node_id, self.lease(node_id), reason))
 
+    def restart(self, reason: str = "new data") -> list[facts.Fact]:
+        return self.do(commands.Restart(reason))
+
+    def evict(self, *node_ids: str, reason: str = "bad memory") -> None:
+        for node_id in node_ids:
+            self.do(commands.Evict(node_id, reason))
+
+    def readmit(self, node_id: str, reason: str = "mended") -> list[facts.Fact]:
+        return self.do(commands.Readmit(node_id, reason))
+
     def lose(self, *node_ids: str) -> None:
         """The nodes' agents are killed: their streams break, and the disconnect grace is over."""
         for node_id in node_ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.leases import restart_leases
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
@@ -42,7 +42,7 @@ def test_a_replay_makes_the_same_run() -> None:
     assert replayed == run_message(run.state)
 
 
-@pytest.mark.parametrize("at", ["joining", "last call", "frozen", "departing"])
+@pytest.mark.parametrize("at", ["joining", "last call", "frozen", "departing", "exit barrier", "idle"])
 def test_a_replay_gives_every_deadline_a_full_new_term(at: str) -> None:
     """A server that was away accuses nobody of what it could not see: however old the facts, time starts now."""
     run = ScriptedRun(min_nodes=2, max_nodes=3)
@@ -53,6 +53,12 @@ def test_a_replay_gives_every_deadline_a_full_new_term(at: str) -> None:
         run.later(30)
     if at == "departing":
         run.depart("a")
+    if at == "exit barrier":
+        run.run_round()
+        run.succeed("a")
+    if at == "idle":
+        run.leave("a")
+        run.leave("b")
     state = replay(run, 90_000.0)
     settings = RunSettings()
     match at:
@@ -64,6 +70,10 @@ def test_a_replay_gives_every_deadline_a_full_new_term(at: str) -> None:
             assert state.confirm_deadline == 90_000 + settings.confirm_timeout
         case "departing":
             assert state.departing == {"a": 90_000 + settings.confirm_timeout}
+        case "exit barrier":
+            assert state.exit_barrier_deadline == 90_000 + settings.exit_barrier_timeout
+        case "idle":
+            assert state.idle_since == 90_000
     assert all(node.lease_deadline == 90_000 + settings.time_to_live for node in state.nodes.values())
 
 
@@ -103,6 +113,40 @@ def test_a_round_that_is_over_leaves_nothing_behind() -> None:
     assert (run.phase, run.ranks) == (Phase.JOINABLE, [])
     assert (run.state.world_size, run.state.group_world_size) == (0, 0)
     assert (run.state.unconfirmed, run.state.succeeded) == (set(), set())
+
+
+def test_an_exit_barrier_leaves_nothing_behind() -> None:
+    """Nobody is told of the barrier of a round that is over, whether the next one forms or the run is closed."""
+    run = ScriptedRun(min_nodes=2, max_nodes=2, exit_barrier_timeout=10.0)
+    run.start("a", "b")
+    run.succeed("a")
+    run.later(10)
+    assert run.state.exit_barrier_passed
+    run.lose("b")
+    assert run.phase is Phase.JOINABLE
+    assert not (run.state.exit_barrier_passed)
+    assert not (run.state.finishing)
+    assert run.state.exit_barrier_deadline is None
+
+
+def test_a_run_is_idle_since_its_last_node_went() -> None:
+    """However it went, and no longer once somebody comes; a closed run has no nodes."""
+    run = ScriptedRun(min_nodes=1, max_nodes=3)
+    assert run.state.idle_since is None
+    run.start("a", "b")
+    run.later(5)
+    run.leave("a")
+    assert run.state.idle_since is None
+    run.lose("b")
+    assert run.state.idle_since == run.now
+    since = run.now
+    run.later(100)
+    run.evict("c")
+    assert run.state.idle_since == since
+    run.join("d")
+    assert run.state.idle_since is None
+    run.do(commands.Close("enough"))
+    assert run.state.idle_since == run.now
 
 
 def test_the_seat_of_a_node_that_succeeded_is_not_for_its_successor() -> None:

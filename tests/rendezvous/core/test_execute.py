@@ -81,6 +81,16 @@ def lease(run: ScriptedRun) -> None:
     run.start("a", "b", "c")
 
 
+def exit_barrier(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.succeed("a")
+
+
+def exit_barrier_whose_first_has_gone(run: ScriptedRun) -> None:
+    exit_barrier(run)
+    run.leave("a")
+
+
 @pytest.mark.parametrize(
     ("set_up", "seconds", "happens"),
     [
@@ -90,6 +100,8 @@ def lease(run: ScriptedRun) -> None:
         (departure, 4.0, facts.NodeLost("a", LossReason.DEPARTURE_TIMED_OUT)),
         (disconnect_grace, 2.0, facts.NodeLost("b", LossReason.DISCONNECTED)),
         (lease, 90.0, facts.NodeLost("a", LossReason.LEASE_EXPIRED)),
+        (exit_barrier, 6.0, facts.ExitBarrierPassed(1)),
+        (exit_barrier_whose_first_has_gone, 6.0, facts.ExitBarrierPassed(1)),
     ],
 )
 def test_the_next_deadline_is_when_something_happens(
@@ -102,6 +114,7 @@ def test_the_next_deadline_is_when_something_happens(
         last_call_timeout=3.0,
         confirm_timeout=4.0,
         join_timeout=5.0,
+        exit_barrier_timeout=6.0,
         disconnect_grace=2.0,
         keep_alive_interval=30.0,
     )

@@ -23,10 +23,11 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.rendezvous.core import apply, decide, facts, ranks
-from rallypoint.rendezvous.core.state import Phase, RunState, Seat
+from rallypoint.rendezvous.core import apply, commands, decide, execute, facts, ranks, snapshot
+from rallypoint.rendezvous.core.snapshot import RunSnapshot
+from rallypoint.rendezvous.core.state import Phase, RoundEnd, RoundEndCause, RunState, Seat
 from rendezvous.core import history
-from rendezvous.core.history import History, play
+from rendezvous.core.history import RUN, History, play
 from rendezvous.core.ledger import Violation
 
 BLOCKS = 20
@@ -64,11 +65,13 @@ def test_a_seed_is_one_history() -> None:
 
 
 def test_histories_reach_every_corner() -> None:
-    """A hundred histories have every fact, every reason for a loss, every end of a round and of a run, and spares."""
+    """A few histories have every fact, every reason for a loss, every end of a round and of a run, and spares."""
     seen: set[str] = set()
-    for seed in range(100):
+    for seed in range(150):
         played = play(seed)
         seen.update(word for line in played.trace for word in line.replace("(", " ").split())
+        if played.tombstone is not None and played.server.state.created:
+            seen.add("expired and came again")
         seen.update(
             "spares" for formed in played.ledger.rounds.values() if len(formed.leases) < len(played.agents)
         )
@@ -77,9 +80,10 @@ def test_histories_reach_every_corner() -> None:
     wanted = {word.strip("<:") for word in wanted} | {"spares", "crash"}
     corners = {
         *("LossReason." + name for name in ("CONFIRM_TIMED_OUT", "JOIN_TIMED_OUT", "DEPARTURE_TIMED_OUT")),
-        *("RoundEndCause." + name for name in ("NODE_LOST", "NODE_LEFT", "WORKER_FAILED", "NODE_JOINED")),
+        *(f"RoundEndCause.{cause.name}" for cause in RoundEndCause),
         *("Outcome." + name for name in ("SUCCEEDED", "FAILED", "CANCELLED")),
     }
+    corners.add("expired and came again")
     text = " ".join(seen)
     assert not {corner for corner in wanted | corners if corner not in text}
 
@@ -182,6 +186,88 @@ def never_end_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apply, "_keep_last_call", lambda state, now: None)
 
 
+def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was taken out may join again at once."""
+    whole = decide.decide
+
+    def lenient(state: RunState, command: commands.Command) -> list[facts.Fact]:
+        if not isinstance(command, commands.Join):
+            return whole(state, command)
+        evicted, state.evicted = state.evicted, {}
+        try:
+            return whole(state, command)
+        finally:
+            state.evicted = evicted
+
+    monkeypatch.setattr(execute, "decide", lenient)
+
+
+def pass_the_exit_barrier_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever succeeds first may go."""
+    whole = decide._in_final
+
+    def hasty(state: RunState, now: float) -> facts.Fact | None:
+        if state.exit_barrier_deadline is not None and len(state.succeeded) < len(state.seats):
+            return facts.ExitBarrierPassed(state.round)
+        return whole(state, now)
+
+    monkeypatch.setitem(decide._IN_PHASE, Phase.FINAL, hasty)
+
+
+def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts again from a checkpoint lets everybody in."""
+    whole = snapshot.restore
+
+    def forgetful(taken: RunSnapshot, now: float) -> RunState:
+        return whole(replace(taken, evicted=()), now)
+
+    monkeypatch.setattr(history, "restore", forgetful)
+
+
+def let_no_newcomer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every newcomer ends the round at once, whatever the policy."""
+    monkeypatch.setattr(decide, "_wants_newcomers", lambda state, now: True)
+
+
+def take_finished_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer ends the round though participants have succeeded."""
+    whole = decide._in_final
+
+    def greedy(state: RunState, now: float) -> facts.Fact | None:
+        state.finishing = False
+        return whole(state, now)
+
+    monkeypatch.setitem(decide._IN_PHASE, Phase.FINAL, greedy)
+
+
+def forget_who_departs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next round is formed while a leaving node's workers may be alive."""
+    monkeypatch.setattr(RunState, "held_up", False)
+
+
+def give_an_expired_run_its_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Revisions, and leases with them, begin at 1 when a run of the same name comes again."""
+    monkeypatch.setattr(history, "take_tombstone", lambda state: RunSnapshot(RUN, 0, 0, forgotten=True))
+
+
+def give_an_expired_run_its_rounds_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its rounds begin at 1."""
+    whole = snapshot.take_tombstone
+    monkeypatch.setattr(history, "take_tombstone", lambda state: replace(whole(state), round=0))
+
+
+def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's restart is counted as a failure of a worker."""
+    whole = decide._end_of_breached_round
+
+    def strict(state: RunState, breach: RoundEnd) -> facts.Fact:
+        if breach.cause is RoundEndCause.RESTART_REQUESTED:
+            return facts.RoundEnded(breach, state.restart_count + 1)
+        return whole(state, breach)
+
+    monkeypatch.setattr(decide, "_end_of_breached_round", strict)
+
+
 @pytest.mark.parametrize(
     ("plant", "invariant"),
     [
@@ -193,9 +279,18 @@ def never_end_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
         (take_reports_of_any_round, "another round changes nothing"),
         (tell_before_commit, "nothing is told before it is durable"),
         (tell_no_node_that_its_round_ended, "nobody misses a phase that still matters"),
-        (forget_restarts, "restarts are counted"),
+        (forget_restarts, "restarts are counted|one revision is one state"),
         (keep_expired_nodes, "whoever sleeps until the next deadline sleeps|enough nodes that answer agree"),
         (never_end_the_last_call, "enough nodes that answer agree on a round"),
+        (let_evicted_nodes_in, "who was evicted stays out"),
+        (pass_the_exit_barrier_early, "an exit barrier holds for its timeout"),
+        (forget_who_was_evicted, "a checkpoint is the fold of what came before it"),
+        (let_no_newcomer_wait, "newcomers wait where they are to|gathered for their delay"),
+        (take_finished_work_back, "no work that is done is taken back for a newcomer"),
+        (forget_who_departs_first, "no round is formed while a leaving participant"),
+        (give_an_expired_run_its_numbers_again, "lease numbers grow"),
+        (give_an_expired_run_its_rounds_again, "a round number is never given out twice"),
+        (restart_without_saying_so, "restarts are counted, and nothing else is"),
     ],
 )
 def test_a_planted_bug_is_caught(

@@ -136,3 +136,16 @@ def test_leases_end_exactly_when_they_should(seed: int) -> None:
                     assert lost == {node_id for node_id, end in due.items() if end <= run.now}
                     due = {node_id: end for node_id, end in due.items() if node_id not in lost}
         assert set(run.state.nodes) == set(due)
+
+
+def test_a_renewal_says_whether_it_brings_the_end_nearer() -> None:
+    """As the first one after a restart may: whoever sleeps until the next deadline has to be told."""
+    run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=0.5, keep_alive_max_attempt=3)
+    run.start("a", "b")
+    assert not leases.renew(run.state, "a", run.now + 1)
+    leases.restart_leases(run.state, run.now)
+    before = execute.next_deadline(run.state)
+    assert leases.renew(run.state, "a", run.now + 1)
+    assert before == run.now + leases.LEAST_TERM_AFTER_RESTART
+    assert execute.next_deadline(run.state) == run.now + 1 + 1.5
+    assert not leases.renew(run.state, "a", run.now + 2)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,rallypoint/agent/v1/supervisor_service.proto\x12\x13rallypoint.agent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xdc\x01\n\x03Job\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12,\n\x05state\x18\x03 \x01(\x0e\x32\x1d.rallypoint.agent.v1.JobState\x12\r\n\x05round\x18\x04 \x01(\x05\x12\x15\n\rrestart_count\x18\x05 \x01(\x05\x12,\n\x07workers\x18\x06 \x03(\x0b\x32\x1b.rallypoint.agent.v1.Worker\x12\x11\n\texit_code\x18\x07 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x0f\n\x07log_dir\x18\t \x01(\t\"\xab\x01\n\x06Worker\x12\x12\n\nlocal_rank\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12/\n\x05state\x18\x04 \x01(\x0e\x32 .rallypoint.agent.v1.WorkerState\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\texit_code\x18\x06 \x01(\x05\"\x0f\n\rGetJobRequest\"7\n\x0eGetJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.rallypoint.agent.v1.Job\" \n\x0eStopJobRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fStopJobResponse\"\xbb\x04\n\x07JobSpec\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x1b\n\x13rendezvous_endpoint\x18\x03 \x01(\t\x12\x16\n\x0etimer_endpoint\x18\x04 \x01(\t\x12\x11\n\tmin_nodes\x18\x05 \x01(\x05\x12\x11\n\tmax_nodes\x18\x06 \x01(\x05\x12\x14\n\x0cmax_restarts\x18\x07 \x01(\x05\x12Q\n\x13rendezvous_settings\x18\x08 \x03(\x0b\x32\x34.rallypoint.agent.v1.JobSpec.RendezvousSettingsEntry\x12\x18\n\x10local_world_size\x18\t \x01(\x05\x12\x0c\n\x04role\x18\n \x01(\t\x12\x0f\n\x07\x63ommand\x18\x0b \x03(\t\x12\x42\n\x0b\x65nvironment\x18\x0c \x03(\x0b\x32-.rallypoint.agent.v1.JobSpec.EnvironmentEntry\x12\x19\n\x11working_directory\x18\r \x01(\t\x12\x0f\n\x07log_dir\x18\x0e \x01(\t\x12\x33\n\x10shutdown_timeout\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x39\n\x17RendezvousSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x10LaunchJobRequest\x12*\n\x04spec\x18\x01 \x01(\x0b\x32\x1c.rallypoint.agent.v1.JobSpec\"$\n\x11LaunchJobResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t*\xa2\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_WAITING\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x16\n\x12JOB_STATE_STOPPING\x10\x03\x12 \n\x1cJOB_STATE_WAITING_FOR_OTHERS\x10\x04\x12\x13\n\x0fJOB_STATE_ENDED\x10\x05*z\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_RUNNING\x10\x01\x12\x1a\n\x16WORKER_STATE_SUCCEEDED\x10\x02\x12\x17\n\x13WORKER_STATE_FAILED\x10\x03\x32\x98\x02\n\x11SupervisorService\x12Q\n\x06GetJob\x12\".rallypoint.agent.v1.GetJobRequest\x1a#.rallypoint.agent.v1.GetJobResponse\x12T\n\x07StopJob\x12#.rallypoint.agent.v1.StopJobRequest\x1a$.rallypoint.agent.v1.StopJobResponse\x12Z\n\tLaunchJob\x12%.rallypoint.agent.v1.LaunchJobRequest\x1a&.rallypoint.agent.v1.LaunchJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,rallypoint/agent/v1/supervisor_service.proto\x12\x13rallypoint.agent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xdc\x01\n\x03Job\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12,\n\x05state\x18\x03 \x01(\x0e\x32\x1d.rallypoint.agent.v1.JobState\x12\r\n\x05round\x18\x04 \x01(\x05\x12\x15\n\rrestart_count\x18\x05 \x01(\x05\x12,\n\x07workers\x18\x06 \x03(\x0b\x32\x1b.rallypoint.agent.v1.Worker\x12\x11\n\texit_code\x18\x07 \x01(\x05\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x0f\n\x07log_dir\x18\t \x01(\t\"\xab\x01\n\x06Worker\x12\x12\n\nlocal_rank\x18\x01 \x01(\x05\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12/\n\x05state\x18\x04 \x01(\x0e\x32 .rallypoint.agent.v1.WorkerState\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\texit_code\x18\x06 \x01(\x05\"\x0f\n\rGetJobRequest\"7\n\x0eGetJobResponse\x12%\n\x03job\x18\x01 \x01(\x0b\x32\x18.rallypoint.agent.v1.Job\" \n\x0eStopJobRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fStopJobResponse\"\xcd\x04\n\x07JobSpec\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x1b\n\x13rendezvous_endpoint\x18\x03 \x01(\t\x12\x16\n\x0etimer_endpoint\x18\x04 \x01(\t\x12\x11\n\tmin_nodes\x18\x05 \x01(\x05\x12\x11\n\tmax_nodes\x18\x06 \x01(\x05\x12\x14\n\x0cmax_restarts\x18\x07 \x01(\x05\x12Q\n\x13rendezvous_settings\x18\x08 \x03(\x0b\x32\x34.rallypoint.agent.v1.JobSpec.RendezvousSettingsEntry\x12\x18\n\x10local_world_size\x18\t \x01(\x05\x12\x0c\n\x04role\x18\n \x01(\t\x12\x0f\n\x07\x63ommand\x18\x0b \x03(\t\x12\x42\n\x0b\x65nvironment\x18\x0c \x03(\x0b\x32-.rallypoint.agent.v1.JobSpec.EnvironmentEntry\x12\x19\n\x11working_directory\x18\r \x01(\t\x12\x0f\n\x07log_dir\x18\x0e \x01(\t\x12\x33\n\x10shutdown_timeout\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08topology\x18\x10 \x01(\t\x1a\x39\n\x17RendezvousSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x45nvironmentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x10LaunchJobRequest\x12*\n\x04spec\x18\x01 \x01(\x0b\x32\x1c.rallypoint.agent.v1.JobSpec\"$\n\x11LaunchJobResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t*\xa2\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_WAITING\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x16\n\x12JOB_STATE_STOPPING\x10\x03\x12 \n\x1cJOB_STATE_WAITING_FOR_OTHERS\x10\x04\x12\x13\n\x0fJOB_STATE_ENDED\x10\x05*z\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_RUNNING\x10\x01\x12\x1a\n\x16WORKER_STATE_SUCCEEDED\x10\x02\x12\x17\n\x13WORKER_STATE_FAILED\x10\x03\x32\x98\x02\n\x11SupervisorService\x12Q\n\x06GetJob\x12\".rallypoint.agent.v1.GetJobRequest\x1a#.rallypoint.agent.v1.GetJobResponse\x12T\n\x07StopJob\x12#.rallypoint.agent.v1.StopJobRequest\x1a$.rallypoint.agent.v1.StopJobResponse\x12Z\n\tLaunchJob\x12%.rallypoint.agent.v1.LaunchJobRequest\x1a&.rallypoint.agent.v1.LaunchJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOBSPEC_RENDEZVOUSSETTINGSENTRY']._serialized_options = b'8\001'
   _globals['_JOBSPEC_ENVIRONMENTENTRY']._loaded_options = None
   _globals['_JOBSPEC_ENVIRONMENTENTRY']._serialized_options = b'8\001'
-  _globals['_JOBSTATE']._serialized_start=1335
-  _globals['_JOBSTATE']._serialized_end=1497
-  _globals['_WORKERSTATE']._serialized_start=1499
-  _globals['_WORKERSTATE']._serialized_end=1621
+  _globals['_JOBSTATE']._serialized_start=1353
+  _globals['_JOBSTATE']._serialized_end=1515
+  _globals['_WORKERSTATE']._serialized_start=1517
+  _globals['_WORKERSTATE']._serialized_end=1639
   _globals['_JOB']._serialized_start=135
   _globals['_JOB']._serialized_end=355
   _globals['_WORKER']._serialized_start=358
@@ -54,15 +54,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPJOBRESPONSE']._serialized_start=639
   _globals['_STOPJOBRESPONSE']._serialized_end=656
   _globals['_JOBSPEC']._serialized_start=659
-  _globals['_JOBSPEC']._serialized_end=1230
-  _globals['_JOBSPEC_RENDEZVOUSSETTINGSENTRY']._serialized_start=1121
-  _globals['_JOBSPEC_RENDEZVOUSSETTINGSENTRY']._serialized_end=1178
-  _globals['_JOBSPEC_ENVIRONMENTENTRY']._serialized_start=1180
-  _globals['_JOBSPEC_ENVIRONMENTENTRY']._serialized_end=1230
-  _globals['_LAUNCHJOBREQUEST']._serialized_start=1232
-  _globals['_LAUNCHJOBREQUEST']._serialized_end=1294
-  _globals['_LAUNCHJOBRESPONSE']._serialized_start=1296
-  _globals['_LAUNCHJOBRESPONSE']._serialized_end=1332
-  _globals['_SUPERVISORSERVICE']._serialized_start=1624
-  _globals['_SUPERVISORSERVICE']._serialized_end=1904
+  _globals['_JOBSPEC']._serialized_end=1248
+  _globals['_JOBSPEC_RENDEZVOUSSETTINGSENTRY']._serialized_start=1139
+  _globals['_JOBSPEC_RENDEZVOUSSETTINGSENTRY']._serialized_end=1196
+  _globals['_JOBSPEC_ENVIRONMENTENTRY']._serialized_start=1198
+  _globals['_JOBSPEC_ENVIRONMENTENTRY']._serialized_end=1248
+  _globals['_LAUNCHJOBREQUEST']._serialized_start=1250
+  _globals['_LAUNCHJOBREQUEST']._serialized_end=1312
+  _globals['_LAUNCHJOBRESPONSE']._serialized_start=1314
+  _globals['_LAUNCHJOBRESPONSE']._serialized_end=1350
+  _globals['_SUPERVISORSERVICE']._serialized_start=1642
+  _globals['_SUPERVISORSERVICE']._serialized_end=1922
 # @@protoc_insertion_point(module_scope)

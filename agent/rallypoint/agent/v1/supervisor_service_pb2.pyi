@@ -326,6 +326,7 @@ class JobSpec(_message.Message):
     WORKING_DIRECTORY_FIELD_NUMBER: _builtins.int
     LOG_DIR_FIELD_NUMBER: _builtins.int
     SHUTDOWN_TIMEOUT_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -348,6 +349,8 @@ class JobSpec(_message.Message):
     """Working directory; unset: the agent's."""
     log_dir: _builtins.str
     """Folder for logs on this host; unset: a new temporary one."""
+    topology: _builtins.str
+    """Where this host is, from the outermost place to the innermost, as in "hall2/rack7"."""
     @_builtins.property
     def rendezvous_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Further settings of the rendezvous, as in `--rdzv-conf`."""
@@ -382,10 +385,11 @@ class JobSpec(_message.Message):
         working_directory: _builtins.str = ...,
         log_dir: _builtins.str = ...,
         shutdown_timeout: _duration_pb2.Duration | None = ...,
+        topology: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shutdown_timeout", b"shutdown_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "local_world_size", b"local_world_size", "log_dir", b"log_dir", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "rendezvous_settings", b"rendezvous_settings", "role", b"role", "run_id", b"run_id", "shutdown_timeout", b"shutdown_timeout", "timer_endpoint", b"timer_endpoint", "working_directory", b"working_directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "local_world_size", b"local_world_size", "log_dir", b"log_dir", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "rendezvous_settings", b"rendezvous_settings", "role", b"role", "run_id", b"run_id", "shutdown_timeout", b"shutdown_timeout", "timer_endpoint", b"timer_endpoint", "topology", b"topology", "working_directory", b"working_directory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

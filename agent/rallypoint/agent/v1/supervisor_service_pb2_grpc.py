@@ -31,11 +31,14 @@ class SupervisorServiceStub(object):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
     UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+    UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel):
@@ -67,11 +70,14 @@ class SupervisorServiceServicer(object):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
     UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+    UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def GetJob(self, request, context):
@@ -130,11 +136,14 @@ class SupervisorService(object):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
     NOT_FOUND            NO_JOB            the agent runs no job, and has run none
     UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
     FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+    UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @staticmethod

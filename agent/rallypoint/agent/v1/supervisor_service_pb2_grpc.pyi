@@ -32,11 +32,14 @@ class SupervisorServiceStub:
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
       UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_typing.overload
@@ -62,11 +65,14 @@ class SupervisorServiceAsyncStub(SupervisorServiceStub):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
       UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -88,11 +94,14 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
       NOT_FOUND            NO_JOB            the agent runs no job, and has run none
       UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_abc_1.abstractmethod

@@ -7,7 +7,7 @@ from functools import singledispatch
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.explain import explain_loss
 from rallypoint.rendezvous.core.leases import enqueue
-from rallypoint.rendezvous.core.state import Node, Phase, RoundEnd, RoundEndCause, RunState
+from rallypoint.rendezvous.core.state import Node, Phase, RoundEnd, RoundEndCause, RunState, ScaleUpPolicy
 
 
 def apply(state: RunState, fact: facts.Fact, now: float) -> RunState:
@@ -22,7 +22,20 @@ def apply(state: RunState, fact: facts.Fact, now: float) -> RunState:
     """
     state.revision += 1
     _apply(fact, state, now)
+    _keep_scale_up(state, now)
+    _keep_idle_since(state, now)
     return state
+
+
+def resume_deadlines(state: RunState, now: float) -> None:
+    """Start every deadline afresh that the state of a run calls for."""
+    _keep_last_call(state, now)
+    _keep_scale_up(state, now)
+    _keep_idle_since(state, now)
+    if state.phase is Phase.FROZEN:
+        state.confirm_deadline = now + state.settings.confirm_timeout
+    if state.phase is Phase.FINAL and state.finishing and not state.exit_barrier_passed:
+        state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
 
 
 @singledispatch
@@ -32,6 +45,7 @@ def _apply(fact: object, state: RunState, now: float) -> None:
 
 @_apply.register
 def _run_created(fact: facts.RunCreated, state: RunState, now: float) -> None:
+    state.created = True
     state.settings = fact.settings
 
 
@@ -43,6 +57,7 @@ def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
         address=fact.address,
         local_world_size=fact.local_world_size,
         role=fact.role,
+        topology=fact.topology,
         lease_deadline=now + state.settings.time_to_live,
         waiting_since=now,
     )
@@ -66,6 +81,19 @@ def _node_departing(fact: facts.NodeDeparting, state: RunState, now: float) -> N
     state.departing[fact.node_id] = now + state.settings.confirm_timeout
     _vacate_seat(state, fact.node_id, RoundEndCause.NODE_LEFT, _left(fact))
     _keep_last_call(state, now)
+
+
+@_apply.register
+def _node_evicted(fact: facts.NodeEvicted, state: RunState, now: float) -> None:
+    state.evicted[fact.node_id] = fact.reason
+    if fact.node_id in state.nodes:
+        detail = f"node {fact.node_id} was taken out by an operator: {fact.reason}"
+        _remove_node(state, fact.node_id, RoundEndCause.NODE_EVICTED, detail, now)
+
+
+@_apply.register
+def _node_readmitted(fact: facts.NodeReadmitted, state: RunState, now: float) -> None:
+    del state.evicted[fact.node_id]
 
 
 def _left(fact: facts.NodeLeft | facts.NodeDeparting) -> str:
@@ -99,10 +127,7 @@ def _round_frozen(fact: facts.RoundFrozen, state: RunState, now: float) -> None:
     state.master_address = state.nodes[fact.seats[0].node_id].address
     state.fencing_token = state.revision
     state.unconfirmed = set(state.seats)
-    state.succeeded = set()
-    state.finishing = False
     state.master_port = 0
-    state.breach = None
     state.failure = None
     state.last_call_deadline = None
     state.confirm_deadline = now + state.settings.confirm_timeout
@@ -134,6 +159,21 @@ def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> Non
 def _node_succeeded(fact: facts.NodeSucceeded, state: RunState, now: float) -> None:
     state.succeeded.add(fact.node_id)
     state.finishing = True
+    if state.exit_barrier_deadline is None and not state.exit_barrier_passed:
+        state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
+
+
+@_apply.register
+def _exit_barrier_passed(fact: facts.ExitBarrierPassed, state: RunState, now: float) -> None:
+    state.exit_barrier_passed = True
+    state.exit_barrier_deadline = None
+
+
+@_apply.register
+def _restart_requested(fact: facts.RestartRequested, state: RunState, now: float) -> None:
+    if state.breach is None:
+        detail = f"an operator asked for a restart: {fact.reason}"
+        state.breach = RoundEnd(state.round, RoundEndCause.RESTART_REQUESTED, "", detail)
 
 
 @_apply.register
@@ -167,6 +207,8 @@ def _clear_round(state: RunState) -> None:
     state.group_world_size = state.world_size = 0
     state.unconfirmed = set()
     state.succeeded = set()
+    state.finishing = state.exit_barrier_passed = False
+    state.exit_barrier_deadline = None
     state.breach = None
 
 
@@ -176,3 +218,19 @@ def _keep_last_call(state: RunState, now: float) -> None:
         state.last_call_deadline = None
     elif state.last_call_deadline is None:
         state.last_call_deadline = now + state.settings.last_call_timeout
+
+
+def _keep_idle_since(state: RunState, now: float) -> None:
+    if state.nodes:
+        state.idle_since = None
+    elif state.idle_since is None:
+        state.idle_since = now
+
+
+def _keep_scale_up(state: RunState, now: float) -> None:
+    """Newcomers are gathered from the first one on, for as long as the round could hold them."""
+    gathering = state.settings.scale_up_policy is ScaleUpPolicy.DELAYED and state.phase is Phase.FINAL
+    if not gathering or not state.has_room:
+        state.scale_up_deadline = None
+    elif state.scale_up_deadline is None:
+        state.scale_up_deadline = now + state.settings.scale_up_delay

@@ -17,6 +17,7 @@ class Join:
     address: str
     local_world_size: int
     role: str
+    topology: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,34 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Somebody ends the run."""
+    """An operator ends the run."""
 
     reason: str
 
 
-Command: TypeAlias = Join | Confirm | ReportFailure | ReportSuccess | Depart | Leave | Close
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """An operator wants all workers started anew."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """An operator takes a node out, and keeps it out."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Readmit:
+    """An operator lets a node in again."""
+
+    node_id: str
+    reason: str
+
+
+Command: TypeAlias = (
+    Join | Confirm | ReportFailure | ReportSuccess | Depart | Leave | Close | Restart | Evict | Readmit
+)

@@ -7,8 +7,16 @@ from functools import singledispatch
 from itertools import islice
 
 from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.explain import explain_newcomers
 from rallypoint.rendezvous.core.ranks import assign_seats
-from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
+from rallypoint.rendezvous.core.refusals import (
+    LeaseLost,
+    NodeIsEvicted,
+    RevisionAhead,
+    RunIsClosed,
+    SettingsDiffer,
+    TooManyEvicted,
+)
 from rallypoint.rendezvous.core.state import (
     LossReason,
     Node,
@@ -21,6 +29,9 @@ from rallypoint.rendezvous.core.state import (
     RunState,
     ScaleUpPolicy,
 )
+
+MOST_EVICTED = 1_000
+"""Nodes that one run can refuse."""
 
 
 def decide(state: RunState, command: commands.Command) -> list[facts.Fact]:
@@ -35,8 +46,8 @@ def decide(state: RunState, command: commands.Command) -> list[facts.Fact]:
 
 
 def _decide_closed(state: RunState, command: commands.Command) -> list[facts.Fact]:
-    if isinstance(command, commands.Close):
-        return []
+    if isinstance(command, (commands.Close, commands.Restart)):
+        return []  # there is nothing left to close, or to restart
     assert state.run_end is not None, "a closed run has an end"
     raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
 
@@ -49,16 +60,20 @@ def _decide(command: object, state: RunState) -> list[facts.Fact]:
 @_decide.register
 def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
     decided: list[facts.Fact] = []
-    if state.revision == 0:
+    if not state.created:
         decided.append(facts.RunCreated(command.settings))
     elif command.settings != state.settings:
         raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
+    if command.node_id in state.evicted:
+        raise NodeIsEvicted(state.run_id, command.node_id, state.evicted[command.node_id])
     if command.node_id in state.nodes:
         decided.append(facts.NodeLost(command.node_id, LossReason.SUPERSEDED))
     # The lease's number is the revision that its fact is going to get: it only grows, and no two are alike.
     lease = state.revision + len(decided) + 1
     decided.append(
-        facts.NodeJoined(command.node_id, lease, command.address, command.local_world_size, command.role)
+        facts.NodeJoined(
+            command.node_id, lease, command.address, command.local_world_size, command.role, command.topology
+        )
     )
     return decided
 
@@ -112,15 +127,42 @@ def _close(command: commands.Close, state: RunState) -> list[facts.Fact]:
     return [facts.RunClosed(RunEnd(Outcome.CANCELLED, f"closed by an operator: {command.reason}"))]
 
 
+@_decide.register
+def _restart(command: commands.Restart, state: RunState) -> list[facts.Fact]:
+    if state.phase is Phase.JOINABLE or state.breach is not None:
+        return []  # no round, or one that ends anyway
+    return [facts.RestartRequested(state.round, command.reason)]
+
+
+@_decide.register
+def _evict(command: commands.Evict, state: RunState) -> list[facts.Fact]:
+    if command.node_id in state.evicted:
+        return []
+    if len(state.evicted) >= MOST_EVICTED:
+        raise TooManyEvicted(state.run_id, MOST_EVICTED)
+    node = state.nodes.get(command.node_id)
+    return [facts.NodeEvicted(command.node_id, command.reason, node.lease if node else 0)]
+
+
+@_decide.register
+def _readmit(command: commands.Readmit, state: RunState) -> list[facts.Fact]:
+    if command.node_id not in state.evicted:
+        return []
+    return [facts.NodeReadmitted(command.node_id, command.reason)]
+
+
 def check_lease(state: RunState, node_id: str, lease: int) -> None:
     """Refuse who does not hold the lease it shows.
 
     Raises:
         RunIsClosed: The run is over, and all leases with it.
+        NodeIsEvicted: An operator took the node out.
         LeaseLost: The lease expired, was given back, or was superseded.
     """
     if state.run_end is not None:
         raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
+    if node_id in state.evicted:
+        raise NodeIsEvicted(state.run_id, node_id, state.evicted[node_id])
     node = state.nodes.get(node_id)
     if node is None or node.lease != lease:
         raise LeaseLost(state.run_id, node_id, lease, node.lease if node else None)
@@ -178,12 +220,13 @@ def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
     # A round that lost nobody, found a replacement for everybody, or grew, has nobody to wait for.
     whole = state.former_size > 0 and present >= state.former_size
     called = state.last_call_deadline is not None and now >= state.last_call_deadline
-    if state.departing or not (present >= settings.max_nodes or whole or called):
+    if state.held_up or not (present >= settings.max_nodes or whole or called):
         return None
     # Participants of the round before come first, so that no newcomer takes a survivor's place.
-    candidates = sorted(state.nodes.values(), key=lambda node: node.node_id not in state.former_ranks)
+    staying = (node for node in state.nodes.values() if node.node_id not in state.departing)
+    candidates = sorted(staying, key=lambda node: node.node_id not in state.former_ranks)
     chosen = list(islice(candidates, settings.max_nodes))
-    return facts.RoundFrozen(state.round + 1, assign_seats(chosen, state.former_ranks))
+    return facts.RoundFrozen(state.round + 1, assign_seats(chosen, state.former_ranks, settings.rank_policy))
 
 
 def eldest_node(state: RunState) -> Node | None:
@@ -208,7 +251,9 @@ def _in_final(state: RunState, now: float) -> facts.Fact | None:
     if len(state.succeeded) == len(state.seats):
         workers = "the worker" if state.world_size == 1 else f"all {state.world_size} workers"
         return facts.RunClosed(RunEnd(Outcome.SUCCEEDED, f"{workers} of round {state.round} succeeded"))
-    return _scale_up(state)
+    if state.exit_barrier_deadline is not None and now >= state.exit_barrier_deadline:
+        return facts.ExitBarrierPassed(state.round)
+    return _scale_up(state, now)
 
 
 def _end_of_breached_round(state: RunState, breach: RoundEnd) -> facts.Fact:
@@ -223,17 +268,29 @@ def _end_of_breached_round(state: RunState, breach: RoundEnd) -> facts.Fact:
     return facts.RunClosed(RunEnd(Outcome.FAILED, f"{breach.detail}; {spent}", state.failure))
 
 
-def _scale_up(state: RunState) -> facts.Fact | None:
+def _scale_up(state: RunState, now: float) -> facts.Fact | None:
     """End the round for the sake of newcomers, where that is wanted and there is room.
 
     Not once a participant succeeded: the run is about to end, and a restart would take work back.
     """
-    room = len(state.seats) < state.settings.max_nodes and state.present > len(state.seats)
-    if not room or state.finishing or state.settings.scale_up_policy is not ScaleUpPolicy.IMMEDIATE:
+    if not state.has_room or state.finishing or not _wants_newcomers(state, now):
         return None
-    newcomer = state.waiting[0].node_id
-    end = RoundEnd(state.round, RoundEndCause.NODE_JOINED, newcomer, f"node {newcomer} joined")
-    return facts.RoundEnded(end, state.restart_count)
+    newcomers = [node.node_id for node in state.waiting]
+    detail = explain_newcomers(newcomers)
+    return facts.RoundEnded(
+        RoundEnd(state.round, RoundEndCause.NODE_JOINED, newcomers[0], detail), state.restart_count
+    )
+
+
+def _wants_newcomers(state: RunState, now: float) -> bool:
+    match state.settings.scale_up_policy:
+        case ScaleUpPolicy.IMMEDIATE:
+            return True
+        case ScaleUpPolicy.DELAYED:
+            gathered = state.scale_up_deadline is not None and now >= state.scale_up_deadline
+            return gathered or state.present >= state.settings.max_nodes
+        case ScaleUpPolicy.ON_RESTART:
+            return False
 
 
 _IN_PHASE = {Phase.JOINABLE: _in_joinable, Phase.FROZEN: _in_frozen, Phase.FINAL: _in_final}

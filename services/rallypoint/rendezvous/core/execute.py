@@ -9,8 +9,8 @@ from rallypoint.rendezvous.core.leases import prune
 from rallypoint.rendezvous.core.state import Phase, RunState
 
 
-def execute(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
-    """Carry out a command: decide, apply, settle. Returns every fact that came of it, in order.
+def carry_out(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
+    """Decide and apply a command; returns the facts that it stated, in order. Their consequences are to be settled.
 
     Raises:
         Refused: The command is not taken, and the state has not changed.
@@ -18,7 +18,16 @@ def execute(state: RunState, command: commands.Command, now: float) -> list[fact
     decided = decide(state, command)
     for fact in decided:
         apply(state, fact, now)
-    return decided + settle(state, now)
+    return decided
+
+
+def execute(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
+    """Carry out a command and settle. Returns every fact that came of it, in order.
+
+    Raises:
+        Refused: The command is not taken, and the state has not changed.
+    """
+    return carry_out(state, command, now) + settle(state, now)
 
 
 def settle(state: RunState, now: float) -> list[facts.Fact]:
@@ -35,8 +44,12 @@ def settle(state: RunState, now: float) -> list[facts.Fact]:
 def next_deadline(state: RunState) -> float | None:
     """When to settle next if no command comes: monotonic seconds, or None. May be early, never late."""
     deadlines = [state.confirm_deadline, next(iter(state.departing.values()), None)]
-    if not state.departing:  # until they have gone, the end of the last call means nothing
+    if not state.held_up:  # until they have gone, the end of the last call means nothing
         deadlines.append(state.last_call_deadline)
+    if state.phase is Phase.FINAL:
+        deadlines.append(state.exit_barrier_deadline)
+        if not state.finishing:
+            deadlines.append(state.scale_up_deadline)
     if state.lease_queue:
         deadlines.append(state.lease_queue[0][0])
     eldest = eldest_node(state)

@@ -1,6 +1,8 @@
-"""Sentences for people: why a node was lost."""
+"""Sentences for people: why a node was lost, and who joined."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rallypoint.rendezvous.core.state import LossReason, RunSettings
 
@@ -21,3 +23,13 @@ _HOW = {
     LossReason.DEPARTURE_TIMED_OUT: "it said it would leave and did not within {s.confirm_timeout:g} s",
     LossReason.JOIN_TIMED_OUT: "fewer than {s.min_nodes} nodes were there after {s.join_timeout:g} s",
 }
+
+
+def explain_newcomers(node_ids: Sequence[str]) -> str:
+    """One sentence that says who joined, short however many did."""
+    first, *others = node_ids
+    if not others:
+        return f"node {first} joined"
+    if len(others) == 1:
+        return f"nodes {first} and {others[0]} joined"
+    return f"node {first} and {len(others)} others joined"

@@ -24,6 +24,7 @@ class NodeJoined:
     address: str
     local_world_size: int
     role: str
+    topology: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,23 @@ class NodeLeft:
 @dataclass(frozen=True, slots=True)
 class NodeDeparting:
     """A node is stopping its workers in order to leave."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEvicted:
+    """An operator took a node out, or barred one that was not in; `lease` is the one that it lost, 0 for none."""
+
+    node_id: str
+    reason: str
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReadmitted:
+    """An operator let a node in again."""
 
     node_id: str
     reason: str
@@ -90,6 +108,21 @@ class NodeSucceeded:
 
 
 @dataclass(frozen=True, slots=True)
+class ExitBarrierPassed:
+    """Participants that succeeded wait for the others no longer."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequested:
+    """An operator asked for a restart of the round."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnded:
     """A round ended, and the next is being formed."""
 
@@ -110,11 +143,15 @@ Fact: TypeAlias = (
     | NodeLost
     | NodeLeft
     | NodeDeparting
+    | NodeEvicted
+    | NodeReadmitted
     | RoundFrozen
     | NodeConfirmed
     | RoundFinalized
     | WorkerFailed
     | NodeSucceeded
+    | ExitBarrierPassed
+    | RestartRequested
     | RoundEnded
     | RunClosed
 )

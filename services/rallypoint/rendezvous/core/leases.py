@@ -18,16 +18,21 @@ def enqueue(state: RunState, node: Node) -> None:
     heapq.heappush(state.lease_queue, (node.lease_deadline, node.node_id, node.lease))
 
 
-def renew(state: RunState, node_id: str, now: float) -> None:
-    """Take a sign of life of a node that holds a lease: its lease gets a full new term."""
+def renew(state: RunState, node_id: str, now: float) -> bool:
+    """Take a sign of life of a node that holds a lease: its lease gets a full new term.
+
+    Returns whether that ends earlier than the lease could have ended before: who waits for deadlines must know.
+    """
     node = state.nodes[node_id]
     node.connected = True
     node.loss_if_expired = LossReason.LEASE_EXPIRED
     # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a
     # heartbeat costs no queue operation, but for the first one after a restart, which may bring the end nearer.
     node.lease_deadline = now + state.settings.time_to_live
-    if node.lease_deadline < node.queued_deadline:
+    nearer = node.lease_deadline < node.queued_deadline
+    if nearer:
         enqueue(state, node)
+    return nearer
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rallypoint.rendezvous.core.state import Node, Seat
+from rallypoint.rendezvous.core.state import Node, RankPolicy, Seat
 
 
-def assign_seats(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> tuple[Seat, ...]:
-    """Give every node its ranks, by the policy `stable`.
+def assign_seats(
+    nodes: Sequence[Node], former_ranks: Mapping[str, int], policy: RankPolicy = RankPolicy.STABLE
+) -> tuple[Seat, ...]:
+    """Give every node its ranks.
 
-    Survivors keep their group rank where the round is large enough for it; the free ranks go to survivors
-    whose rank fell off the end, then to newcomers in the natural order of their names (node2 before node10).
-    Worker ranks follow the group ranks, and role ranks count the workers of one role in the same order, as
-    in torchelastic.
+    Worker ranks follow the group ranks, and role ranks count the workers of one role in the same order, as in
+    torchelastic.
 
     Args:
         nodes: The participants.
         former_ranks: Group rank by node_id in the round before.
+        policy: The order of the nodes.
 
     Returns:
         The seats, by group rank 0 … n-1.
     """
-    ranked: list[Node | None] = [None] * len(nodes)
-    homeless: list[Node] = []
-    for node in nodes:
-        rank = former_ranks.get(node.node_id, len(nodes))
-        if rank < len(nodes):
-            ranked[rank] = node
-        else:
-            homeless.append(node)
-    newcomer = len(former_ranks) + len(nodes)
-    homeless.sort(key=lambda node: (former_ranks.get(node.node_id, newcomer), _natural(node.node_id)))
-    unplaced = iter(homeless)
-    order = [node if node is not None else next(unplaced) for node in ranked]
-
+    order = _ORDERS[policy](nodes, former_ranks)
     role_sizes: dict[str, int] = defaultdict(int)
     for node in order:
         role_sizes[node.role] += node.local_world_size
@@ -59,7 +48,68 @@ def assign_seats(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> tupl
     return tuple(seats)
 
 
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+def _stable(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> list[Node]:
+    """Survivors keep their group rank where the round is large enough for it.
+
+    The free ranks go to survivors whose rank fell off the end, then to newcomers in the order of their names.
+    """
+    ranked: list[Node | None] = [None] * len(nodes)
+    homeless: list[Node] = []
+    for node in nodes:
+        rank = former_ranks.get(node.node_id, len(nodes))
+        if rank < len(nodes):
+            ranked[rank] = node
+        else:
+            homeless.append(node)
+    unplaced = iter(sorted(homeless, key=_seniority(former_ranks)))
+    return [node if node is not None else next(unplaced) for node in ranked]
+
+
+def _sorted(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> list[Node]:
+    """By address and name: torch's order, but for the numbers in them, which count as numbers."""
+    return sorted(nodes, key=lambda node: (_natural(node.address), _natural(node.node_id)))
+
+
+def _by_topology(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> list[Node]:
+    """Nodes of one place stay adjacent, on every level of it.
+
+    Places are the nodes of a tree, and a walk through it visits each place's nodes together, whatever the order of
+    its branches. That order is by seniority: the place of the most senior node comes first, so that rank 0 stays
+    where it is as long as it lives.
+    """
+    seniority = _seniority(former_ranks)
+
+    def walk(members: Iterable[Node], depth: int) -> list[Node]:
+        places: dict[str | None, list[Node]] = defaultdict(list)
+        for node in members:
+            path = node.topology.split("/") if node.topology else []
+            places[path[depth] if depth < len(path) else None].append(node)
+        branches = [
+            sorted(branch, key=seniority) if place is None else walk(branch, depth + 1)
+            for place, branch in places.items()
+        ]
+        branches.sort(key=lambda branch: min(map(seniority, branch)))
+        return [node for branch in branches for node in branch]
+
+    return walk(nodes, 0)
+
+
+_ORDERS: Mapping[RankPolicy, Callable[[Sequence[Node], Mapping[str, int]], list[Node]]] = {
+    RankPolicy.STABLE: _stable,
+    RankPolicy.SORTED: _sorted,
+    RankPolicy.TOPOLOGY: _by_topology,
+}
+
+_Natural = tuple[tuple[int, int, str], ...]
+
+
+def _seniority(former_ranks: Mapping[str, int]) -> Callable[[Node], tuple[int, _Natural]]:
+    """A sort key: survivors by their rank in the round before, then newcomers by name."""
+    newcomer = max(former_ranks.values(), default=0) + 1
+    return lambda node: (former_ranks.get(node.node_id, newcomer), _natural(node.node_id))
+
+
+def _natural(name: str) -> _Natural:
     """A sort key under which numbers inside names count as numbers."""
     parts = re.findall(r"\d+|\D+", name)
     return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)

@@ -80,6 +80,32 @@ class LeaseLost(Refused):
 
 
 @dataclass(eq=False)
+class NodeIsEvicted(Refused):
+    """An operator took the node out of the run."""
+
+    run_id: str
+    node_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id!r} was taken out of run {self.run_id!r} by an operator ({self.reason}); "
+            "it may join again once it is readmitted"
+        )
+
+
+@dataclass(eq=False)
+class TooManyEvicted(Refused):
+    """The run refuses as many nodes as it can keep in mind."""
+
+    run_id: str
+    limit: int
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} refuses {self.limit} nodes already; readmit some of them first"
+
+
+@dataclass(eq=False)
 class RevisionAhead(Refused):
     """A resume cursor that this run never gave out."""
 

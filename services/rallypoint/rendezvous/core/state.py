@@ -31,6 +31,15 @@ class ScaleUpPolicy(IntEnum):
 
     IMMEDIATE = 1
     ON_RESTART = 2
+    DELAYED = 3
+
+
+class RankPolicy(IntEnum):
+    """In which order the nodes of a round get their ranks."""
+
+    STABLE = 1
+    SORTED = 2
+    TOPOLOGY = 3
 
 
 class RoundEndCause(IntEnum):
@@ -40,6 +49,8 @@ class RoundEndCause(IntEnum):
     NODE_LEFT = 2
     WORKER_FAILED = 3
     NODE_JOINED = 4
+    RESTART_REQUESTED = 5
+    NODE_EVICTED = 6
 
 
 class LossReason(IntEnum):
@@ -80,7 +91,14 @@ class RunSettings:
     # How long a node whose stream broke may stay away: the time to notice a killed agent. Less than a
     # reconnect takes, and every hiccup of the network ends a round.
     disconnect_grace: float = 2.0
+    # How long participants that succeeded wait for the others; past it they may go. As long as torch's agents
+    # wait. Shorter, and a failure late in the run finds fewer hosts to restart on; longer keeps idle hosts.
+    exit_barrier_timeout: float = 300.0
     scale_up_policy: ScaleUpPolicy = ScaleUpPolicy.IMMEDIATE
+    # Under the policy DELAYED: how long newcomers are gathered. Longer saves restarts when hosts come one by
+    # one, and leaves them idle meanwhile.
+    scale_up_delay: float = 30.0
+    rank_policy: RankPolicy = RankPolicy.STABLE
 
     @property
     def time_to_live(self) -> float:
@@ -146,6 +164,7 @@ class Node:
     address: str
     local_world_size: int
     role: str
+    topology: str
     lease_deadline: float
     waiting_since: float
     # Deadline of its live entry in the lease queue; never later than that of the lease.
@@ -164,6 +183,8 @@ class RunState:
     """
 
     run_id: str
+    # Whether the run began. Before, it may have numbers already: those of an expired run of its name, which go on.
+    created: bool = False
     settings: RunSettings = RunSettings()
     revision: int = 0
     phase: Phase = Phase.JOINABLE
@@ -176,6 +197,9 @@ class RunState:
     # workers may be alive, so no round is formed before.
     departing: dict[str, float] = field(default_factory=dict)
 
+    # Nodes that an operator took out and that are refused, with the reason.
+    evicted: dict[str, str] = field(default_factory=dict)
+
     # The round that is FROZEN or FINAL; empty in the other phases.
     seats: dict[str, Seat] = field(default_factory=dict)
     group_world_size: int = 0
@@ -186,6 +210,8 @@ class RunState:
     succeeded: set[str] = field(default_factory=set)
     # Whether any participant succeeded, also one that has gone since.
     finishing: bool = False
+    # Whether those that succeeded need wait for the others no longer.
+    exit_barrier_passed: bool = False
     master_port: int = 0
 
     # Of the round before: ranks, so that survivors keep them, and size, so that a round that lost nobody, or
@@ -201,6 +227,10 @@ class RunState:
 
     last_call_deadline: float | None = None
     confirm_deadline: float | None = None
+    exit_barrier_deadline: float | None = None
+    scale_up_deadline: float | None = None
+    # Evidence: since when nobody holds a lease; None: somebody does.
+    idle_since: float | None = None
     # Evidence: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and
     # may be too early, never too late; others wait to be taken off.
     lease_queue: list[tuple[float, str, int]] = field(default_factory=list)
@@ -218,3 +248,13 @@ class RunState:
     def present(self) -> int:
         """Number of nodes that can be in the next round."""
         return len(self.nodes) - len(self.departing)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether a leaving node may still have workers of the round before; a spare that goes never had any."""
+        return any(node_id in self.former_ranks for node_id in self.departing)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nodes wait that the round could hold."""
+        return len(self.seats) < self.settings.max_nodes and self.present > len(self.seats)

@@ -72,6 +72,7 @@ class JournalRecord(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
     RUN_CREATED_FIELD_NUMBER: _builtins.int
     NODE_JOINED_FIELD_NUMBER: _builtins.int
     NODE_LOST_FIELD_NUMBER: _builtins.int
@@ -84,10 +85,16 @@ class JournalRecord(_message.Message):
     ROUND_ENDED_FIELD_NUMBER: _builtins.int
     RUN_CLOSED_FIELD_NUMBER: _builtins.int
     NODE_DEPARTING_FIELD_NUMBER: _builtins.int
+    NODE_EVICTED_FIELD_NUMBER: _builtins.int
+    NODE_READMITTED_FIELD_NUMBER: _builtins.int
+    RESTART_REQUESTED_FIELD_NUMBER: _builtins.int
+    EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
     """Number of the record in its run: 1, 2, 3, …"""
+    actor: _builtins.str
+    """Who caused it; see Event."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it was decided, by the server's wall clock. For people: no decision is taken by it."""
@@ -140,12 +147,29 @@ class JournalRecord(_message.Message):
     def node_departing(self) -> Global___NodeDeparting:
         """A node is stopping its workers in order to leave."""
 
+    @_builtins.property
+    def node_evicted(self) -> Global___NodeEvicted:
+        """An operator took a node out."""
+
+    @_builtins.property
+    def node_readmitted(self) -> Global___NodeReadmitted:
+        """An operator let a node in again."""
+
+    @_builtins.property
+    def restart_requested(self) -> Global___RestartRequested:
+        """An operator asked for a restart."""
+
+    @_builtins.property
+    def exit_barrier_passed(self) -> Global___ExitBarrierPassed:
+        """The exit barrier is over."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         revision: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        actor: _builtins.str = ...,
         run_created: Global___RunCreated | None = ...,
         node_joined: Global___NodeJoined | None = ...,
         node_lost: Global___NodeLost | None = ...,
@@ -158,12 +182,16 @@ class JournalRecord(_message.Message):
         round_ended: Global___RoundEnded | None = ...,
         run_closed: Global___RunClosed | None = ...,
         node_departing: Global___NodeDeparting | None = ...,
+        node_evicted: Global___NodeEvicted | None = ...,
+        node_readmitted: Global___NodeReadmitted | None = ...,
+        restart_requested: Global___RestartRequested | None = ...,
+        exit_barrier_passed: Global___ExitBarrierPassed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_succeeded", b"node_succeeded", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exit_barrier_passed", b"exit_barrier_passed", "fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_evicted", b"node_evicted", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_readmitted", b"node_readmitted", "node_succeeded", b"node_succeeded", "restart_requested", b"restart_requested", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_succeeded", b"node_succeeded", "revision", b"revision", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "run_id", b"run_id", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "exit_barrier_passed", b"exit_barrier_passed", "fact", b"fact", "node_confirmed", b"node_confirmed", "node_departing", b"node_departing", "node_evicted", b"node_evicted", "node_joined", b"node_joined", "node_left", b"node_left", "node_lost", b"node_lost", "node_readmitted", b"node_readmitted", "node_succeeded", b"node_succeeded", "restart_requested", b"restart_requested", "revision", b"revision", "round_ended", b"round_ended", "round_finalized", b"round_finalized", "round_frozen", b"round_frozen", "run_closed", b"run_closed", "run_created", b"run_created", "run_id", b"run_id", "time", b"time", "worker_failed", b"worker_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "node_joined", "node_lost", "node_left", "round_frozen", "node_confirmed", "round_finalized", "worker_failed", "node_succeeded", "round_ended", "run_closed", "node_departing"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "node_joined", "node_lost", "node_left", "round_frozen", "node_confirmed", "round_finalized", "worker_failed", "node_succeeded", "round_ended", "run_closed", "node_departing", "node_evicted", "node_readmitted", "restart_requested", "exit_barrier_passed"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -204,6 +232,7 @@ class NodeJoined(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     lease: _builtins.int
@@ -214,6 +243,8 @@ class NodeJoined(_message.Message):
     """Number of its workers."""
     role: _builtins.str
     """Role of its workers."""
+    topology: _builtins.str
+    """Where it is."""
     def __init__(
         self,
         *,
@@ -222,10 +253,11 @@ class NodeJoined(_message.Message):
         address: _builtins.str = ...,
         local_world_size: _builtins.int = ...,
         role: _builtins.str = ...,
+        topology: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,3 +564,281 @@ class RunClosed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunClosed: _TypeAlias = RunClosed  # noqa: Y015
+
+@_typing.final
+class NodeEvicted(_message.Message):
+    """NodeEvicted: an operator took a node out, or barred one that was not in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    reason: _builtins.str
+    """Why, in the operator's words."""
+    lease: _builtins.int
+    """The lease that it lost by this; 0: it held none."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        lease: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeEvicted: _TypeAlias = NodeEvicted  # noqa: Y015
+
+@_typing.final
+class NodeReadmitted(_message.Message):
+    """NodeReadmitted: an operator let a node in again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    reason: _builtins.str
+    """Why, in the operator's words."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeReadmitted: _TypeAlias = NodeReadmitted  # noqa: Y015
+
+@_typing.final
+class RestartRequested(_message.Message):
+    """RestartRequested: an operator asked for a restart of the round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    reason: _builtins.str
+    """Why, in the operator's words."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRequested: _TypeAlias = RestartRequested  # noqa: Y015
+
+@_typing.final
+class ExitBarrierPassed(_message.Message):
+    """ExitBarrierPassed: participants that succeeded wait for the others no longer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExitBarrierPassed: _TypeAlias = ExitBarrierPassed  # noqa: Y015
+
+@_typing.final
+class RunSnapshot(_message.Message):
+    """RunSnapshot is the state of a run after one of its records: where a recovery begins. Times are not in it; a
+    server that starts again gives every deadline a full new term.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    RESTART_COUNT_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    DEPARTING_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    SEATS_FIELD_NUMBER: _builtins.int
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    MASTER_ADDRESS_FIELD_NUMBER: _builtins.int
+    MASTER_PORT_FIELD_NUMBER: _builtins.int
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    UNCONFIRMED_FIELD_NUMBER: _builtins.int
+    SUCCEEDED_FIELD_NUMBER: _builtins.int
+    FINISHING_FIELD_NUMBER: _builtins.int
+    EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
+    FORMER_RANKS_FIELD_NUMBER: _builtins.int
+    FORMER_SIZE_FIELD_NUMBER: _builtins.int
+    LAST_ROUND_END_FIELD_NUMBER: _builtins.int
+    BREACH_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    RUN_END_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    revision: _builtins.int
+    """That of the last record in it."""
+    forgotten: _builtins.bool
+    """Only the numbers are left of the run: it expired. They go on if it comes again."""
+    phase: _rendezvous_service_pb2.Phase.ValueType
+    """Phase."""
+    round: _builtins.int
+    """Number of the latest round."""
+    restart_count: _builtins.int
+    """Times that workers were restarted for a failure."""
+    group_world_size: _builtins.int
+    """Nodes of that round when it froze."""
+    world_size: _builtins.int
+    """Workers of that round."""
+    master_address: _builtins.str
+    """Address of its group rank 0."""
+    master_port: _builtins.int
+    """Its free port."""
+    fencing_token: _builtins.int
+    """Fencing token of that round."""
+    finishing: _builtins.bool
+    """Whether any participant succeeded, also one that has gone since."""
+    exit_barrier_passed: _builtins.bool
+    """The exit barrier of the round is over."""
+    former_size: _builtins.int
+    """Nodes of the round before."""
+    @_builtins.property
+    def settings(self) -> _rendezvous_service_pb2.RunSettings:
+        """Settings."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeJoined]:
+        """Who holds a lease, in the order of joining."""
+
+    @_builtins.property
+    def departing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them that are leaving, in the order in which they said so."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeEvicted]:
+        """Nodes that are refused."""
+
+    @_builtins.property
+    def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seat]:
+        """The seats of the round that is FROZEN or FINAL, by group rank."""
+
+    @_builtins.property
+    def unconfirmed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Participants that have not confirmed."""
+
+    @_builtins.property
+    def succeeded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Participants whose workers succeeded, and that are still there."""
+
+    @_builtins.property
+    def former_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FormerRank]:
+        """Group ranks of the round before: survivors keep theirs."""
+
+    @_builtins.property
+    def last_round_end(self) -> _rendezvous_service_pb2.RoundEnd:
+        """How the round before ended."""
+
+    @_builtins.property
+    def breach(self) -> _rendezvous_service_pb2.RoundEnd:
+        """What must end the round, once everything before it is settled."""
+
+    @_builtins.property
+    def failure(self) -> _rendezvous_service_pb2.WorkerFailure:
+        """The first failure of the round."""
+
+    @_builtins.property
+    def run_end(self) -> _rendezvous_service_pb2.RunEnd:
+        """How the run ended."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        forgotten: _builtins.bool = ...,
+        settings: _rendezvous_service_pb2.RunSettings | None = ...,
+        phase: _rendezvous_service_pb2.Phase.ValueType = ...,
+        round: _builtins.int = ...,
+        restart_count: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___NodeJoined] | None = ...,
+        departing: _abc.Iterable[_builtins.str] | None = ...,
+        evicted: _abc.Iterable[Global___NodeEvicted] | None = ...,
+        seats: _abc.Iterable[Global___Seat] | None = ...,
+        group_world_size: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        master_address: _builtins.str = ...,
+        master_port: _builtins.int = ...,
+        fencing_token: _builtins.int = ...,
+        unconfirmed: _abc.Iterable[_builtins.str] | None = ...,
+        succeeded: _abc.Iterable[_builtins.str] | None = ...,
+        finishing: _builtins.bool = ...,
+        exit_barrier_passed: _builtins.bool = ...,
+        former_ranks: _abc.Iterable[Global___FormerRank] | None = ...,
+        former_size: _builtins.int = ...,
+        last_round_end: _rendezvous_service_pb2.RoundEnd | None = ...,
+        breach: _rendezvous_service_pb2.RoundEnd | None = ...,
+        failure: _rendezvous_service_pb2.WorkerFailure | None = ...,
+        run_end: _rendezvous_service_pb2.RunEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "failure", b"failure", "last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "departing", b"departing", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "last_round_end", b"last_round_end", "master_address", b"master_address", "master_port", b"master_port", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunSnapshot: _TypeAlias = RunSnapshot  # noqa: Y015
+
+@_typing.final
+class FormerRank(_message.Message):
+    """FormerRank is the group rank that a node had in the round before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    GROUP_RANK_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    group_rank: _builtins.int
+    """Its rank."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        group_rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_rank", b"group_rank", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FormerRank: _TypeAlias = FormerRank  # noqa: Y015

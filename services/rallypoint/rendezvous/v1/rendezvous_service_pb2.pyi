@@ -93,6 +93,10 @@ class _ScaleUpPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScaleUp
     """The round ends at once and re-forms with the newcomer. It costs a restart of all workers."""
     SCALE_UP_POLICY_ON_RESTART: _ScaleUpPolicy.ValueType  # 2
     """The newcomer waits until the round ends for another reason."""
+    SCALE_UP_POLICY_DELAYED: _ScaleUpPolicy.ValueType  # 3
+    """The round ends scale_up_delay after the first newcomer came, or as soon as newcomers fill it, and re-forms
+    with all that came meanwhile: one restart for a batch of newcomers.
+    """
 
 class ScaleUpPolicy(_ScaleUpPolicy, metaclass=_ScaleUpPolicyEnumTypeWrapper):
     """ScaleUpPolicy says what happens when a node joins a run that is running with room to spare."""
@@ -103,7 +107,43 @@ SCALE_UP_POLICY_IMMEDIATE: ScaleUpPolicy.ValueType  # 1
 """The round ends at once and re-forms with the newcomer. It costs a restart of all workers."""
 SCALE_UP_POLICY_ON_RESTART: ScaleUpPolicy.ValueType  # 2
 """The newcomer waits until the round ends for another reason."""
+SCALE_UP_POLICY_DELAYED: ScaleUpPolicy.ValueType  # 3
+"""The round ends scale_up_delay after the first newcomer came, or as soon as newcomers fill it, and re-forms
+with all that came meanwhile: one restart for a batch of newcomers.
+"""
 Global___ScaleUpPolicy: _TypeAlias = ScaleUpPolicy  # noqa: Y015
+
+class _RankPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RankPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RANK_POLICY_UNSPECIFIED: _RankPolicy.ValueType  # 0
+    """Not set: STABLE."""
+    RANK_POLICY_STABLE: _RankPolicy.ValueType  # 1
+    """Survivors keep their group rank; newcomers take the free ones."""
+    RANK_POLICY_SORTED: _RankPolicy.ValueType  # 2
+    """By address and then by name, where a number counts as a number: node2 comes before node10."""
+    RANK_POLICY_TOPOLOGY: _RankPolicy.ValueType  # 3
+    """Nodes of one place (`topology` of JoinRun) stay adjacent, on every level of it; within a place, and among
+    places, as STABLE as that allows.
+    """
+
+class RankPolicy(_RankPolicy, metaclass=_RankPolicyEnumTypeWrapper):
+    """RankPolicy says in which order the nodes of a round get their ranks."""
+
+RANK_POLICY_UNSPECIFIED: RankPolicy.ValueType  # 0
+"""Not set: STABLE."""
+RANK_POLICY_STABLE: RankPolicy.ValueType  # 1
+"""Survivors keep their group rank; newcomers take the free ones."""
+RANK_POLICY_SORTED: RankPolicy.ValueType  # 2
+"""By address and then by name, where a number counts as a number: node2 comes before node10."""
+RANK_POLICY_TOPOLOGY: RankPolicy.ValueType  # 3
+"""Nodes of one place (`topology` of JoinRun) stay adjacent, on every level of it; within a place, and among
+places, as STABLE as that allows.
+"""
+Global___RankPolicy: _TypeAlias = RankPolicy  # noqa: Y015
 
 class _RoundEndCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -121,6 +161,10 @@ class _RoundEndCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundEn
     """A worker failed."""
     ROUND_END_CAUSE_NODE_JOINED: _RoundEndCause.ValueType  # 4
     """A newcomer was let in."""
+    ROUND_END_CAUSE_RESTART_REQUESTED: _RoundEndCause.ValueType  # 5
+    """An operator restarted the run."""
+    ROUND_END_CAUSE_NODE_EVICTED: _RoundEndCause.ValueType  # 6
+    """An operator took a participant out."""
 
 class RoundEndCause(_RoundEndCause, metaclass=_RoundEndCauseEnumTypeWrapper):
     """RoundEndCause is why a round ended."""
@@ -135,6 +179,10 @@ ROUND_END_CAUSE_WORKER_FAILED: RoundEndCause.ValueType  # 3
 """A worker failed."""
 ROUND_END_CAUSE_NODE_JOINED: RoundEndCause.ValueType  # 4
 """A newcomer was let in."""
+ROUND_END_CAUSE_RESTART_REQUESTED: RoundEndCause.ValueType  # 5
+"""An operator restarted the run."""
+ROUND_END_CAUSE_NODE_EVICTED: RoundEndCause.ValueType  # 6
+"""An operator took a participant out."""
 Global___RoundEndCause: _TypeAlias = RoundEndCause  # noqa: Y015
 
 class _NodeState:
@@ -157,6 +205,8 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     """Its workers succeeded."""
     NODE_STATE_DEPARTING: _NodeState.ValueType  # 6
     """It stops its workers in order to leave."""
+    NODE_STATE_SPARE: _NodeState.ValueType  # 7
+    """It waits beside a round that has all the nodes it may have, to take the place of one that goes."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper):
     """NodeState is what a node does in a run."""
@@ -175,7 +225,89 @@ NODE_STATE_SUCCEEDED: NodeState.ValueType  # 5
 """Its workers succeeded."""
 NODE_STATE_DEPARTING: NodeState.ValueType  # 6
 """It stops its workers in order to leave."""
+NODE_STATE_SPARE: NodeState.ValueType  # 7
+"""It waits beside a round that has all the nodes it may have, to take the place of one that goes."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
+class _EventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
+    """Not set; never sent."""
+    EVENT_KIND_RUN_CREATED: _EventKind.ValueType  # 1
+    """The run began."""
+    EVENT_KIND_NODE_JOINED: _EventKind.ValueType  # 2
+    """A node joined."""
+    EVENT_KIND_NODE_LOST: _EventKind.ValueType  # 3
+    """A node was lost."""
+    EVENT_KIND_NODE_LEFT: _EventKind.ValueType  # 4
+    """A node left in good order."""
+    EVENT_KIND_NODE_DEPARTING: _EventKind.ValueType  # 5
+    """A node is stopping its workers in order to leave."""
+    EVENT_KIND_NODE_EVICTED: _EventKind.ValueType  # 6
+    """An operator took a node out."""
+    EVENT_KIND_NODE_READMITTED: _EventKind.ValueType  # 7
+    """An operator let a node in again."""
+    EVENT_KIND_ROUND_FROZEN: _EventKind.ValueType  # 8
+    """A round got its number and ranks."""
+    EVENT_KIND_NODE_CONFIRMED: _EventKind.ValueType  # 9
+    """A participant confirmed."""
+    EVENT_KIND_ROUND_FINALIZED: _EventKind.ValueType  # 10
+    """All participants confirmed: workers start."""
+    EVENT_KIND_WORKER_FAILED: _EventKind.ValueType  # 11
+    """A worker failed."""
+    EVENT_KIND_NODE_SUCCEEDED: _EventKind.ValueType  # 12
+    """A participant's workers all succeeded."""
+    EVENT_KIND_EXIT_BARRIER_PASSED: _EventKind.ValueType  # 13
+    """The exit barrier is over."""
+    EVENT_KIND_RESTART_REQUESTED: _EventKind.ValueType  # 14
+    """An operator asked for a restart."""
+    EVENT_KIND_ROUND_ENDED: _EventKind.ValueType  # 15
+    """A round ended."""
+    EVENT_KIND_RUN_CLOSED: _EventKind.ValueType  # 16
+    """The run ended."""
+
+class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
+    """EventKind is what kind of thing happened."""
+
+EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
+"""Not set; never sent."""
+EVENT_KIND_RUN_CREATED: EventKind.ValueType  # 1
+"""The run began."""
+EVENT_KIND_NODE_JOINED: EventKind.ValueType  # 2
+"""A node joined."""
+EVENT_KIND_NODE_LOST: EventKind.ValueType  # 3
+"""A node was lost."""
+EVENT_KIND_NODE_LEFT: EventKind.ValueType  # 4
+"""A node left in good order."""
+EVENT_KIND_NODE_DEPARTING: EventKind.ValueType  # 5
+"""A node is stopping its workers in order to leave."""
+EVENT_KIND_NODE_EVICTED: EventKind.ValueType  # 6
+"""An operator took a node out."""
+EVENT_KIND_NODE_READMITTED: EventKind.ValueType  # 7
+"""An operator let a node in again."""
+EVENT_KIND_ROUND_FROZEN: EventKind.ValueType  # 8
+"""A round got its number and ranks."""
+EVENT_KIND_NODE_CONFIRMED: EventKind.ValueType  # 9
+"""A participant confirmed."""
+EVENT_KIND_ROUND_FINALIZED: EventKind.ValueType  # 10
+"""All participants confirmed: workers start."""
+EVENT_KIND_WORKER_FAILED: EventKind.ValueType  # 11
+"""A worker failed."""
+EVENT_KIND_NODE_SUCCEEDED: EventKind.ValueType  # 12
+"""A participant's workers all succeeded."""
+EVENT_KIND_EXIT_BARRIER_PASSED: EventKind.ValueType  # 13
+"""The exit barrier is over."""
+EVENT_KIND_RESTART_REQUESTED: EventKind.ValueType  # 14
+"""An operator asked for a restart."""
+EVENT_KIND_ROUND_ENDED: EventKind.ValueType  # 15
+"""A round ended."""
+EVENT_KIND_RUN_CLOSED: EventKind.ValueType  # 16
+"""The run ended."""
+Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
 class RunSettings(_message.Message):
@@ -195,6 +327,9 @@ class RunSettings(_message.Message):
     KEEP_ALIVE_MAX_ATTEMPT_FIELD_NUMBER: _builtins.int
     DISCONNECT_GRACE_FIELD_NUMBER: _builtins.int
     SCALE_UP_POLICY_FIELD_NUMBER: _builtins.int
+    EXIT_BARRIER_TIMEOUT_FIELD_NUMBER: _builtins.int
+    SCALE_UP_DELAY_FIELD_NUMBER: _builtins.int
+    RANK_POLICY_FIELD_NUMBER: _builtins.int
     min_nodes: _builtins.int
     """Fewest nodes that a round may have; at least 1."""
     max_nodes: _builtins.int
@@ -205,6 +340,8 @@ class RunSettings(_message.Message):
     """How many heartbeats in a row may be missing before the node is lost. Default 3."""
     scale_up_policy: Global___ScaleUpPolicy.ValueType
     """What a newcomer does to a running round. Default IMMEDIATE."""
+    rank_policy: Global___RankPolicy.ValueType
+    """In which order nodes get their ranks. Default STABLE."""
     @_builtins.property
     def join_timeout(self) -> _duration_pb2.Duration:
         """How long a node waits for min_nodes before it is turned away. Default 600 s."""
@@ -225,6 +362,14 @@ class RunSettings(_message.Message):
     def disconnect_grace(self) -> _duration_pb2.Duration:
         """How long a node whose stream broke may take to come back. Default 2 s."""
 
+    @_builtins.property
+    def exit_barrier_timeout(self) -> _duration_pb2.Duration:
+        """How long the first participant that succeeded waits for the others before it may go. Default 300 s."""
+
+    @_builtins.property
+    def scale_up_delay(self) -> _duration_pb2.Duration:
+        """How long newcomers are gathered under the policy DELAYED. Default 30 s."""
+
     def __init__(
         self,
         *,
@@ -238,10 +383,13 @@ class RunSettings(_message.Message):
         keep_alive_max_attempt: _builtins.int = ...,
         disconnect_grace: _duration_pb2.Duration | None = ...,
         scale_up_policy: Global___ScaleUpPolicy.ValueType = ...,
+        exit_barrier_timeout: _duration_pb2.Duration | None = ...,
+        scale_up_delay: _duration_pb2.Duration | None = ...,
+        rank_policy: Global___RankPolicy.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "last_call_timeout", b"last_call_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "last_call_timeout", b"last_call_timeout", "scale_up_delay", b"scale_up_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +477,7 @@ class JoinRun(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run, chosen by its user; at most 256 bytes."""
     node_id: _builtins.str
@@ -341,6 +490,10 @@ class JoinRun(_message.Message):
     """Workers that the node runs; at least 1."""
     role: _builtins.str
     """Role of the node's workers; role ranks are counted per role."""
+    topology: _builtins.str
+    """Where the node is, from the outermost place to the innermost, as in "hall2/rack7/switch1"; at most 256
+    bytes. Used by the rank policy TOPOLOGY.
+    """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings of the run."""
@@ -354,10 +507,11 @@ class JoinRun(_message.Message):
         address: _builtins.str = ...,
         local_world_size: _builtins.int = ...,
         role: _builtins.str = ...,
+        topology: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "run_id", b"run_id", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "run_id", b"run_id", "settings", b"settings", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -517,7 +671,8 @@ Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
 @_typing.final
 class ReportSuccess(_message.Message):
     """ReportSuccess says that all workers of the node ended with exit code 0. The run is closed when all
-    participants have said so; until then the node waits, and starts its workers again if a round re-forms.
+    participants have said so; until then the node waits, and starts its workers again if a round re-forms. Past
+    the run's exit barrier timeout it may leave: the others go on without it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -587,7 +742,7 @@ Global___LeaveRun: _TypeAlias = LeaveRun  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
-    """JoinResponse is one message of the server to a node."""
+    """JoinResponse is one message of the server to a node. At least one field is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -596,7 +751,9 @@ class JoinResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
-        """First answer: the node is in, or in again."""
+        """The node is in, or in again: in the first message, and in no other. While many nodes come at once it may wait
+        for the first update and come with it; it is sent before half of the keep-alive interval is over.
+        """
 
     @_builtins.property
     def update(self) -> Global___NodeUpdate:
@@ -613,13 +770,11 @@ class JoinResponse(_message.Message):
         update: Global___NodeUpdate | None = ...,
         draining: Global___Draining | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "message", b"message", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "message", b"message", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lease", b"lease", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["lease", "update", "draining"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
@@ -702,12 +857,15 @@ class NodeUpdate(_message.Message):
     LAST_ROUND_END_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     RUN_END_FIELD_NUMBER: _builtins.int
+    EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the run."""
     phase: Global___Phase.ValueType
     """Phase of the run."""
     restart_count: _builtins.int
     """Times that workers were restarted for a failure, over the whole run."""
+    exit_barrier_passed: _builtins.bool
+    """The exit barrier is over: a node whose workers succeeded need wait for the others no longer, and leaves."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """The node's place in the round, in FROZEN and FINAL, if it has one."""
@@ -729,10 +887,11 @@ class NodeUpdate(_message.Message):
         last_round_end: Global___RoundEnd | None = ...,
         restart_count: _builtins.int = ...,
         run_end: Global___RunEnd | None = ...,
+        exit_barrier_passed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "last_round_end", b"last_round_end", "run_end", b"run_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -869,16 +1028,24 @@ class GetRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
+    page_size: _builtins.int
+    """Most nodes to return, at most 2,000; 0: 2,000."""
+    page_token: _builtins.str
+    """The next_page_token of the page before; empty: the first page."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,18 +1058,24 @@ class GetRunResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def run(self) -> Global___Run:
-        """The run."""
+        """The run, with the nodes of this page. Pages whose runs have the same revision are of one and the same state; if
+        it changes between two pages, a node may be on both or on neither.
+        """
 
     def __init__(
         self,
         *,
         run: Global___Run | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -910,16 +1083,29 @@ Global___GetRunResponse: _TypeAlias = GetRunResponse  # noqa: Y015
 
 @_typing.final
 class ListRunsRequest(_message.Message):
-    """ListRunsRequest asks for all runs."""
+    """ListRunsRequest asks for a page of runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most runs to return, at most 1,000; 0: 200. A page may have fewer and not be the last: it ends where it would grow
+    too large.
+    """
+    page_token: _builtins.str
+    """The next_page_token of the page before; empty: the first page. Runs that come and go between two pages may or may
+    not be seen; all others are, once.
+    """
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -927,11 +1113,14 @@ Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
 
 @_typing.final
 class ListRunsResponse(_message.Message):
-    """ListRunsResponse is a line for every run."""
+    """ListRunsResponse is a page of runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
         """The runs, without their nodes."""
@@ -940,10 +1129,11 @@ class ListRunsResponse(_message.Message):
         self,
         *,
         runs: _abc.Iterable[Global___Run] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1066,6 +1256,9 @@ class Run(_message.Message):
     RUN_END_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     NODE_COUNT_FIELD_NUMBER: _builtins.int
+    SUCCEEDED_COUNT_FIELD_NUMBER: _builtins.int
+    EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
+    EVICTED_NODE_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -1080,6 +1273,10 @@ class Run(_message.Message):
     """Times that workers were restarted for a failure."""
     node_count: _builtins.int
     """Number of nodes."""
+    succeeded_count: _builtins.int
+    """Participants whose workers all succeeded."""
+    exit_barrier_passed: _builtins.bool
+    """The exit barrier is over; see ReportSuccess."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings."""
@@ -1094,7 +1291,15 @@ class Run(_message.Message):
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
-        """Participants by group rank, then the wait list in order. Empty in ListRuns."""
+        """Participants by group rank, then the wait list in order. Empty in ListRuns; a page of them in GetRun, the first
+        2,000 in WatchRun.
+        """
+
+    @_builtins.property
+    def evicted_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes that an operator took out and that are refused, by name. Empty in ListRuns, and in GetRun but for the first
+        page.
+        """
 
     def __init__(
         self,
@@ -1110,10 +1315,13 @@ class Run(_message.Message):
         run_end: Global___RunEnd | None = ...,
         nodes: _abc.Iterable[Global___Node] | None = ...,
         node_count: _builtins.int = ...,
+        succeeded_count: _builtins.int = ...,
+        exit_barrier_passed: _builtins.bool = ...,
+        evicted_node_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1132,6 +1340,8 @@ class Node(_message.Message):
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     CONNECTED_FIELD_NUMBER: _builtins.int
+    TOPOLOGY_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Name of the node."""
     address: _builtins.str
@@ -1144,6 +1354,10 @@ class Node(_message.Message):
     """What it does."""
     connected: _builtins.bool
     """Whether it has a stream open."""
+    topology: _builtins.str
+    """Where it is."""
+    lease: _builtins.int
+    """Its lease."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """Its place in the round, if it has one."""
@@ -1158,11 +1372,383 @@ class Node(_message.Message):
         assignment: Global___Assignment | None = ...,
         state: Global___NodeState.ValueType = ...,
         connected: _builtins.bool = ...,
+        topology: _builtins.str = ...,
+        lease: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Node: _TypeAlias = Node  # noqa: Y015
+
+@_typing.final
+class RestartRunRequest(_message.Message):
+    """RestartRunRequest names a run to restart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRunRequest: _TypeAlias = RestartRunRequest  # noqa: Y015
+
+@_typing.final
+class RestartRunResponse(_message.Message):
+    """RestartRunResponse says what was restarted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_ROUND_FIELD_NUMBER: _builtins.int
+    ended_round: _builtins.int
+    """The round that ended; 0: there was none."""
+    def __init__(
+        self,
+        *,
+        ended_round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_round", b"ended_round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRunResponse: _TypeAlias = RestartRunResponse  # noqa: Y015
+
+@_typing.final
+class EvictNodeRequest(_message.Message):
+    """EvictNodeRequest names a node to take out of a run, or to let in again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    READMIT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    node_id: _builtins.str
+    """Name of the node."""
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes."""
+    readmit: _builtins.bool
+    """Let a node that was taken out join again, instead."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        readmit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "readmit", b"readmit", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictNodeRequest: _TypeAlias = EvictNodeRequest  # noqa: Y015
+
+@_typing.final
+class EvictNodeResponse(_message.Message):
+    """EvictNodeResponse says that it is done. Evicting an evicted node, and readmitting one that may join, change
+    nothing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_IN_FIELD_NUMBER: _builtins.int
+    was_in: _builtins.bool
+    """Whether the node was in the run: false may mean that its name was misspelt."""
+    def __init__(
+        self,
+        *,
+        was_in: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_in", b"was_in"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictNodeResponse: _TypeAlias = EvictNodeResponse  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    """Event is one thing that happened to a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    ROUND_END_FIELD_NUMBER: _builtins.int
+    RUN_END_FIELD_NUMBER: _builtins.int
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Number of the event in its run; grows by one from each to the next."""
+    actor: _builtins.str
+    """Who caused it: "node <node_id>", "operator <identity or address>", or "service" for what follows by itself
+    (a deadline, a consequence).
+    """
+    kind: Global___EventKind.ValueType
+    """What."""
+    node_id: _builtins.str
+    """The node it is about, if any."""
+    round: _builtins.int
+    """The round it is about, if any."""
+    detail: _builtins.str
+    """What happened and why, for people: one sentence."""
+    group_world_size: _builtins.int
+    """Number of nodes of the round, of ROUND_FROZEN."""
+    world_size: _builtins.int
+    """Number of workers of the round, of ROUND_FROZEN."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When, by the server's wall clock."""
+
+    @_builtins.property
+    def failure(self) -> Global___WorkerFailure:
+        """The failure, of WORKER_FAILED."""
+
+    @_builtins.property
+    def round_end(self) -> Global___RoundEnd:
+        """How the round ended, of ROUND_ENDED."""
+
+    @_builtins.property
+    def run_end(self) -> Global___RunEnd:
+        """How the run ended, of RUN_CLOSED."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        actor: _builtins.str = ...,
+        kind: Global___EventKind.ValueType = ...,
+        node_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        detail: _builtins.str = ...,
+        failure: Global___WorkerFailure | None = ...,
+        round_end: Global___RoundEnd | None = ...,
+        run_end: Global___RunEnd | None = ...,
+        group_world_size: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "detail", b"detail", "failure", b"failure", "group_world_size", b"group_world_size", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class EventFilter(_message.Message):
+    """EventFilter says which events are wanted: those that match every field that is set. Lists have at most 1,000
+    entries.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """About one of these nodes (node_id of the event)."""
+
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___EventKind.ValueType]:
+        """Of one of these kinds."""
+
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """About one of these rounds (round of the event); at least 1."""
+
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Not before this time, by the server's wall clock."""
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """Before this time, by the server's wall clock."""
+
+    def __init__(
+        self,
+        *,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        kinds: _abc.Iterable[Global___EventKind.ValueType] | None = ...,
+        rounds: _abc.Iterable[_builtins.int] | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "node_ids", b"node_ids", "rounds", b"rounds", "since", b"since", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventFilter: _TypeAlias = EventFilter  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    """ListEventsRequest asks for a page of events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NEWEST_FIRST_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    page_size: _builtins.int
+    """Most events to return, at most 10,000; 0: 1,000. A page may have fewer, even none, and not be the last: it
+    ends where it would grow too large, or the server has looked through enough events for one call.
+    """
+    page_token: _builtins.str
+    """The next_page_token of the page before, whose run_id, filter and order this request must have; empty: the
+    first page. Events that come meanwhile shift no page; oldest first, the last pages have them.
+    """
+    newest_first: _builtins.bool
+    """Newest first."""
+    @_builtins.property
+    def filter(self) -> Global___EventFilter:
+        """Which; absent: all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        filter: Global___EventFilter | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        newest_first: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "newest_first", b"newest_first", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    """ListEventsResponse is a page of events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    OLDEST_REVISION_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Token of the next page; empty: this is the last."""
+    oldest_revision: _builtins.int
+    """Revision of the oldest event that is still kept."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """The events."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+        next_page_token: _builtins.str = ...,
+        oldest_revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token", "oldest_revision", b"oldest_revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class WatchEventsRequest(_message.Message):
+    """WatchEventsRequest asks for all events after one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    revision: _builtins.int
+    """The last revision seen: the event after it comes first. 0: from the oldest event that is kept."""
+    @_builtins.property
+    def filter(self) -> Global___EventFilter:
+        """Which; absent: all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        filter: Global___EventFilter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "revision", b"revision", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class WatchEventsResponse(_message.Message):
+    """WatchEventsResponse carries events, in the order of their revisions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Every event up to this revision that matches the filter has been sent: resume from here."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
+        """The events. There may be none in the first message, which comes at once, and in one that only says how far a
+        watcher has come whose filter passes little.
+        """
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015

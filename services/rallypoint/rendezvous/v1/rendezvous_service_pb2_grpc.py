@@ -31,17 +31,27 @@ class RendezvousServiceStub(object):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
+    FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+    OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
+    RetryInfo says
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
+    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel):
@@ -75,6 +85,26 @@ class RendezvousServiceStub(object):
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunResponse.FromString,
                 _registered_method=True)
+        self.RestartRun = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/RestartRun',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunResponse.FromString,
+                _registered_method=True)
+        self.EvictNode = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/EvictNode',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeResponse.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/ListEvents',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/rallypoint.rendezvous.v1.RendezvousService/WatchEvents',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
 
 
 class RendezvousServiceServicer(object):
@@ -83,25 +113,35 @@ class RendezvousServiceServicer(object):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
+    FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+    OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
+    RetryInfo says
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
+    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def Join(self, request_iterator, context):
         """Join holds one node's membership for as long as the stream lives.
 
         The client sends `join` or `resume` first, then heartbeats at the interval that the lease names, and
-        confirms, reports and leaves as rounds come and go. The server answers with `lease`, once, and then with
-        an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
+        confirms, reports and leaves as rounds come and go. The server answers with a `lease`, once, and with
+        an `update`, in the same message or a later one, whenever something changes that the node must act on. Updates are states, not steps: a node
         that is slow, or that was away, is told the latest state only, and revisions only grow.
 
         When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
@@ -114,14 +154,15 @@ class RendezvousServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """GetRun returns a run as it is now, with every node.
+        """GetRun returns a run as it is now, with its nodes: all of them, or where there are more than a page holds, a page
+        at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """ListRuns returns a line for every run that the server knows, ordered by run_id.
+        """ListRuns returns a line for every run that the server knows, ordered by run_id, a page at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +170,8 @@ class RendezvousServiceServicer(object):
 
     def WatchRun(self, request, context):
         """WatchRun streams a run: its present state first, then its state after changes, the latest only, until the
-        run is closed. A client that reconnects gives the last revision it saw and is not told it again.
+        run is closed. A client that reconnects gives the last revision it saw and is not told it again. Of a run with
+        more than 2,000 nodes these are the first 2,000, and GetRun has the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,6 +180,39 @@ class RendezvousServiceServicer(object):
     def CloseRun(self, request, context):
         """CloseRun ends a run for good. Every node is told, and stops its workers. Closing a closed run changes
         nothing and returns its outcome.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestartRun(self, request, context):
+        """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
+        started anew. It uses up no restart of the budget. A run without a round stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictNode(self, request, context):
+        """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
+        is refused when it joins again, with NODE_EVICTED, until it is readmitted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """ListEvents returns what happened to a run, oldest first unless asked otherwise, a page at a time. The
+        service keeps the last events of each run (by default 50,000); older ones are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """WatchEvents streams what happens to a run: everything after a revision, then everything new, until the run
+        is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
+        events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,6 +246,26 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunResponse.SerializeToString,
             ),
+            'RestartRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartRun,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunResponse.SerializeToString,
+            ),
+            'EvictNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictNode,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeResponse.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListEventsRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'rallypoint.rendezvous.v1.RendezvousService', rpc_method_handlers)
@@ -185,17 +280,27 @@ class RendezvousService(object):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
+    FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+    OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
+    RetryInfo says
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
+    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @staticmethod
@@ -323,6 +428,114 @@ class RendezvousService(object):
             '/rallypoint.rendezvous.v1.RendezvousService/CloseRun',
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunRequest.SerializeToString,
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.CloseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/RestartRun',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.RestartRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/EvictNode',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.EvictNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/ListEvents',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListEventsRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/WatchEvents',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

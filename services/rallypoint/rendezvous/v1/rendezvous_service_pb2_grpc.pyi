@@ -32,17 +32,27 @@ class RendezvousServiceStub:
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
       NOT_FOUND            RUN_NOT_FOUND      no run of that name
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
       FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
+      FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+      RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+      OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
+      RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
+                                              RetryInfo says
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_typing.overload
@@ -53,8 +63,8 @@ class RendezvousServiceStub:
     """Join holds one node's membership for as long as the stream lives.
 
     The client sends `join` or `resume` first, then heartbeats at the interval that the lease names, and
-    confirms, reports and leaves as rounds come and go. The server answers with `lease`, once, and then with
-    an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
+    confirms, reports and leaves as rounds come and go. The server answers with a `lease`, once, and with
+    an `update`, in the same message or a later one, whenever something changes that the node must act on. Updates are states, not steps: a node
     that is slow, or that was away, is told the latest state only, and revisions only grow.
 
     When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
@@ -63,16 +73,36 @@ class RendezvousServiceStub:
     Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
     """
     GetRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]
-    """GetRun returns a run as it is now, with every node."""
+    """GetRun returns a run as it is now, with its nodes: all of them, or where there are more than a page holds, a page
+    at a time.
+    """
     ListRuns: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListRunsRequest, _rendezvous_service_pb2.ListRunsResponse]
-    """ListRuns returns a line for every run that the server knows, ordered by run_id."""
+    """ListRuns returns a line for every run that the server knows, ordered by run_id, a page at a time."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchRunRequest, _rendezvous_service_pb2.WatchRunResponse]
     """WatchRun streams a run: its present state first, then its state after changes, the latest only, until the
-    run is closed. A client that reconnects gives the last revision it saw and is not told it again.
+    run is closed. A client that reconnects gives the last revision it saw and is not told it again. Of a run with
+    more than 2,000 nodes these are the first 2,000, and GetRun has the others.
     """
     CloseRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]
     """CloseRun ends a run for good. Every node is told, and stops its workers. Closing a closed run changes
     nothing and returns its outcome.
+    """
+    RestartRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.RestartRunRequest, _rendezvous_service_pb2.RestartRunResponse]
+    """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
+    started anew. It uses up no restart of the budget. A run without a round stays as it is.
+    """
+    EvictNode: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.EvictNodeRequest, _rendezvous_service_pb2.EvictNodeResponse]
+    """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
+    is refused when it joins again, with NODE_EVICTED, until it is readmitted.
+    """
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListEventsRequest, _rendezvous_service_pb2.ListEventsResponse]
+    """ListEvents returns what happened to a run, oldest first unless asked otherwise, a page at a time. The
+    service keeps the last events of each run (by default 50,000); older ones are gone.
+    """
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchEventsRequest, _rendezvous_service_pb2.WatchEventsResponse]
+    """WatchEvents streams what happens to a run: everything after a revision, then everything new, until the run
+    is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
+    events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
     """
 
 @_typing.type_check_only
@@ -82,17 +112,27 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
       NOT_FOUND            RUN_NOT_FOUND      no run of that name
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
       FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
+      FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+      RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+      OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
+      RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
+                                              RetryInfo says
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -100,8 +140,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """Join holds one node's membership for as long as the stream lives.
 
     The client sends `join` or `resume` first, then heartbeats at the interval that the lease names, and
-    confirms, reports and leaves as rounds come and go. The server answers with `lease`, once, and then with
-    an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
+    confirms, reports and leaves as rounds come and go. The server answers with a `lease`, once, and with
+    an `update`, in the same message or a later one, whenever something changes that the node must act on. Updates are states, not steps: a node
     that is slow, or that was away, is told the latest state only, and revisions only grow.
 
     When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
@@ -110,16 +150,36 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
     """
     GetRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.GetRunRequest, _rendezvous_service_pb2.GetRunResponse]  # type: ignore[assignment]
-    """GetRun returns a run as it is now, with every node."""
+    """GetRun returns a run as it is now, with its nodes: all of them, or where there are more than a page holds, a page
+    at a time.
+    """
     ListRuns: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListRunsRequest, _rendezvous_service_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """ListRuns returns a line for every run that the server knows, ordered by run_id."""
+    """ListRuns returns a line for every run that the server knows, ordered by run_id, a page at a time."""
     WatchRun: _aio.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchRunRequest, _rendezvous_service_pb2.WatchRunResponse]  # type: ignore[assignment]
     """WatchRun streams a run: its present state first, then its state after changes, the latest only, until the
-    run is closed. A client that reconnects gives the last revision it saw and is not told it again.
+    run is closed. A client that reconnects gives the last revision it saw and is not told it again. Of a run with
+    more than 2,000 nodes these are the first 2,000, and GetRun has the others.
     """
     CloseRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.CloseRunRequest, _rendezvous_service_pb2.CloseRunResponse]  # type: ignore[assignment]
     """CloseRun ends a run for good. Every node is told, and stops its workers. Closing a closed run changes
     nothing and returns its outcome.
+    """
+    RestartRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.RestartRunRequest, _rendezvous_service_pb2.RestartRunResponse]  # type: ignore[assignment]
+    """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
+    started anew. It uses up no restart of the budget. A run without a round stays as it is.
+    """
+    EvictNode: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.EvictNodeRequest, _rendezvous_service_pb2.EvictNodeResponse]  # type: ignore[assignment]
+    """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
+    is refused when it joins again, with NODE_EVICTED, until it is readmitted.
+    """
+    ListEvents: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListEventsRequest, _rendezvous_service_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """ListEvents returns what happened to a run, oldest first unless asked otherwise, a page at a time. The
+    service keeps the last events of each run (by default 50,000); older ones are gone.
+    """
+    WatchEvents: _aio.UnaryStreamMultiCallable[_rendezvous_service_pb2.WatchEventsRequest, _rendezvous_service_pb2.WatchEventsResponse]  # type: ignore[assignment]
+    """WatchEvents streams what happens to a run: everything after a revision, then everything new, until the run
+    is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
+    events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
     """
 
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -128,17 +188,27 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
       NOT_FOUND            RUN_NOT_FOUND      no run of that name
       FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
       FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
       FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
+      FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+      RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+      OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
+      RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
+                                              RetryInfo says
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_abc_1.abstractmethod
@@ -150,8 +220,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         """Join holds one node's membership for as long as the stream lives.
 
         The client sends `join` or `resume` first, then heartbeats at the interval that the lease names, and
-        confirms, reports and leaves as rounds come and go. The server answers with `lease`, once, and then with
-        an `update` whenever something changes that the node must act on. Updates are states, not steps: a node
+        confirms, reports and leaves as rounds come and go. The server answers with a `lease`, once, and with
+        an `update`, in the same message or a later one, whenever something changes that the node must act on. Updates are states, not steps: a node
         that is slow, or that was away, is told the latest state only, and revisions only grow.
 
         When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
@@ -166,7 +236,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rendezvous_service_pb2.GetRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_service_pb2.GetRunResponse, _abc.Awaitable[_rendezvous_service_pb2.GetRunResponse]]:
-        """GetRun returns a run as it is now, with every node."""
+        """GetRun returns a run as it is now, with its nodes: all of them, or where there are more than a page holds, a page
+        at a time.
+        """
 
     @_abc_1.abstractmethod
     def ListRuns(
@@ -174,7 +246,7 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rendezvous_service_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_service_pb2.ListRunsResponse, _abc.Awaitable[_rendezvous_service_pb2.ListRunsResponse]]:
-        """ListRuns returns a line for every run that the server knows, ordered by run_id."""
+        """ListRuns returns a line for every run that the server knows, ordered by run_id, a page at a time."""
 
     @_abc_1.abstractmethod
     def WatchRun(
@@ -183,7 +255,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rendezvous_service_pb2.WatchRunResponse], _abc.AsyncIterator[_rendezvous_service_pb2.WatchRunResponse]]:
         """WatchRun streams a run: its present state first, then its state after changes, the latest only, until the
-        run is closed. A client that reconnects gives the last revision it saw and is not told it again.
+        run is closed. A client that reconnects gives the last revision it saw and is not told it again. Of a run with
+        more than 2,000 nodes these are the first 2,000, and GetRun has the others.
         """
 
     @_abc_1.abstractmethod
@@ -194,6 +267,47 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rendezvous_service_pb2.CloseRunResponse, _abc.Awaitable[_rendezvous_service_pb2.CloseRunResponse]]:
         """CloseRun ends a run for good. Every node is told, and stops its workers. Closing a closed run changes
         nothing and returns its outcome.
+        """
+
+    @_abc_1.abstractmethod
+    def RestartRun(
+        self,
+        request: _rendezvous_service_pb2.RestartRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.RestartRunResponse, _abc.Awaitable[_rendezvous_service_pb2.RestartRunResponse]]:
+        """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
+        started anew. It uses up no restart of the budget. A run without a round stays as it is.
+        """
+
+    @_abc_1.abstractmethod
+    def EvictNode(
+        self,
+        request: _rendezvous_service_pb2.EvictNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.EvictNodeResponse, _abc.Awaitable[_rendezvous_service_pb2.EvictNodeResponse]]:
+        """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
+        is refused when it joins again, with NODE_EVICTED, until it is readmitted.
+        """
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _rendezvous_service_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.ListEventsResponse, _abc.Awaitable[_rendezvous_service_pb2.ListEventsResponse]]:
+        """ListEvents returns what happened to a run, oldest first unless asked otherwise, a page at a time. The
+        service keeps the last events of each run (by default 50,000); older ones are gone.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _rendezvous_service_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rendezvous_service_pb2.WatchEventsResponse], _abc.AsyncIterator[_rendezvous_service_pb2.WatchEventsResponse]]:
+        """WatchEvents streams what happens to a run: everything after a revision, then everything new, until the run
+        is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
+        events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
         """
 
 def add_RendezvousServiceServicer_to_server(servicer: RendezvousServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

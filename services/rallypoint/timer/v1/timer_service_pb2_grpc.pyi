@@ -42,10 +42,13 @@ class TimerServiceStub:
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known: stop, don't retry
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: stop, don't retry
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
       UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_typing.overload
@@ -97,10 +100,13 @@ class TimerServiceAsyncStub(TimerServiceStub):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known: stop, don't retry
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: stop, don't retry
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
       UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -148,10 +154,13 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
       FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known: stop, don't retry
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: stop, don't retry
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
       UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     @_abc_1.abstractmethod

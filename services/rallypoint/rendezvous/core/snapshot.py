@@ -1,0 +1,145 @@
+"""Snapshots: the state of a run as it is kept, so that a recovery need not fold every fact from the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rallypoint.rendezvous.core.apply import resume_deadlines
+from rallypoint.rendezvous.core.facts import NodeEvicted, NodeJoined
+from rallypoint.rendezvous.core.state import (
+    Node,
+    Phase,
+    RoundEnd,
+    RunEnd,
+    RunSettings,
+    RunState,
+    Seat,
+    WorkerFailure,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FormerRank:
+    """The group rank that a node had in the round before."""
+
+    node_id: str
+    group_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """Everything of a `RunState` but evidence and deadlines; its fields are those of the protocol's message."""
+
+    run_id: str
+    revision: int
+    round: int
+    # Only the numbers are left of the run.
+    forgotten: bool = False
+    settings: RunSettings | None = None
+    phase: Phase = Phase.JOINABLE
+    restart_count: int = 0
+    nodes: tuple[NodeJoined, ...] = ()
+    departing: tuple[str, ...] = ()
+    evicted: tuple[NodeEvicted, ...] = ()
+    seats: tuple[Seat, ...] = ()
+    group_world_size: int = 0
+    world_size: int = 0
+    master_address: str = ""
+    master_port: int = 0
+    fencing_token: int = 0
+    unconfirmed: tuple[str, ...] = ()
+    succeeded: tuple[str, ...] = ()
+    finishing: bool = False
+    exit_barrier_passed: bool = False
+    former_ranks: tuple[FormerRank, ...] = ()
+    former_size: int = 0
+    last_round_end: RoundEnd | None = None
+    breach: RoundEnd | None = None
+    failure: WorkerFailure | None = None
+    run_end: RunEnd | None = None
+
+
+def take_snapshot(state: RunState) -> RunSnapshot:
+    """What must be kept of a run for it to go on."""
+    return RunSnapshot(
+        run_id=state.run_id,
+        revision=state.revision,
+        round=state.round,
+        settings=state.settings,
+        phase=state.phase,
+        restart_count=state.restart_count,
+        nodes=tuple(
+            NodeJoined(
+                node.node_id, node.lease, node.address, node.local_world_size, node.role, node.topology
+            )
+            for node in state.nodes.values()
+        ),
+        departing=tuple(state.departing),
+        evicted=tuple(NodeEvicted(node_id, reason) for node_id, reason in state.evicted.items()),
+        seats=tuple(state.seats.values()),
+        group_world_size=state.group_world_size,
+        world_size=state.world_size,
+        master_address=state.master_address,
+        master_port=state.master_port,
+        fencing_token=state.fencing_token,
+        unconfirmed=tuple(sorted(state.unconfirmed)),
+        succeeded=tuple(sorted(state.succeeded)),
+        finishing=state.finishing,
+        exit_barrier_passed=state.exit_barrier_passed,
+        former_ranks=tuple(FormerRank(*item) for item in state.former_ranks.items()),
+        former_size=state.former_size,
+        last_round_end=state.last_round_end,
+        breach=state.breach,
+        failure=state.failure,
+        run_end=state.run_end,
+    )
+
+
+def take_tombstone(state: RunState) -> RunSnapshot:
+    """What must be kept of a run that expired: its numbers, so that none is given out twice under its name."""
+    return RunSnapshot(run_id=state.run_id, revision=state.revision, round=state.round, forgotten=True)
+
+
+def restore(snapshot: RunSnapshot, now: float) -> RunState:
+    """The run that a snapshot was taken of. Every deadline gets a full new term; leases want `restart_leases`."""
+    state = RunState(snapshot.run_id, revision=snapshot.revision, round=snapshot.round)
+    if snapshot.forgotten:
+        return state
+    assert snapshot.settings is not None
+    state.created = True
+    state.settings = snapshot.settings
+    state.phase = snapshot.phase
+    state.restart_count = snapshot.restart_count
+    state.nodes = {
+        node.node_id: Node(
+            node_id=node.node_id,
+            lease=node.lease,
+            address=node.address,
+            local_world_size=node.local_world_size,
+            role=node.role,
+            topology=node.topology,
+            lease_deadline=now,
+            waiting_since=now,
+        )
+        for node in snapshot.nodes
+    }
+    state.departing = dict.fromkeys(snapshot.departing, now + state.settings.confirm_timeout)
+    state.evicted = {each.node_id: each.reason for each in snapshot.evicted}
+    state.seats = {seat.node_id: seat for seat in snapshot.seats}
+    state.group_world_size = snapshot.group_world_size
+    state.world_size = snapshot.world_size
+    state.master_address = snapshot.master_address
+    state.master_port = snapshot.master_port
+    state.fencing_token = snapshot.fencing_token
+    state.unconfirmed = set(snapshot.unconfirmed)
+    state.succeeded = set(snapshot.succeeded)
+    state.finishing = snapshot.finishing
+    state.exit_barrier_passed = snapshot.exit_barrier_passed
+    state.former_ranks = {former.node_id: former.group_rank for former in snapshot.former_ranks}
+    state.former_size = snapshot.former_size
+    state.last_round_end = snapshot.last_round_end
+    state.breach = snapshot.breach
+    state.failure = snapshot.failure
+    state.run_end = snapshot.run_end
+    resume_deadlines(state, now)
+    return state

@@ -1,0 +1,113 @@
+"""The last events of a run, for people: what ListEvents and WatchEvents read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from weakref import WeakSet
+
+from rallypoint.rendezvous.journal.journal import Record
+
+# Past its bound, all of them are brought down to this share of it: looking for the largest must not come often.
+_ROOM = 0.9
+
+
+@dataclass(slots=True)
+class ByteCounter:
+    """Bytes of several histories together."""
+
+    bytes: int = 0
+
+
+class Histories:
+    """The histories of all runs of a service, within one bound."""
+
+    def __init__(self, most_events: int, most_bytes: int, most_bytes_together: int) -> None:
+        """The first two bound each history, the third all of them."""
+        self._most_events = most_events
+        self._most_bytes = most_bytes
+        self._most_bytes_together = most_bytes_together
+        self._counter = ByteCounter()
+        self._open: WeakSet[History] = WeakSet()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return self._counter.bytes
+
+    def open(self) -> History:
+        """A new one, which counts for as long as it is not cleared."""
+        history = History(self._most_events, self._most_bytes, self._counter)
+        self._open.add(history)
+        return history
+
+    def keep_within(self) -> None:
+        """Past the bound of all, halve the largest ones, so that a run with a short history keeps it whole."""
+        if self.bytes <= self._most_bytes_together:
+            return
+        for history in sorted(self._open, key=lambda each: each.bytes, reverse=True):
+            if self.bytes <= self._most_bytes_together * _ROOM:
+                return
+            history.shorten(history.bytes // 2)
+
+
+class History:
+    """The durable records of a run, as many of the last ones as its bounds allow."""
+
+    def __init__(self, most_events: int, most_bytes: int, counter: ByteCounter | None = None) -> None:
+        """Keep at most so many events of together so many bytes, which `counter` counts; one event is always kept."""
+        self._most_events = most_events
+        self._most_bytes = most_bytes
+        self._records: deque[Record] = deque()
+        self._counter = counter or ByteCounter()
+        self.bytes = 0
+
+    @property
+    def oldest(self) -> int:
+        """Revision of the oldest event that is kept; 0: none is."""
+        return self._records[0].revision if self._records else 0
+
+    @property
+    def latest(self) -> int:
+        """Revision of the latest event; 0: there is none."""
+        return self._records[-1].revision if self._records else 0
+
+    def add(self, record: Record) -> None:
+        """Add the next record, which is durable; drop the oldest past the bounds."""
+        self._records.append(record)
+        self._count(len(record.content))
+        while len(self._records) > self._most_events:
+            self._drop_oldest()
+        self.shorten(self._most_bytes)
+
+    def shorten(self, most_bytes: int) -> None:
+        """Drop the oldest events past so many bytes; the last one stays."""
+        while self.bytes > most_bytes and len(self._records) > 1:
+            self._drop_oldest()
+
+    def clear(self) -> None:
+        """Drop them all."""
+        while self._records:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._count(-len(self._records.popleft().content))
+
+    def _count(self, more: int) -> None:
+        self.bytes += more
+        self._counter.bytes += more
+
+    def after(self, revision: int, count: int) -> list[Record]:
+        """The first `count` events after a revision, of those that are kept."""
+        start = max(0, revision + 1 - self.oldest)
+        # From whichever end is nearer: a deque finds what is in its middle by walking.
+        if start > len(self._records) // 2:
+            tail = list(islice(reversed(self._records), max(0, len(self._records) - start)))
+            return tail[::-1][:count]
+        return list(islice(self._records, start, start + count))
+
+    def before(self, revision: int) -> Iterator[Record]:
+        """Events before a revision, the newest first; not to be used once `add` was called."""
+        return islice(reversed(self._records), max(0, self.latest + 1 - revision), None)

@@ -1,0 +1,149 @@
+"""Participants that succeeded wait for the others, and past the barrier's timeout they may go."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.execute import next_deadline
+from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause
+from rallypoint.rendezvous.views import node_update
+from rendezvous.core.scripted_run import ScriptedRun
+
+
+@pytest.fixture
+def run() -> ScriptedRun:
+    """A round of three nodes whose exit barrier holds for a hundred seconds."""
+    run = ScriptedRun(
+        min_nodes=1, max_nodes=3, max_restarts=5, exit_barrier_timeout=100.0, last_call_timeout=30.0
+    )
+    run.start("a", "b", "c")
+    return run
+
+
+def outcome(run: ScriptedRun) -> Outcome | None:
+    return run.state.run_end.outcome if run.state.run_end is not None else None
+
+
+def test_it_holds_for_its_timeout_from_the_first_success(run: ScriptedRun) -> None:
+    """Not a moment less, and a second success neither prolongs it nor starts another."""
+    run.succeed("a")
+    run.later(60)
+    run.succeed("b")
+    assert run.later(39.9) == []
+    assert not run.state.exit_barrier_passed
+    assert run.later(0.1) == [facts.ExitBarrierPassed(1)]
+    assert run.state.exit_barrier_passed
+    assert run.phase is Phase.FINAL
+
+
+def test_it_passes_once(run: ScriptedRun) -> None:
+    """Whoever succeeds after it need not wait, and the barrier comes due no second time."""
+    run.succeed("a")
+    run.later(100)
+    run.succeed("b")
+    assert run.state.exit_barrier_deadline is None
+    assert run.later(1000) == []
+
+
+def test_it_is_told_to_nodes_while_the_round_runs(run: ScriptedRun) -> None:
+    """In their updates, from the moment that it passes; before, and in the next round, it is not."""
+    run.succeed("a")
+    assert not node_update(run.state, "a").exit_barrier_passed
+    run.later(100)
+    assert node_update(run.state, "a").exit_barrier_passed
+    run.lose("b")
+    assert run.phase is Phase.JOINABLE
+    assert not node_update(run.state, "a").exit_barrier_passed
+
+
+def test_all_succeed_before_it_passes(run: ScriptedRun) -> None:
+    """The run is over, and nothing comes after."""
+    run.succeed("a", "b", "c")
+    assert outcome(run) is Outcome.SUCCEEDED
+    assert next_deadline(run.state) is None
+    assert not run.of_type(facts.ExitBarrierPassed)
+
+
+def test_who_goes_past_it_ends_no_round(run: ScriptedRun) -> None:
+    """The others are at work as before, and the run succeeds with the last of them."""
+    run.succeed("a", "b")
+    run.later(100)
+    run.leave("a")
+    run.leave("b")
+    assert (run.phase, run.round, run.ranks) == (Phase.FINAL, 1, ["c"])
+    run.succeed("c")
+    assert outcome(run) is Outcome.SUCCEEDED
+
+
+def test_a_run_ends_when_the_last_that_has_not_succeeded_does_whoever_is_still_there(
+    run: ScriptedRun,
+) -> None:
+    """Some that succeeded have gone, others not: it is the same."""
+    run.succeed("a", "b")
+    run.later(100)
+    run.leave("a")
+    run.succeed("c")
+    assert outcome(run) is Outcome.SUCCEEDED
+
+
+def test_a_failure_before_it_passes_starts_all_again(run: ScriptedRun) -> None:
+    """Those that succeeded have waited for just that."""
+    run.succeed("a", "b")
+    run.fail("c")
+    assert (run.phase, run.round, run.ranks) == (Phase.FROZEN, 2, ["a", "b", "c"])
+    assert run.state.exit_barrier_deadline is None
+    run.run_round()
+    assert run.state.succeeded == set()
+    assert run.later(1000) == []
+
+
+def test_a_failure_after_some_went_starts_those_that_are_left(run: ScriptedRun) -> None:
+    """At once: nobody is missing that the round was waiting for."""
+    run.succeed("a")
+    run.later(100)
+    run.leave("a")
+    run.fail("c")
+    assert (run.phase, run.round, sorted(run.ranks)) == (Phase.FROZEN, 2, ["b", "c"])
+    assert run.state.restart_count == 1
+
+
+def test_every_round_has_its_own(run: ScriptedRun) -> None:
+    """What passed in one round holds again in the next."""
+    run.succeed("a")
+    run.later(100)
+    run.fail("b")
+    run.run_round()
+    run.succeed("b")
+    assert run.later(99.9) == []
+    assert run.later(0.1) == [facts.ExitBarrierPassed(2)]
+
+
+def test_a_node_lost_past_it_ends_the_round_of_those_at_work(run: ScriptedRun) -> None:
+    """They can't finish without it."""
+    run.succeed("a")
+    run.later(100)
+    run.leave("a")
+    run.lose("b")
+    (ended,) = run.of_type(facts.RoundEnded)
+    assert (ended.end.cause, ended.end.node_id) == (RoundEndCause.NODE_LOST, "b")
+    run.later(30)
+    assert run.ranks == ["c"]
+
+
+def test_a_node_lost_after_it_succeeded_ends_no_round(run: ScriptedRun) -> None:
+    """Its part is done, however it went."""
+    run.succeed("a")
+    run.lose("a")
+    assert (run.phase, run.ranks) == (Phase.FINAL, ["b", "c"])
+    run.succeed("b", "c")
+    assert outcome(run) is Outcome.SUCCEEDED
+
+
+def test_nobody_wakes_up_for_a_barrier_of_a_round_that_is_over(run: ScriptedRun) -> None:
+    """In a round that is being confirmed only confirming counts."""
+    run.succeed("a")
+    run.later(50)
+    run.fail("b")
+    assert run.phase is Phase.FROZEN
+    assert run.state.exit_barrier_deadline is None

@@ -1,0 +1,236 @@
+"""What operators can do to a run: start it anew, take a node out, let it in again."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.core import commands, decide, facts
+from rallypoint.rendezvous.core.decide import check_lease
+from rallypoint.rendezvous.core.refusals import NodeIsEvicted, RunIsClosed, TooManyEvicted
+from rallypoint.rendezvous.core.state import Phase, RoundEndCause, ScaleUpPolicy
+from rallypoint.rendezvous.views import run_message
+from rendezvous.core.scripted_run import ScriptedRun
+
+
+class TestRestarting:
+    """RestartRun."""
+
+    def test_the_same_nodes_start_anew_at_once(self) -> None:
+        """No last call, the same ranks, and no restart of the budget is used up."""
+        run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=30.0)
+        run.start("a", "b")
+        happened = run.restart("new data")
+        assert [type(fact) for fact in happened] == [
+            facts.RestartRequested,
+            facts.RoundEnded,
+            facts.RoundFrozen,
+        ]
+        assert (run.phase, run.round, run.ranks) == (Phase.FROZEN, 2, ["a", "b"])
+        assert run.state.restart_count == 0
+        end = run.state.last_round_end
+        assert end is not None
+        assert (end.cause, end.node_id, end.detail) == (
+            RoundEndCause.RESTART_REQUESTED,
+            "",
+            "an operator asked for a restart: new data",
+        )
+
+    def test_a_round_that_is_being_confirmed_is_burnt(self) -> None:
+        """And all confirm the next, also who had confirmed this one."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2)
+        run.join("a", "b")
+        run.confirm("a")
+        run.restart()
+        assert (run.phase, run.round, run.state.unconfirmed) == (Phase.FROZEN, 2, {"a", "b"})
+
+    def test_a_run_without_a_round_stays_as_it_is(self) -> None:
+        """There is nothing to restart; nor is there once it is closed."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2)
+        run.join("a")
+        assert run.restart() == []
+        run.do(commands.Close("enough"))
+        assert run.restart() == []
+
+    def test_what_succeeded_is_done_again(self) -> None:
+        """All workers are started anew, and the exit barrier with them."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2)
+        run.start("a", "b")
+        run.succeed("a")
+        run.restart()
+        run.run_round()
+        assert (run.ranks, run.state.succeeded, run.state.exit_barrier_deadline) == (
+            ["a", "b"],
+            set(),
+            None,
+        )
+
+    def test_waiting_nodes_are_let_in_by_it(self) -> None:
+        """The round ends anyway, so it re-forms as large as it may be."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2, scale_up_policy=ScaleUpPolicy.ON_RESTART)
+        run.start("a")
+        run.join("b")
+        run.restart()
+        assert run.ranks == ["a", "b"]
+
+
+class TestEvicting:
+    """EvictNode."""
+
+    def test_the_round_re_forms_without_the_node(self) -> None:
+        """A spare takes its place at once; the reason is told."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2)
+        run.start("a", "b")
+        run.join("spare")
+        lease = run.lease("a")
+        run.evict("a", reason="bad memory")
+        assert facts.NodeEvicted("a", "bad memory", lease) in run.facts
+        assert (run.phase, sorted(run.ranks)) == (Phase.FROZEN, ["b", "spare"])
+        end = run.state.last_round_end
+        assert end is not None
+        assert (end.cause, end.node_id, end.detail) == (
+            RoundEndCause.NODE_EVICTED,
+            "a",
+            "node a was taken out by an operator: bad memory",
+        )
+
+    def test_without_a_spare_there_is_a_last_call(self) -> None:
+        """As after any loss: another node may come."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2, last_call_timeout=30.0)
+        run.start("a", "b")
+        run.evict("a")
+        assert run.phase is Phase.JOINABLE
+        run.later(30)
+        assert (run.phase, run.ranks) == (Phase.FROZEN, ["b"])
+
+    def test_a_round_that_is_being_confirmed_waits_for_it_no_longer(self) -> None:
+        """It is burnt, and the next has the others."""
+        run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=0.0)
+        run.join("a", "b", "c")
+        run.confirm("b", "c")
+        run.evict("a")
+        assert (run.phase, run.round, sorted(run.ranks)) == (Phase.FROZEN, 2, ["b", "c"])
+
+    def test_while_nodes_gather_it_counts_no_longer(self) -> None:
+        """Below min_nodes the last call is off."""
+        run = ScriptedRun(min_nodes=2, max_nodes=3)
+        run.join("a", "b")
+        run.evict("b")
+        assert run.state.last_call_deadline is None
+        assert run.later(60) == []
+
+    def test_a_node_that_departs_holds_nobody_up_once_it_is_taken_out(self) -> None:
+        """The operator knows what has become of it."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        run.join("spare")
+        run.depart("a")
+        assert run.phase is Phase.JOINABLE
+        run.evict("a")
+        assert (run.phase, run.state.departing) == (Phase.FROZEN, {})
+
+    def test_a_node_that_has_succeeded_ends_no_round_by_it(self) -> None:
+        """Its part is done."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2)
+        run.start("a", "b")
+        run.succeed("a")
+        run.evict("a")
+        assert (run.phase, run.ranks) == (Phase.FINAL, ["b"])
+
+    def test_nothing_it_says_counts_and_it_can_not_join(self) -> None:
+        """It is told that, and by whom, and not that its lease is lost: it is not to try again."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        lease = run.lease("a")
+        run.evict("a", reason="bad memory")
+        said: list[commands.Command] = [
+            commands.Confirm("a", lease, 1, 1),
+            commands.ReportSuccess("a", lease, 1),
+            commands.ReportFailure("a", lease, run.failure("a", round_=1)),
+            commands.Depart("a", lease, "bye"),
+            commands.Leave("a", lease, "bye"),
+            commands.Join("a", run.settings, "a.cluster", 1, "trainer"),
+        ]
+        for command in said:
+            with pytest.raises(NodeIsEvicted, match="by an operator \\(bad memory\\)"):
+                run.do(command)
+        with pytest.raises(NodeIsEvicted):
+            check_lease(run.state, "a", lease)
+
+    def test_a_node_that_is_not_there_can_be_barred(self) -> None:
+        """Before it comes: that disturbs nobody, and the fact says that it held no lease."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        run.evict("c")
+        assert run.facts[-1] == facts.NodeEvicted("c", "bad memory", 0)
+        assert run.phase is Phase.FINAL
+        with pytest.raises(NodeIsEvicted):
+            run.join("c")
+
+    def test_twice_changes_nothing(self) -> None:
+        """The first reason stands."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        run.evict("a", reason="bad memory")
+        assert run.do(commands.Evict("a", "again")) == []
+        assert run.state.evicted == {"a": "bad memory"}
+
+    def test_as_many_as_the_run_can_keep_in_mind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One more is refused, and disturbs nobody; evicting one of them again is not one more."""
+        monkeypatch.setattr(decide, "MOST_EVICTED", 2)
+        run = ScriptedRun(min_nodes=1, max_nodes=4)
+        run.start("a", "b", "c", "d")
+        run.evict("x", "y")
+        with pytest.raises(TooManyEvicted, match="refuses 2 nodes already; readmit some of them first"):
+            run.evict("a")
+        assert run.phase is Phase.FINAL
+        assert run.do(commands.Evict("x", "again")) == []
+        run.readmit("x")
+        run.evict("a")
+        assert "a" not in run.state.nodes
+
+    def test_who_is_out_can_be_seen(self) -> None:
+        """By name, in order."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        run.evict("c", "b")
+        assert list(run_message(run.state).evicted_node_ids) == ["b", "c"]
+
+    def test_a_closed_run_has_nobody_to_take_out(self) -> None:
+        """And says how it ended."""
+        run = ScriptedRun()
+        run.start("a")
+        run.do(commands.Close("enough"))
+        with pytest.raises(RunIsClosed):
+            run.evict("a")
+        with pytest.raises(RunIsClosed):
+            run.readmit("a")
+
+
+class TestReadmitting:
+    """EvictNode, the other way round."""
+
+    def test_the_node_may_join_again_as_a_newcomer(self) -> None:
+        """Under a new lease; the old one stays worth nothing."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        old = run.lease("a")
+        run.evict("a")
+        assert run.readmit("a") == [facts.NodeReadmitted("a", "mended")]
+        assert run.join("a") > old
+        assert sorted(run.ranks) == ["a", "b"]
+
+    def test_readmitting_alone_brings_nobody_back(self) -> None:
+        """The node has to come by itself."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2)
+        run.start("a", "b")
+        run.evict("a")
+        run.readmit("a")
+        assert list(run.state.nodes) == ["b"]
+        assert run.phase is Phase.JOINABLE
+
+    def test_who_may_join_anyway_is_not_readmitted(self) -> None:
+        """Nothing changes."""
+        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run.start("a", "b")
+        assert run.readmit("a") == []
+        assert run.readmit("nobody") == []

@@ -1,0 +1,209 @@
+"""A snapshot is the run but for evidence and deadlines, and a tombstone is what must outlive it.
+
+That a snapshot at any point of any history is the fold of what came before it is held by `test_histories`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+
+from rallypoint.rendezvous.codec import from_message, to_message
+from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.apply import apply
+from rallypoint.rendezvous.core.execute import execute
+from rallypoint.rendezvous.core.leases import restart_leases
+from rallypoint.rendezvous.core.snapshot import RunSnapshot, restore, take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.state import Phase, RunState
+from rallypoint.rendezvous.v1 import journal_pb2
+from rendezvous.core.scripted_run import ScriptedRun
+
+# What is no part of a snapshot: evidence, deadlines, and what every run has that is restored at all.
+NOT_KEPT = {
+    "created",
+    "last_call_deadline",
+    "confirm_deadline",
+    "exit_barrier_deadline",
+    "scale_up_deadline",
+    "idle_since",
+    "lease_queue",
+}
+
+
+def kept(state: RunState) -> RunState:
+    """A run that was written down and read back, much later."""
+    content = to_message(take_snapshot(state)).SerializeToString()
+    return restore(from_message(journal_pb2.RunSnapshot.FromString(content), RunSnapshot), 90_000.0)
+
+
+def replayed(run: ScriptedRun) -> RunState:
+    """What a server makes of all of the run's facts at that time."""
+    state = RunState("run")
+    for fact in run.facts:
+        apply(state, fact, 90_000.0)
+    return state
+
+
+def joining(run: ScriptedRun) -> None:
+    run.join("a")
+
+
+def last_call(run: ScriptedRun) -> None:
+    run.join("a", "b", workers=2, role="reader")
+
+
+def confirming(run: ScriptedRun) -> None:
+    run.join("a", "b", "c", "spare")
+    run.confirm("b")
+
+
+def running(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.join("spare")
+
+
+def finishing(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.succeed("b", "a")
+
+
+def past_the_barrier(run: ScriptedRun) -> None:
+    finishing(run)
+    run.later(300)
+    run.leave("b")
+
+
+def departing(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.depart("c")
+    run.depart("a")
+
+
+def re_formed(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.join("z")
+    run.fail("b")
+    run.lose("a")
+    run.confirm("z")
+
+
+def with_evicted(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.evict("b", "q")
+
+
+def failed(run: ScriptedRun) -> None:
+    run.start("a", "b")
+    run.fail("a")
+    run.run_round()
+    run.fail("b")
+    assert run.phase is Phase.CLOSED
+
+
+SITUATIONS = [
+    joining,
+    last_call,
+    confirming,
+    running,
+    finishing,
+    past_the_barrier,
+    departing,
+    re_formed,
+    with_evicted,
+    failed,
+]
+
+
+@pytest.fixture(params=SITUATIONS, ids=lambda situation: situation.__name__)
+def run(request: pytest.FixtureRequest) -> ScriptedRun:
+    run = ScriptedRun(min_nodes=2, max_nodes=3, max_restarts=1, last_call_timeout=30.0)
+    situation: Callable[[ScriptedRun], None] = request.param
+    situation(run)
+    return run
+
+
+def test_what_is_read_back_is_what_a_replay_makes(run: ScriptedRun) -> None:
+    """Every field of the run, its deadlines too: they all start afresh when the server does, either way."""
+    restored, folded = kept(run.state), replayed(run)
+    for state in (restored, folded):
+        restart_leases(state, 90_000.0)
+    for field in fields(RunState):
+        assert getattr(restored, field.name) == getattr(folded, field.name), field.name
+
+
+def test_order_is_kept(run: ScriptedRun) -> None:
+    """Who joined first, who departed first: places and deadlines go by it, and equal dicts may differ in it."""
+    restored = kept(run.state)
+    assert list(restored.nodes) == list(run.state.nodes)
+    assert list(restored.departing) == list(run.state.departing)
+    assert list(restored.seats) == list(run.state.seats)
+
+
+def test_a_snapshot_of_what_was_read_back_is_the_same(run: ScriptedRun) -> None:
+    """To the byte: checkpoints of checkpoints lose nothing."""
+    first, second = take_snapshot(run.state), take_snapshot(kept(run.state))
+    assert to_message(first).SerializeToString(deterministic=True) == to_message(second).SerializeToString(
+        deterministic=True
+    )
+
+
+def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) -> None:
+    """Told the same things at the same time, both do the same, for as long as it takes to get a round going."""
+    runs = [kept(run.state), replayed(run)]
+    for state in runs:
+        restart_leases(state, 90_000.0)
+
+    def told(command: commands.Command, now: float) -> None:
+        first, second = (execute(state, command, now) for state in runs)
+        assert first == second
+
+    if runs[0].phase is Phase.CLOSED:
+        assert runs[0].run_end == runs[1].run_end
+        return
+    for node_id in ("x", "y", "a"):
+        told(commands.Join(node_id, run.settings, f"{node_id}.cluster", 1, "trainer"), 90_001.0)
+    for node_id in [*runs[0].departing]:
+        told(commands.Leave(node_id, runs[0].nodes[node_id].lease, "bye"), 90_002.0)
+    for node_id in [*runs[0].unconfirmed]:
+        told(commands.Confirm(node_id, runs[0].nodes[node_id].lease, runs[0].round, 1), 90_003.0)
+    assert runs[0].phase is Phase.FINAL
+    assert take_snapshot(runs[0]) == take_snapshot(runs[1])
+
+
+def test_every_field_of_a_run_is_kept_or_known_not_to_be() -> None:
+    """A field that is added to the one and forgotten in the other would be lost with the next restart."""
+    of_the_run = {field.name for field in fields(RunState)}
+    of_the_snapshot = {field.name for field in fields(RunSnapshot)}
+    assert of_the_run - of_the_snapshot == NOT_KEPT
+    assert of_the_snapshot - of_the_run == {"forgotten"}
+
+
+def test_a_tombstone_has_the_numbers_and_nothing_else() -> None:
+    """Whatever the run was: a run that takes its name starts with nothing but them."""
+    run = ScriptedRun(min_nodes=1, max_nodes=2, max_restarts=3)
+    run.start("a", "b")
+    run.fail("a")
+    run.evict("b")
+    tombstone = from_message(to_message(take_tombstone(run.state)), RunSnapshot)
+    assert tombstone == RunSnapshot("run", run.state.revision, 2, forgotten=True)
+    state = restore(tombstone, 5.0)
+    assert state == RunState("run", revision=run.state.revision, round=2)
+    assert not state.created
+
+
+def test_numbers_go_on_in_a_run_that_comes_again() -> None:
+    """Revisions, leases, rounds and fencing tokens: none is given out twice under one name."""
+    run = ScriptedRun(min_nodes=1, max_nodes=1, max_restarts=3)
+    run.start("a")
+    run.fail("a")
+    revision, lease, token = run.state.revision, run.lease("a"), run.state.fencing_token
+    state = restore(take_tombstone(run.state), 5.0)
+    happened = execute(state, commands.Join("a", run.settings, "a.cluster", 1, "trainer"), 5.0)
+    assert [type(fact) for fact in happened] == [facts.RunCreated, facts.NodeJoined, facts.RoundFrozen]
+    assert state.revision == revision + 3
+    assert state.nodes["a"].lease == revision + 2 > lease
+    assert state.round == 3
+    assert state.fencing_token > token
+    assert state.restart_count == 0

@@ -1,0 +1,113 @@
+"""A lone newcomer is answered almost at once; in a storm answers wait for quiet, and for no longer than they may."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from rallypoint.rendezvous.arrivals import Arrivals
+
+QUIET = 0.02
+
+
+class _Selector(selectors.SelectSelector):
+    """Waits for nothing: time passes instead."""
+
+    def __init__(self, pass_time: Callable[[float], None]) -> None:
+        super().__init__()
+        self._pass_time = pass_time
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "somebody waits for what never comes"
+        self._pass_time(timeout)
+        return super().select(0)
+
+
+class ClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is the test's."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        super().__init__(_Selector(self._pass))
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+
+    def time(self) -> float:
+        return self.now
+
+
+@contextmanager
+def clock_loop() -> Iterator[ClockLoop]:
+    loop = ClockLoop()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def woken(
+    arrivals: Arrivals, loop: ClockLoop, comings: Sequence[float], interval: float = 5.0, until: float = 60.0
+) -> list[float]:
+    """Newcomers come at these times; returns when each was woken."""
+    began, at = loop.now, dict[int, float]()
+
+    def wake(number: int) -> Callable[[], None]:
+        def woke() -> None:
+            assert number not in at, "woken twice"
+            at[number] = loop.now - began
+
+        return woke
+
+    async def come() -> None:
+        for number, coming in enumerate(comings):
+            await asyncio.sleep(max(0.0, began + coming - loop.now))
+            arrivals.add(wake(number), interval)
+        await asyncio.sleep(until)
+
+    loop.run_until_complete(come())
+    assert len(at) == len(comings), "somebody was forgotten"
+    return [at[number] for number in range(len(comings))]
+
+
+def test_a_lone_newcomer_waits_for_a_moment_only() -> None:
+    """As long as it takes to see whether others come."""
+    with clock_loop() as loop:
+        assert woken(Arrivals(), loop, [0.0]) == [pytest.approx(QUIET)]
+
+
+def test_a_storm_is_answered_when_it_is_over() -> None:
+    """All at once, a moment after the last."""
+    with clock_loop() as loop:
+        comings = [number * 0.01 for number in range(50)]
+        assert woken(Arrivals(), loop, comings) == [pytest.approx(0.49 + QUIET)] * 50
+
+
+def test_nobody_waits_longer_than_half_its_interval() -> None:
+    """Though others come and come: it must know in time when to say that it is alive."""
+    with clock_loop() as loop:
+        comings = [number * 0.01 for number in range(300)]
+        times = woken(Arrivals(), loop, comings, interval=1.0)
+        assert max(at - coming for at, coming in zip(times, comings, strict=True)) <= 0.5 + 1e-9
+        assert times[0] == pytest.approx(0.5)
+        assert len(set(times)) < 10
+
+
+def test_nobody_waits_so_long_that_it_gives_up() -> None:
+    """However long the interval at which it is to say that it is alive."""
+    with clock_loop() as loop:
+        comings = [number * 0.01 for number in range(1_000)]
+        times = woken(Arrivals(), loop, comings, interval=86_400.0)
+        assert max(at - coming for at, coming in zip(times, comings, strict=True)) <= 5.0 + 1e-9
+
+
+def test_after_a_storm_it_is_as_before() -> None:
+    """The next one waits for a moment only."""
+    with clock_loop() as loop:
+        arrivals = Arrivals()
+        woken(arrivals, loop, [0.0, 0.01, 0.02])
+        assert woken(arrivals, loop, [0.0]) == [pytest.approx(QUIET)]

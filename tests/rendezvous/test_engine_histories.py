@@ -1,0 +1,285 @@
+"""Whatever nodes, people and time do to an engine, it misses no deadline, forgets nobody, and dies of nothing.
+
+The invariants of a single run are held by `core/test_histories`, on a model of the engine. Here it is the engine
+itself, with several runs at once: commands that arrive together, commits that take their time, members that go away
+at any moment, runs that expire and come again, restarts. `RALLYPOINT_ENGINE_SEED=17` replays one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, get_args
+
+import pytest
+
+from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.codec import decode_record
+from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.refusals import Refused
+from rallypoint.rendezvous.core.state import RankPolicy, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.hosted_run import Member
+from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rendezvous.engine_fixtures import Stage, idle, staged
+
+SEED = os.environ.get("RALLYPOINT_ENGINE_SEED")
+SEEDS = range(40) if SEED is None else range(int(SEED), int(SEED) + 1)
+STEPS = 150
+RUNS = ["r1", "r2"]
+NODES = ["a", "b", "c", "d"]
+LIMITS = RendezvousLimits(runs=2, nodes_per_run=4, subscribers_per_run=3, run_ttl=20.0, events_per_run=40)
+
+
+class Story:
+    """What happens to one engine after another over one journal."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.settings: dict[str, Any] = {
+            "min_nodes": self.draw.choice([1, 2]),
+            "max_nodes": self.draw.choice([2, 3]),
+            "last_call_timeout": self.draw.choice([0.0, 3.0]),
+            "keep_alive_interval": self.draw.choice([2.0, 5.0]),
+            "exit_barrier_timeout": self.draw.choice([0.1, 1.0]),
+            "scale_up_policy": self.draw.choice(list(ScaleUpPolicy)),
+            "scale_up_delay": 2.0,
+            "rank_policy": self.draw.choice(list(RankPolicy)),
+        }
+        self.stage = Stage(limits=LIMITS, **self.settings)
+        self.members: list[Member] = []
+        self.watchers: list[tuple[str, Slot[pb.Run], int]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.refused = 0
+        # The latest number of each kind that anybody was told, per run.
+        self.lease: dict[str, int] = {}
+        self.fencing: dict[str, tuple[int, int]] = {}
+
+    # ---- what can happen
+
+    def ask(self, asked: Coroutine[Any, Any, Any], then: Callable[[Any], None] = lambda _: None) -> None:
+        """Ask the engine for something; whoever asks may be refused, or go away before the answer."""
+
+        async def asking() -> None:
+            try:
+                then(await asked)
+            except Refused:
+                self.refused += 1
+
+        task = asyncio.create_task(asking())
+        self.tasks.append(task)
+        if self.draw.random() < 0.05:
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    def join(self) -> None:
+        run_id, node_id = self.draw.choice(RUNS), self.draw.choice(NODES)
+        there = any((each.run_id, each.node_id) == (run_id, node_id) for each in self.members)
+        if there and self.draw.random() < 0.9:
+            return
+
+        def admitted(member: Member) -> None:
+            assert member.lease.lease > self.lease.get(run_id, 0), "a lease was given out twice"
+            self.lease[run_id] = member.lease.lease
+            self.members.append(member)
+
+        self.ask(self.stage.join(node_id, run_id), admitted)
+
+    def resume(self) -> None:
+        if self.members:
+            self.come_back(self.draw.choice(self.members))
+
+    def come_back(self, member: Member) -> None:
+        asked = self.stage.engine.resume(member.run_id, member.node_id, member.lease.lease, 0)
+        self.ask(asked, self.members.append)
+
+    def go_away(self) -> None:
+        if self.members:
+            self.stage.engine.disconnect(self.members.pop(self.draw.randrange(len(self.members))))
+
+    def beat(self) -> None:
+        for member in self.members:
+            if self.draw.random() < 0.9:
+                self.stage.engine.renew(member)
+
+    def say(self) -> None:
+        for member in self.members:
+            if (command := self.statement(member)) is not None:
+                self.ask(self.stage.engine.execute(member.run_id, command))
+
+    def statement(self, member: Member) -> commands.Command | None:
+        node_id, lease, draw = member.node_id, member.lease.lease, self.draw.random()
+        round_ = self.stage.engine.writable_round(member.run_id) or 0
+        if draw < 0.6:
+            return commands.Confirm(node_id, lease, round_, 29500)
+        if draw < 0.65:
+            failure = WorkerFailure(round_, 0, 0, "trainer", node_id, "h", 1, 1, 1.7e9, "it broke", "", "")
+            return commands.ReportFailure(node_id, lease, failure)
+        if draw < 0.68:
+            return commands.Depart(node_id, lease, "bye")
+        return commands.Leave(node_id, lease, "bye") if draw < 0.72 else None
+
+    def succeed(self) -> None:
+        """The workers of one node are done; those of the others go on."""
+        if self.members:
+            member = self.draw.choice(self.members)
+            round_ = self.stage.engine.writable_round(member.run_id) or 0
+            command = commands.ReportSuccess(member.node_id, member.lease.lease, round_)
+            self.ask(self.stage.engine.execute(member.run_id, command))
+
+    def operate(self) -> None:
+        run_id, node_id = self.draw.choice(RUNS), self.draw.choice(NODES[:2])
+        wanted: list[commands.Command] = [
+            commands.Restart("again"),
+            commands.Evict(node_id, "bad"),
+            commands.Readmit(node_id, "good"),
+            commands.Readmit(node_id, "good"),
+            commands.Close("enough"),
+        ]
+        self.ask(self.stage.engine.execute(run_id, self.draw.choice(wanted), "operator"))
+
+    def look_on(self) -> None:
+        run_id = self.draw.choice(RUNS)
+        self.ask(self.stage.engine.watch(run_id, 0), lambda slot: self.watchers.append((run_id, slot, 0)))
+
+    def look_away(self) -> None:
+        if self.watchers:
+            run_id, slot, _ = self.watchers.pop()
+            self.stage.engine.unwatch(run_id, slot)
+
+    def wait(self) -> None:
+        alive = self.draw.random() < 0.7
+        for _ in range(self.draw.choice([1, 1, 2, 5, 20, 30])):
+            self.stage.now += 1.0
+            if alive:
+                self.beat()
+        self.ask(self.stage.engine.list_runs())  # the engine looks at the clock
+
+    def hold_or_release(self) -> None:
+        (self.stage.journal.hold if self.draw.random() < 0.5 else self.stage.journal.release)()
+
+    # ---- what must hold
+
+    async def calm(self) -> None:
+        """Let everything be committed and answered."""
+        self.stage.journal.release()
+        await idle()
+        for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
+            if outcome is not None and not isinstance(outcome, asyncio.CancelledError):
+                raise outcome
+        self.tasks = []
+        await self.stage.engine.list_runs()
+
+    async def check(self) -> None:
+        """With nothing under way, all that is due has happened, and all that happened is told."""
+        await self.calm()
+        engine, now = self.stage.engine, self.stage.now
+        for run_id, run in engine._runs.items():
+            deadline = run.next_deadline(LIMITS.run_ttl)
+            scheduled = engine._schedule.next()
+            assert deadline is None or (scheduled is not None and scheduled <= deadline), "it oversleeps"
+            assert run.history.latest == run.state.revision == run.recorded
+            assert run.history.latest - run.history.oldest < LIMITS.events_per_run
+            assert set(run.members) <= set(run.state.nodes), "a stream of nobody"
+            for member in run.members.values():
+                assert run.holds_lease(member.node_id, member.lease.lease)
+            assert run.expires(LIMITS.run_ttl) > now
+            self.check_numbers(run_id, run.state.round, run.state.fencing_token)
+        for member in self.members:
+            self.check_stream(member)
+        self.watchers = [await self.caught_up(*watcher) for watcher in self.watchers]
+        self.watchers = [watcher for watcher in self.watchers if not watcher[1].ended]
+
+    def check_numbers(self, run_id: str, round_: int, token: int) -> None:
+        if not token:
+            return  # it has no round of its own yet
+        before = self.fencing.get(run_id, (0, 0))
+        assert (round_, token) == before or (round_ > before[0] and token > before[1]), "a number came again"
+        self.fencing[run_id] = round_, token
+
+    def check_stream(self, member: Member) -> None:
+        run = self.stage.engine._runs.get(member.run_id)
+        stands = run is not None and run.members.get(member.node_id) is member
+        assert stands or member.updates.ended, "a stream that nobody feeds and nobody ends"
+
+    async def caught_up(self, run_id: str, slot: Slot[pb.Run], seen: int) -> tuple[str, Slot[pb.Run], int]:
+        """What a watcher was told is newer than what it saw, and the last of it what there is."""
+        if slot._value is not None:
+            told = slot._value
+            assert told.revision > seen, "a watcher was told the same twice"
+            seen = (await slot.take() or told).revision
+        run = self.stage.engine._runs.get(run_id)
+        if not slot.ended:
+            assert run is not None, "a watcher of nothing"
+            assert seen == run.state.revision or run._tell_at > self.stage.now
+        return run_id, slot, seen
+
+    async def play(self) -> None:
+        """Play to the end, with a restart now and then."""
+        happenings: dict[Callable[[], None], float] = {
+            self.join: 8,
+            self.say: 10,
+            self.beat: 6,
+            self.resume: 3,
+            self.go_away: 3,
+            self.succeed: 6,
+            self.operate: 3,
+            self.look_on: 1.5,
+            self.look_away: 1,
+            self.wait: 5,
+            self.hold_or_release: 4,
+        }
+        for _ in range(3):
+            async with staged(self.stage) as stage:
+                for member in [each for each in self.members if self.draw.random() < 0.7]:
+                    self.come_back(member)
+                await self.check()
+                for _ in range(STEPS // 3):
+                    self.draw.choices(list(happenings), list(happenings.values()))[0]()
+                    for _ in range(self.draw.choice([0, 1, 3, 20])):
+                        await asyncio.sleep(0)
+                    if self.draw.random() < 0.3:
+                        await self.check()
+                await self.check()
+                assert stage.engine._broken is None
+                listed = await stage.engine.list_runs()
+            self.stage = Stage(durable=stage.journal.durable, limits=LIMITS, **self.settings)
+            self.watchers = []  # and the members may come back
+            assert [run.run_id for run in listed] == sorted(self.stage.engine._runs)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done for large and for old runs only is done for these."""
+    monkeypatch.setattr(hosted_run, "_SMALL_RUN", 2)
+    monkeypatch.setattr(hosted_run, "_PACE_PER_NODE", 0.1)
+    monkeypatch.setattr(hosted_run, "_RECORDS_PER_CHECKPOINT", 12)
+    monkeypatch.setattr(hosted_run, "_RECORDS_PER_NODE", 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_an_engine_misses_nothing(seed: int) -> None:
+    """Holds after every pause for breath, through restarts."""
+    story = Story(seed)
+    async with asyncio.timeout(30):
+        await story.play()
+
+
+async def test_engines_reach_every_corner() -> None:
+    """A property that no history reaches would hold of anything."""
+    kinds: Counter[str] = Counter()
+    for seed in range(30):
+        story = Story(seed)
+        await story.play()
+        kinds["refused"] += story.refused
+        for entry in story.stage.journal.durable:
+            kinds[type(entry).__name__] += 1
+            if isinstance(entry, Record):
+                kinds[type(decode_record(JournalRecord.FromString(entry.content))).__name__] += 1
+    wanted = {kind.__name__ for kind in get_args(facts.Fact)} | {"Checkpoint", "Forgotten", "refused"}
+    assert not {kind for kind in wanted if not kinds[kind]}

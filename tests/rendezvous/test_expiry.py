@@ -1,0 +1,264 @@
+"""A run that nobody is in is forgotten after a while; its numbers are not, so none is given out twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, RunNotFound
+from rallypoint.rendezvous.journal.journal import Entry, Forgotten
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
+
+TTL = 100.0
+LIMITS = RendezvousLimits(run_ttl=TTL)
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    """Runs of one node, which are forgotten a hundred seconds after it has gone."""
+    async with staged(Stage(limits=LIMITS, min_nodes=1, max_nodes=1)) as stage:
+        yield stage
+
+
+async def known(stage: Stage, after: float = 0.0) -> list[str]:
+    """The names of the runs that there are, so many seconds later."""
+    stage.now += after
+    await stage.engine.list_runs()  # what is due by now happens in the step that this is read in
+    return [run.run_id for run in await stage.engine.list_runs()]
+
+
+async def ended_run(stage: Stage) -> pb.Run:
+    """A run that is closed, with one round behind it."""
+    await stage.running("a")
+    await stage.engine.close_run(RUN, "enough")
+    return await stage.engine.get_run(RUN)
+
+
+async def test_a_closed_run_is_forgotten_after_its_time(stage: Stage) -> None:
+    """And not a moment before: whoever asks how it ended is told so until then."""
+    await ended_run(stage)
+    assert await known(stage, TTL - 0.1) == [RUN]
+    assert (await stage.engine.get_run(RUN)).run_end.outcome == pb.OUTCOME_CANCELLED
+    assert await known(stage, 0.1) == []
+    for question in (stage.engine.get_run(RUN), stage.engine.watch(RUN, 0)):
+        with pytest.raises(RunNotFound):
+            await question
+    assert stage.engine.writable_round(RUN) is None
+
+
+async def test_a_run_that_all_nodes_left_is_forgotten_too(stage: Stage) -> None:
+    """It is open, but nobody came back."""
+    (member,) = await stage.running("a")
+    await stage.leave(member)
+    assert await known(stage, TTL - 0.1) == [RUN]
+    assert await known(stage, 0.1) == []
+
+
+async def test_a_run_that_lost_its_nodes_has_its_time_from_then_on(stage: Stage) -> None:
+    """The time until they are held for lost comes before it."""
+    (member,) = await stage.running("a")
+    stage.engine.disconnect(member)
+    assert await known(stage, 2.0) == [RUN]
+    assert await known(stage, TTL - 0.1) == [RUN]
+    assert await known(stage, 0.1) == []
+
+
+async def test_a_run_that_somebody_is_in_is_never_forgotten(stage: Stage) -> None:
+    """However long nothing happens to it."""
+    (member,) = await stage.running("a")
+    for _ in range(30):
+        stage.engine.renew(member)
+        assert await known(stage, 10.0) == [RUN]
+    assert stage.expired_runs == []
+
+
+async def test_who_comes_back_in_time_begins_the_time_anew(stage: Stage) -> None:
+    """From when it goes again."""
+    await stage.leave(await stage.join("a"))
+    stage.now += TTL - 1
+    member = await stage.join("a")
+    stage.now += 10
+    stage.engine.renew(member)
+    await stage.leave(member)
+    assert await known(stage, TTL - 0.1) == [RUN]
+    assert await known(stage, 0.1) == []
+
+
+async def test_who_comes_back_at_the_very_moment_finds_the_run(stage: Stage) -> None:
+    """What is asked for comes before what follows by itself."""
+    await stage.leave(await stage.join("a"))
+    revision = (await stage.engine.get_run(RUN)).revision
+    stage.now += TTL
+    member = await stage.join("a")
+    assert member.lease.lease > revision
+    assert stage.expired_runs == []
+
+
+async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
+    """The store is told that the run is gone, and so is everybody else, once no restart can bring it back."""
+    await ended_run(stage)
+    stage.journal.hold()
+    stage.now += TTL
+    (reading,) = await begun(stage.engine.list_runs())
+    await stage.journal.held()
+    assert stage.expired_runs == []
+    assert not reading.done()
+    stage.journal.release()
+    assert await reading == []
+    assert stage.expired_runs == [RUN]
+    assert isinstance(stage.journal.durable[-1], Forgotten)
+
+
+async def test_whoever_watches_an_idle_run_is_told_that_it_is_gone(stage: Stage) -> None:
+    """Watchers and followers alike; nobody waits for ever."""
+    await stage.leave(await stage.join("a"))
+    watcher, follower = await stage.engine.watch(RUN, 0), stage.engine.follow(RUN, 0)
+    await watcher.take()
+    await follower.take()
+    waiting: list[asyncio.Task[Any]] = [*await begun(watcher.take()), *await begun(follower.take())]
+    assert await known(stage, TTL) == []
+    for task in waiting:
+        with pytest.raises(RunNotFound):
+            await task
+
+
+async def test_deadlines_of_a_run_that_is_gone_wake_nobody() -> None:
+    """With no time to live at all it goes with its last node, whose lease had longer to live."""
+    async with staged(Stage(limits=RendezvousLimits(run_ttl=0.0))) as stage:
+        await stage.leave(await stage.join("a"))
+        assert await known(stage) == []
+        assert await known(stage, 1000.0) == []
+        await stage.join("a")
+        assert await known(stage) == [RUN]
+
+
+async def test_a_stream_that_outlives_its_run_does_no_harm(stage: Stage) -> None:
+    """A node that was told of the end, and has not closed its side yet, may say what it likes."""
+    (member,) = await stage.running("a")
+    await stage.engine.close_run(RUN, "enough")
+    assert await known(stage, TTL) == []
+    stage.engine.renew(member)
+    stage.engine.disconnect(member)
+    with pytest.raises(RunNotFound):
+        await stage.leave(member)
+
+
+# ---- a run that comes again
+
+
+async def test_a_name_can_be_used_again(stage: Stage) -> None:
+    """With other settings, and nothing of what was: outcome, restarts, evicted nodes."""
+    member = await stage.join("a")
+    await stage.engine.execute(RUN, commands.Evict("bad", "bad memory"))
+    await stage.confirm(member)
+    await stage.fail(member, 1)
+    await stage.engine.close_run(RUN, "enough")
+    with pytest.raises(RunIsClosed):
+        await stage.join("a")
+    await known(stage, TTL)
+    stage.settings = type(stage.settings)(min_nodes=1, max_nodes=1, join_timeout=7.0)
+    await stage.join("bad")
+    run = await stage.engine.get_run(RUN)
+    assert (run.phase, run.restart_count, list(run.evicted_node_ids)) == (pb.PHASE_FROZEN, 0, [])
+    assert run.settings.join_timeout.seconds == 7
+    assert not run.HasField("run_end")
+    assert not run.HasField("last_round_end")
+
+
+async def test_its_numbers_go_on(stage: Stage) -> None:
+    """Revisions, leases, rounds, fencing tokens."""
+    (old,) = await stage.running("a")
+    token = (await stage.engine.get_run(RUN)).nodes[0].assignment.fencing_token
+    await stage.engine.close_run(RUN, "enough")
+    last = await stage.engine.get_run(RUN)
+    await known(stage, TTL)
+    new = await stage.join("a")
+    update = await taken(new)
+    assert new.lease.lease > last.revision > old.lease.lease
+    assert update.assignment.round == last.round + 1
+    assert update.assignment.fencing_token > token
+    assert update.revision == last.revision + 3  # created, joined, frozen
+
+
+async def test_leases_of_its_earlier_life_are_worth_nothing(stage: Stage) -> None:
+    """A node that slept through it all must not write, resume, or be heard."""
+    (old,) = await stage.running("a")
+    await stage.engine.close_run(RUN, "enough")
+    await known(stage, TTL)
+    await stage.join("a")
+    with pytest.raises(LeaseLost):
+        stage.engine.check_lease(RUN, "a", old.lease.lease)
+    with pytest.raises(LeaseLost):
+        await stage.engine.resume(RUN, "a", old.lease.lease, 0)
+    with pytest.raises(LeaseLost):
+        await stage.confirm(old)
+
+
+async def test_workers_of_its_earlier_life_write_no_more() -> None:
+    """Their round is over, also before the run that has their name now has a round of its own."""
+    async with staged(Stage(limits=LIMITS)) as stage:
+        await stage.running("a", "b")
+        await stage.engine.close_run(RUN, "enough")
+        await known(stage, TTL)
+        await stage.join("a")
+        assert stage.engine.writable_round(RUN) == 2
+        again = Stage(durable=stage.journal.durable)
+        assert again.engine.writable_round(RUN) == 2
+        await stage.join("b")
+        assert stage.engine.writable_round(RUN) == 2
+        assert (await stage.engine.get_run(RUN)).round == 2
+
+
+async def test_cursors_of_its_earlier_life_still_grow(stage: Stage) -> None:
+    """Whoever watched the run before it was forgotten watches on, and is told what is new only."""
+    last = await ended_run(stage)
+    await known(stage, TTL)
+    await stage.join("a")
+    watcher = await stage.engine.watch(RUN, last.revision)
+    told = await watcher.take()
+    assert told is not None
+    assert told.revision > last.revision
+    with pytest.raises(RevisionAhead):
+        await stage.engine.watch(RUN, told.revision + 1)
+
+
+async def test_numbers_outlive_the_server_too(stage: Stage) -> None:
+    """Whether the server starts again while the run is forgotten, or after it came again, any number of times."""
+    last = await ended_run(stage)
+    await known(stage, TTL)
+    durable = stage.journal.durable
+    for _ in range(3):
+        async with staged(restarted(durable)) as second:
+            assert await known(second) == []
+            member = await second.join("a")
+            assert member.lease.lease > last.revision
+            assert (await taken(member)).assignment.round == last.round + 1
+            revision = (await second.engine.get_run(RUN)).revision
+        async with staged(restarted(second.journal.durable)) as third:
+            resumed = await third.engine.resume(RUN, "a", member.lease.lease, revision)
+            assert (await taken(resumed)).assignment.round == last.round + 1
+            await third.engine.close_run(RUN, "enough")
+            last = await third.engine.get_run(RUN)
+            assert await known(third, TTL) == []
+        durable = third.journal.durable
+
+
+def restarted(durable: list[Entry]) -> Stage:
+    """The server as it starts again."""
+    return Stage(durable=durable, limits=LIMITS, min_nodes=1, max_nodes=1)
+
+
+async def test_a_restart_gives_an_idle_run_its_full_time_again(stage: Stage) -> None:
+    """The server can't know for how long it was away."""
+    await ended_run(stage)
+    stage.now += TTL - 1
+    async with staged(Stage(durable=stage.journal.durable, limits=LIMITS)) as second:
+        await idle()
+        assert await known(second, TTL - 0.1) == [RUN]
+        assert await known(second, 0.1) == []

@@ -1,0 +1,308 @@
+"""Whoever looks on is told every state that stays, the last one above all, and a large run costs no more by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.refusals import NodeIsEvicted, RevisionAhead, RunNotFound
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
+
+PACE = 1.0
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    """Runs of two nodes."""
+    async with staged(Stage()) as stage:
+        yield stage
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of more than two nodes is large, and told once a second if it has four."""
+    monkeypatch.setattr(hosted_run, "_SMALL_RUN", 2)
+    monkeypatch.setattr(hosted_run, "_PACE_PER_NODE", PACE / 4)
+
+
+def waits(slot: Slot[pb.Run]) -> bool:
+    """Whether something waits in a slot to be taken."""
+    return slot._value is not None
+
+
+async def seen(slot: Slot[pb.Run]) -> pb.Run:
+    run = await slot.take()
+    assert run is not None
+    return run
+
+
+# ---- watchers of a large run
+
+
+@pytest.mark.usefixtures("large")
+async def test_a_large_run_is_told_now_and_then(stage: Stage) -> None:
+    """The first change at once; those that follow in quick succession together, when it is time."""
+    await stage.running("a", "b")
+    await stage.join("c")
+    watcher = await stage.engine.watch(RUN, 0)
+    await seen(watcher)
+    await stage.join("d")
+    assert (await seen(watcher)).node_count == 4
+    await stage.join("e")
+    await stage.join("f")
+    assert not waits(watcher)
+    await stage.later(PACE - 0.01)
+    assert not waits(watcher)
+    await stage.later(0.01)
+    assert (await seen(watcher)).node_count == 6
+    await stage.later(10 * PACE)
+    assert not waits(watcher)
+
+
+@pytest.mark.usefixtures("large")
+async def test_the_last_state_is_told_though_nothing_more_happens(stage: Stage) -> None:
+    """The engine wakes up for it by itself: its next deadline is no later than that."""
+    for node_id in ("a", "b", "c"):
+        await stage.join(node_id)
+    watcher = await stage.engine.watch(RUN, 0)
+    await stage.join("d")
+    await stage.join("e")
+    deadline = stage.engine._schedule.next()
+    assert deadline is not None
+    assert deadline <= stage.now + PACE
+    told = await seen(watcher)
+    stage.now = deadline
+    await stage.engine.list_runs()
+    assert told.revision < (await seen(watcher)).revision == (await stage.engine.get_run(RUN)).revision
+
+
+@pytest.mark.usefixtures("large")
+async def test_the_end_of_a_large_run_is_told_at_once(stage: Stage) -> None:
+    """There is nothing to wait for."""
+    for node_id in ("a", "b", "c", "d"):
+        await stage.join(node_id)
+    watcher = await stage.engine.watch(RUN, 0)
+    await stage.join("e")
+    await stage.join("f")
+    await stage.engine.close_run(RUN, "enough")
+    assert (await seen(watcher)).phase == pb.PHASE_CLOSED
+    assert await watcher.take() is None
+
+
+@pytest.mark.usefixtures("large")
+async def test_a_new_watcher_of_a_large_run_is_told_at_once(stage: Stage) -> None:
+    """And so are the others, who are told nothing twice."""
+    for node_id in ("a", "b", "c"):
+        await stage.join(node_id)
+    first = await stage.engine.watch(RUN, 0)
+    await seen(first)
+    await stage.join("d")
+    await stage.join("e")
+    told = await seen(first)
+    second = await stage.engine.watch(RUN, 0)
+    present = await stage.engine.get_run(RUN)
+    assert await seen(second) == await seen(first) == present
+    assert told.revision < present.revision
+    await stage.later(10 * PACE)
+    assert not waits(first)
+    assert not waits(second)
+
+
+async def test_a_small_run_is_told_every_change(stage: Stage) -> None:
+    """Without a moment's delay."""
+    await stage.join("a")
+    watcher = await stage.engine.watch(RUN, 0)
+    await seen(watcher)
+    for count, node_id in enumerate(("b", "c", "d"), 2):
+        await stage.join(node_id)
+        assert (await seen(watcher)).node_count == count
+
+
+async def test_whoever_was_there_before_is_told_nothing_twice_by_who_comes(stage: Stage) -> None:
+    """A watcher that subscribes is nobody else's news."""
+    await stage.join("a")
+    first = await stage.engine.watch(RUN, 0)
+    await seen(first)
+    await stage.engine.watch(RUN, 0)
+    assert not waits(first)
+
+
+async def test_what_happens_while_nobody_looks_is_told_to_nobody_twice(stage: Stage) -> None:
+    """A watcher that has seen the latest is not told it because nobody was told it before."""
+    await stage.join("a")
+    gone = await stage.engine.watch(RUN, 0)
+    stage.engine.unwatch(RUN, gone)
+    await stage.join("b")
+    revision = (await stage.engine.get_run(RUN)).revision
+    watcher = await stage.engine.watch(RUN, revision)
+    await stage.later(1)
+    assert not waits(watcher)
+    await stage.join("c")
+    assert (await seen(watcher)).revision == revision + 1
+
+
+# ---- followers
+
+
+async def test_a_follower_is_told_how_far_it_is(stage: Stage) -> None:
+    """At once, and with every change; nothing when nothing happened, though the engine looked at the run."""
+    await stage.join("a")
+    follower = stage.engine.follow(RUN, 0)
+    assert await follower.take() == 2
+    await stage.join("b")
+    assert await follower.take() == 4
+    (waiting,) = await begun(follower.take())
+    await stage.later(14)
+    assert not waiting.done()
+    await stage.engine.close_run(RUN, "enough")
+    assert await waiting == 5
+    assert await follower.take() is None
+
+
+async def test_a_follower_is_told_nothing_before_it_is_durable(stage: Stage) -> None:
+    """Nor may it ask for what is not: that was never given out."""
+    await stage.join("a")
+    follower = stage.engine.follow(RUN, 0)
+    assert await follower.take() == 2
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("b"))
+    await stage.journal.held()
+    (waiting,) = await begun(follower.take())
+    assert not waiting.done()
+    assert stage.engine.history(RUN).latest == 2
+    with pytest.raises(RevisionAhead, match="it is at 2"):
+        stage.engine.follow(RUN, 3)
+    stage.journal.release()
+    await joining
+    assert await waiting == 4
+    assert await stage.engine.follow(RUN, 4).take() == 4
+
+
+async def test_a_run_that_is_over_is_followed_to_its_end(stage: Stage) -> None:
+    """And nobody stays behind in its books."""
+    await stage.join("a")
+    await stage.engine.close_run(RUN, "enough")
+    follower = stage.engine.follow(RUN, 0)
+    assert (await follower.take(), await follower.take()) == (3, None)
+    assert stage.engine._runs[RUN].followers == set()
+    with pytest.raises(RunNotFound):
+        stage.engine.follow("other", 0)
+
+
+async def test_a_follower_that_was_dropped_is_told_nothing(stage: Stage) -> None:
+    """It is in nobody's books; a run that is not there has none to drop."""
+    await stage.join("a")
+    follower = stage.engine.follow(RUN, 0)
+    await follower.take()
+    stage.engine.unfollow(RUN, follower)
+    stage.engine.unfollow("other", follower)
+    await stage.join("b")
+    (waiting,) = await begun(follower.take())
+    assert not waiting.done()
+    waiting.cancel()
+
+
+# ---- nodes that an operator takes out
+
+
+async def test_an_evicted_node_is_told_so_and_the_others_why(stage: Stage) -> None:
+    """Its stream ends with NODE_EVICTED, so it stops its workers and does not come back."""
+    a, b = await stage.running("a", "b")
+    await stage.engine.execute(RUN, commands.Evict("a", "bad memory"), "operator ann")
+    with pytest.raises(NodeIsEvicted, match="bad memory"):
+        await a.updates.take()
+    update = await taken(b)
+    assert update.phase == pb.PHASE_JOINABLE
+    assert update.last_round_end.cause == pb.ROUND_END_CAUSE_NODE_EVICTED
+    stage.engine.disconnect(a)
+    for coming_back in (stage.join("a"), stage.engine.resume(RUN, "a", a.lease.lease, 0)):
+        with pytest.raises(NodeIsEvicted):
+            await coming_back
+    with pytest.raises(NodeIsEvicted):
+        stage.engine.check_lease(RUN, "a", a.lease.lease)
+
+
+async def test_a_node_that_is_taken_out_and_back_in_at_once_has_one_stream(stage: Stage) -> None:
+    """Evicted, readmitted and joined in one commit: the old stream ends, and the new one stands."""
+    a, _ = await stage.running("a", "b")
+    stage.journal.hold()
+    (held,) = await begun(stage.join("n", "other"))
+    await stage.journal.held()
+    together = await begun(
+        stage.engine.execute(RUN, commands.Evict("a", "bad memory")),
+        stage.engine.execute(RUN, commands.Readmit("a", "mended")),
+    )
+    (joining,) = await begun(stage.join("a"))
+    stage.journal.release()
+    await held
+    for task in together:
+        await task
+    again = await joining
+    with pytest.raises(NodeIsEvicted):
+        await a.updates.take()
+    assert (await taken(again)).phase == pb.PHASE_FROZEN
+    stage.engine.disconnect(a)
+    await stage.later(3)
+    assert stage.engine._runs[RUN].members["a"] is again
+
+
+# ---- what the exit barrier tells
+
+
+async def test_members_are_told_that_the_exit_barrier_is_over() -> None:
+    """At its time, by itself: those that succeeded may go, and those at work see no change of their round."""
+    async with staged(Stage(exit_barrier_timeout=10.0)) as stage:
+        a, b = await stage.running("a", "b")
+        await stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.lease, 1))
+        (waiting,) = await begun(a.updates.take())
+        stage.now += 10
+        await stage.engine.list_runs()
+        told = await waiting
+        assert told is not None
+        assert (told.phase, told.exit_barrier_passed) == (pb.PHASE_FINAL, True)
+        assert (await taken(b)).assignment.round == 1
+        await stage.leave(a)
+        await stage.engine.execute(RUN, commands.ReportSuccess("b", b.lease.lease, 1))
+        assert (await taken(b)).run_end.outcome == pb.OUTCOME_SUCCEEDED
+
+
+# ---- deadlines that come nearer
+
+
+async def test_a_heartbeat_after_a_restart_may_bring_a_deadline_nearer() -> None:
+    """A node with a short term that comes back and dies is lost after that term, not after the one of the restart."""
+    async with staged(Stage(keep_alive_interval=0.5)) as first:
+        members = await first.running("a", "b")
+    async with staged(Stage(durable=first.journal.durable, keep_alive_interval=0.5)) as second:
+        await second.engine.list_runs()
+        revision = (await second.engine.get_run(RUN)).revision
+        resumed = [
+            await second.engine.resume(RUN, each.node_id, each.lease.lease, revision) for each in members
+        ]
+        await idle()
+        assert second.engine._schedule.next() == second.now + 1.5
+        second.now += 1.0
+        second.engine.renew(resumed[0])
+        assert second.engine._schedule.next() == second.now + 0.5
+        second.now += 0.5
+        await second.engine.list_runs()
+        run = await second.engine.get_run(RUN)
+        assert [node.node_id for node in run.nodes] == ["a"]
+
+
+async def test_an_idle_run_is_looked_at_when_it_expires(stage: Stage) -> None:
+    """And one that somebody is in has no such deadline."""
+    member = await stage.join("a")
+    hosted = stage.engine._runs[RUN]
+    assert hosted.expires(50.0) == math.inf
+    await stage.leave(member)
+    assert hosted.expires(50.0) == stage.now + 50.0
+    deadline = hosted.next_deadline(5.0)
+    assert deadline is not None
+    assert deadline <= stage.now + 5.0

@@ -1,0 +1,50 @@
+"""What a service is told to allow reaches the part of it that has to keep to it."""
+
+from __future__ import annotations
+
+import grpc.aio
+import pytest
+
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.fenced_state.core import StateLimits
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.service import rendezvous_services
+from rallypoint.rendezvous.v1 import state_service_pb2 as pb
+from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
+from rallypoint.serving.rate import Rate
+from rallypoint.serving.server import Server, ServerOptions
+
+PATIENCE = 20.0
+
+
+async def test_the_streams_of_nodes_are_metered_and_no_others() -> None:
+    """Heartbeats come by the clock; what workers store comes as they work."""
+    limits = RendezvousLimits(messages_per_second=7.0, message_burst=9)
+    async with rendezvous_services(MemoryJournal(), limits=limits) as services:
+        rates = {service.service_name.rpartition(".")[2]: service.message_rate for service in services}
+    assert rates == {"RendezvousService": Rate(7.0, 9), "StoreService": None, "StateService": None}
+
+
+async def test_the_limits_of_states_hold() -> None:
+    """And their time to live, by the service's clock."""
+    now = [1000.0]
+    async with rendezvous_services(
+        MemoryJournal(), clock=lambda: now[0], state_limits=StateLimits(states=1), state_ttl=60.0
+    ) as services:
+        server = Server(ServerOptions(), services=services, translate=translate)
+        await server.start()
+        async with open_channel(server.address) as channel:
+            stub = pb_grpc.StateServiceStub(channel)
+            assert (await stub.SetState(pb.SetStateRequest(run_id="a"), timeout=PATIENCE)).has_set
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE)
+            assert decode(refused.value).reason == "TOO_MANY_STATES"
+            now[0] += 61.0
+            # Decided with the state that has just expired still there, and then without it.
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE)
+            assert (await stub.SetState(pb.SetStateRequest(run_id="b"), timeout=PATIENCE)).has_set
+        await server.stop()
