@@ -26,7 +26,16 @@ def refused(*arguments: str) -> str:
     return result.stderr.removeprefix("Error: ").strip()
 
 
-COMMANDS = [["status"], ["status", "run-1"], ["close", "run-1"]]
+ABOUT_A_RUN = [
+    ["status", "run-1"],
+    ["events", "run-1"],
+    ["events", "run-1", "--follow"],
+    ["rounds", "run-1"],
+    ["restart", "run-1"],
+    ["evict", "run-1", "node-1"],
+    ["close", "run-1"],
+]
+COMMANDS = [["status"], *ABOUT_A_RUN]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -49,7 +58,7 @@ def test_a_host_that_says_nothing_is_told_after_the_timeout() -> None:
     assert told == f"no rendezvous service answered at {address} within 0.3 s"
 
 
-@pytest.mark.parametrize("command", [["status", "run-1"], ["close", "run-1"]], ids=" ".join)
+@pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
 def test_an_unknown_run_is_told(rendezvous: str, command: list[str]) -> None:
     """By name; the reason is there for whoever looks it up."""
     told = refused(*command, "--rdzv-endpoint", rendezvous)

@@ -75,6 +75,47 @@ def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
     ]
 
 
+def test_spares_and_places_are_shown(answer: Callable[..., str]) -> None:
+    """How many stand by, and where each node is, if anybody said so."""
+    run = run_message()
+    run.nodes[0].topology, run.nodes[1].topology = "hall1/rack2", "hall1/rack3"
+    run.nodes[2].state = pb.NODE_STATE_SPARE
+    first, _, *table = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()
+    assert "(3 joined, 1 of them spare, 1:3 wanted)" in first
+    assert words("\n".join(table)) == [
+        ["node", "state", "group", "rank", "ranks", "role", "address", "connected", "topology"],
+        ["a", "RUNNING", "0", "0-1", "trainer", "10.0.0.0", "yes", "hall1/rack2"],
+        ["b", "RUNNING", "1", "2-3", "trainer", "10.0.0.1", "no", "hall1/rack3"],
+        ["spare", "SPARE", "-", "-", "trainer", "yes", "-"],
+    ]
+
+
+def test_nodes_that_were_taken_out_are_shown(answer: Callable[..., str]) -> None:
+    """By name, since that is what lets them in again; not a thousand of them."""
+    run = run_message(evicted_node_ids=["x", "y"])
+    lines = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()
+    assert lines[2] == "taken out by an operator, and refused: x, y"
+    run.evicted_node_ids.extend(f"n{number}" for number in range(98))
+    line = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[2]
+    assert line.endswith(" n16, n17 and 80 others")
+
+
+@pytest.mark.parametrize(
+    ("passed", "told"),
+    [
+        (False, "1 of 2 nodes succeeded; they wait for the others, 300 s at most"),
+        (True, "1 of 2 nodes succeeded; the exit barrier is over: they wait for the others no longer"),
+    ],
+)
+def test_a_run_that_is_ending_is_shown_so(answer: Callable[..., str], passed: bool, told: str) -> None:
+    """Who has finished waits: that is no hang. Once the run is over its end says more."""
+    run = run_message(succeeded_count=1, exit_barrier_passed=passed)
+    run.settings.exit_barrier_timeout.seconds = 300
+    assert answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[2] == told
+    run.run_end.detail = "all participants succeeded"
+    assert told not in answer(pb.GetRunResponse(run=run), ["digits"])
+
+
 def test_runs_are_listed(answer: Callable[..., str]) -> None:
     """A line for each."""
     one = run_message()

@@ -5,30 +5,14 @@ from __future__ import annotations
 import click
 
 from rallypoint.cli.nodes import Text
-from rallypoint.serving.options import Seconds, Setting, client_options
+from rallypoint.cli.service_options import service_options
 from rallypoint.serving.settings import ClientTLS
 
 
 @click.command()
 @click.argument("run_id", type=Text())
-@click.option(
-    "--rdzv-endpoint",
-    cls=Setting,
-    type=Text(),
-    default="127.0.0.1:29400",
-    metavar="HOST:PORT",
-    help="Address of the rendezvous service.",
-)
 @click.option("--reason", type=Text(), default="", help="Why; the run's hosts show it.")
-@click.option(
-    "--timeout",
-    cls=Setting,
-    type=Seconds(0.1),
-    default=10.0,
-    metavar="SECONDS",
-    help="How long to try.",
-)
-@client_options
+@service_options
 def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
     """End RUN_ID for good: all its hosts stop their workers and go."""
     from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)

@@ -81,6 +81,13 @@ class LazyGroup(click.Group):
         "run": ("rallypoint.cli.run:run", "Run a program on this host as part of a distributed job."),
         "serve": ("rallypoint.cli.serve:serve", "Serve rendezvous, timer or agent."),
         "status": ("rallypoint.cli.status:status", "Show runs, or one run with its nodes."),
+        "events": ("rallypoint.cli.events:events", "Show what happened to a run, and what happens."),
+        "rounds": (
+            "rallypoint.cli.rounds:rounds",
+            "Show a run's rounds: why each ended, how long the next took.",
+        ),
+        "restart": ("rallypoint.cli.restart:restart", "Start all workers of a run anew."),
+        "evict": ("rallypoint.cli.evict:evict", "Take a node out of a run and keep it out."),
         "close": ("rallypoint.cli.close:close", "End a run on all its hosts."),
         "completion": ("rallypoint.cli.completion:completion", "Print the completion script for a shell."),
     },

@@ -38,19 +38,22 @@ def ask(
         except TimeoutError:
             raise SettingError(f"no rendezvous service answered at {endpoint} within {timeout:g} s") from None
         except grpc.aio.AioRpcError as rpc_error:
-            error = decode(rpc_error)
-            # gRPC's own reasons, which nobody of ours said.
-            if error.reason == grpc.StatusCode.UNAVAILABLE.name:
-                advice = tls_advice(error.message, tls) or "check --rdzv-endpoint"
-                raise SettingError(
-                    f"no rendezvous service answers at {endpoint}: {error.message}; {advice}"
-                ) from None
-            if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
-                raise SettingError(
-                    f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
-                ) from None
-            raise SettingError(f"{endpoint}: {error.message} ({error.reason})") from None
+            raise refusal(endpoint, tls, rpc_error) from None
         finally:
             await channel.close()
 
     return run(call())
+
+
+def refusal(endpoint: str, tls: ClientTLS | None, rpc_error: grpc.aio.AioRpcError) -> SettingError:
+    """Why a call to a rendezvous service failed, in one line with what to do about it."""
+    error = decode(rpc_error)
+    # gRPC's own reasons, which nobody of ours said.
+    if error.reason == grpc.StatusCode.UNAVAILABLE.name:
+        advice = tls_advice(error.message, tls) or "check --rdzv-endpoint"
+        return SettingError(f"no rendezvous service answers at {endpoint}: {error.message}; {advice}")
+    if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
+        return SettingError(
+            f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
+        )
+    return SettingError(f"{endpoint}: {error.message} ({error.reason})")

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
+from rallypoint.cli.console import plain_console
 from rallypoint.cli.nodes import Text
-from rallypoint.serving.options import Seconds, Setting, client_options
+from rallypoint.cli.service_options import service_options
 from rallypoint.serving.settings import ClientTLS
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
-# Characters; longer than any sentence of ours.
-_LONGEST_LINE = 4096
+# Names of nodes in one line of text; a run may refuse a thousand.
+_MOST_NAMES = 20
 
 
 @click.command()
 @click.argument("run_id", type=Text(), required=False)
-@click.option(
-    "--rdzv-endpoint",
-    cls=Setting,
-    type=Text(),
-    default="127.0.0.1:29400",
-    metavar="HOST:PORT",
-    help="Address of the rendezvous service.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-@click.option(
-    "--timeout",
-    cls=Setting,
-    type=Seconds(0.1),
-    default=10.0,
-    metavar="SECONDS",
-    help="How long to try.",
-)
-@client_options
+@service_options
 def status(
     run_id: str | None, rdzv_endpoint: str, as_json: bool, timeout: float, tls: ClientTLS | None
 ) -> None:
@@ -47,14 +33,14 @@ def status(
     from google.protobuf.json_format import MessageToJson  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.cli.operator import ask  # noqa: PLC0415
+    from rallypoint.cli.pages import all_runs, whole_run  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     response: pb.GetRunResponse | pb.ListRunsResponse
     if run_id is None:
-        response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.ListRuns(pb.ListRunsRequest()))
+        response = ask(rdzv_endpoint, tls, timeout, all_runs)
     else:
-        request = pb.GetRunRequest(run_id=run_id)
-        response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.GetRun(request))
+        response = ask(rdzv_endpoint, tls, timeout, partial(whole_run, run_id))
     if as_json:
         click.echo(MessageToJson(response, always_print_fields_with_no_presence=True))
     elif isinstance(response, pb.GetRunResponse):
@@ -74,39 +60,56 @@ def _print_runs(runs: list[pb.Run]) -> None:
         table.add_row(
             run.run_id, _phase(run), str(run.round), nodes, str(run.world_size), restarts, ended or "-"
         )
-    _console().print(table if runs else "no runs")
-
-
-def _console() -> Console:
-    """A console that shows names and sentences as they are: they come from users, and may look like markup.
-
-    Lines of a table are as long as they need where no terminal limits them: `grep` is to find whole ones.
-    """
-    from rich.console import Console  # noqa: PLC0415
-
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _LONGEST_LINE
-    return console
+    plain_console().print(table if runs else "no runs")
 
 
 def _print_run(run: pb.Run) -> None:
-    from rich.table import Table  # noqa: PLC0415
-
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
-    console = _console()
+    console = plain_console()
     seats = sum(node.HasField("assignment") for node in run.nodes)
+    spares = sum(node.state == pb.NODE_STATE_SPARE for node in run.nodes)
+    joined = f"{run.node_count} joined, " + (f"{spares} of them spare, " if spares else "")
     console.print(
         f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on {seats} nodes "
-        f"({run.node_count} joined, {_range(run.settings)} wanted), "
+        f"({joined}{_range(run.settings)} wanted), "
         f"{run.restart_count} of {run.settings.max_restarts} restarts used, revision {run.revision}"
     )
     if run.HasField("last_round_end"):
         console.print(f"round {run.last_round_end.round} ended: {run.last_round_end.detail}")
     if run.HasField("run_end"):
         console.print(f"run ended: {run.run_end.detail}")
-    table = Table("node", "state", "group rank", "ranks", "role", "address", "connected", box=None)
+    elif run.succeeded_count:
+        console.print(_exit_barrier(run, seats))
+    if run.evicted_node_ids:
+        console.print(_evicted(run))
+    if run.nodes:
+        console.print(_node_table(run))
+
+
+def _exit_barrier(run: pb.Run, seats: int) -> str:
+    succeeded = f"{run.succeeded_count} of {seats} nodes succeeded"
+    if run.exit_barrier_passed:
+        return f"{succeeded}; the exit barrier is over: they wait for the others no longer"
+    most = run.settings.exit_barrier_timeout.ToNanoseconds() / 1e9
+    return f"{succeeded}; they wait for the others, {most:g} s at most"
+
+
+def _evicted(run: pb.Run) -> str:
+    names = ", ".join(run.evicted_node_ids[:_MOST_NAMES])
+    more = len(run.evicted_node_ids) - _MOST_NAMES
+    others = f" and {more} others" if more > 0 else ""
+    return f"taken out by an operator, and refused: {names}{others}"
+
+
+def _node_table(run: pb.Run) -> Table:
+    from rich.table import Table  # noqa: PLC0415
+
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    places = any(node.topology for node in run.nodes)
+    columns = ["node", "state", "group rank", "ranks", "role", "address", "connected"]
+    table = Table(*columns, *(["topology"] if places else []), box=None)
     for node in run.nodes:
         seat = node.assignment
         seated = node.HasField("assignment")
@@ -120,9 +123,9 @@ def _print_run(run: pb.Run) -> None:
             node.role,
             node.address,
             "yes" if node.connected else "no",
+            *([node.topology or "-"] if places else []),
         )
-    if run.nodes:
-        console.print(table)
+    return table
 
 
 def _phase(run: pb.Run) -> str:

@@ -1,0 +1,155 @@
+"""How the command line gets events: the last ones that are kept, and then what comes, over broken connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from rallypoint.cli.operator import refusal
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.settings import ClientTLS, SettingError
+
+_PAGE = 10_000  # the most that a page may have
+# Seconds between attempts to connect: doubled from the first to the longest, each cut by a random half.
+_FIRST_BACKOFF = 0.1
+_LONGEST_BACKOFF = 1.0
+# After these the same stream may be opened again.
+_RETRYABLE = {
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNKNOWN,
+}
+
+
+async def last_events(
+    stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str, wanted: pb.EventFilter, most: int
+) -> tuple[list[pb.Event], bool]:
+    """The last events of a run that are wanted, oldest first, and whether there are older ones.
+
+    Raises:
+        AioRpcError: The service refused, or could not be reached.
+    """
+    events: list[pb.Event] = []
+    token = ""
+    while len(events) <= most:  # one more than is asked for tells whether there are older ones
+        size = min(_PAGE, most + 1 - len(events))
+        request = pb.ListEventsRequest(
+            run_id=run_id, filter=wanted, page_size=size, page_token=token, newest_first=True
+        )
+        try:
+            page = await stub.ListEvents(request)
+        except grpc.aio.AioRpcError as error:
+            if events and decode(error).reason == "EVENTS_COMPACTED":  # older ones went meanwhile
+                break
+            raise
+        events += page.events
+        token = page.next_page_token
+        if not token:
+            break
+    return events[:most][::-1], len(events) > most
+
+
+class Following:
+    """Follows a run's events until the run is closed, from one connection to the next."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        tls: ClientTLS | None,
+        request: pb.WatchEventsRequest,
+        *,
+        patience: float,
+        on_events: Callable[[Sequence[pb.Event]], None],
+        on_gap: Callable[[str], None],
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """Set up; `run` does the work.
+
+        Args:
+            endpoint: Of the rendezvous service.
+            tls: How to speak with it.
+            request: What to follow.
+            patience: Seconds that the service may be away, or silent when it is first asked.
+            on_events: Called with what came.
+            on_gap: Called with a sentence where events were lost, because they are no longer kept.
+            jitter: A random number from 0 to 1, for the back-off.
+        """
+        self._endpoint = endpoint
+        self._tls = tls
+        self._request = pb.WatchEventsRequest()
+        self._request.CopyFrom(request)
+        self._patience = patience
+        self._on_events = on_events
+        self._on_gap = on_gap
+        self._jitter = jitter
+        self._heard_at: float | None = None  # when the service was last there, once it was
+
+    async def run(self) -> None:
+        """Follow to the end of the run.
+
+        Raises:
+            SettingError: The service refused, could not be reached, or was away for too long; one line.
+        """
+        channel = open_channel(self._endpoint, self._tls)
+        stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(channel)
+        loop = asyncio.get_running_loop()
+        backoff = _FIRST_BACKOFF
+        try:
+            while True:
+                heard_before = self._heard_at
+                try:
+                    await self._hear(stub, loop)
+                    return
+                except grpc.aio.AioRpcError as rpc_error:
+                    self._bear(rpc_error, loop.time())
+                backoff = _FIRST_BACKOFF if self._heard_at != heard_before else backoff
+                await asyncio.sleep(backoff * (1 - self._jitter() / 2))
+                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+        finally:
+            await channel.close()
+
+    async def _hear(self, stub: pb_grpc.RendezvousServiceAsyncStub, loop: asyncio.AbstractEventLoop) -> None:
+        call = stub.WatchEvents(self._request)
+        heard = False
+        try:
+            async with asyncio.timeout(self._patience) as silence:
+                async for response in call:
+                    heard = True
+                    silence.reschedule(None)  # the first message comes at once, later ones when they come
+                    self._request.revision = response.revision
+                    if response.events:
+                        self._on_events(response.events)
+        except TimeoutError:
+            raise SettingError(
+                f"no rendezvous service answered at {self._endpoint} within {self._patience:g} s"
+            ) from None
+        finally:
+            if heard:
+                self._heard_at = loop.time()
+            call.cancel()
+
+    def _bear(self, rpc_error: grpc.aio.AioRpcError, now: float) -> None:
+        """Return if it is worth to try again."""
+        error = decode(rpc_error)
+        if self._is_gap(error):
+            return
+        away = None if self._heard_at is None else now - self._heard_at
+        if error.code in _RETRYABLE and away is not None and away < self._patience:
+            return
+        raise refusal(self._endpoint, self._tls, rpc_error) from None
+
+    def _is_gap(self, error: ServiceError) -> bool:
+        if error.reason != "EVENTS_COMPACTED":
+            return False
+        oldest = error.metadata.get("oldest_revision", "?")
+        self._on_gap(f"events {self._request.revision + 1} to {oldest} (not included) are no longer kept")
+        self._request.revision = 0
+        return True

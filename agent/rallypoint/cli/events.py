@@ -1,0 +1,130 @@
+"""`rallypoint events`: what happened to a run, and what happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rallypoint.cli.moments import Moment
+from rallypoint.cli.nodes import Text
+from rallypoint.cli.service_options import service_options
+from rallypoint.serving.settings import ClientTLS
+
+if TYPE_CHECKING:
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+# The names of EventKind, here so that neither --help nor completion loads protobuf.
+KINDS = (
+    "RUN_CREATED",
+    "NODE_JOINED",
+    "NODE_LOST",
+    "NODE_LEFT",
+    "NODE_DEPARTING",
+    "NODE_EVICTED",
+    "NODE_READMITTED",
+    "ROUND_FROZEN",
+    "NODE_CONFIRMED",
+    "ROUND_FINALIZED",
+    "WORKER_FAILED",
+    "NODE_SUCCEEDED",
+    "EXIT_BARRIER_PASSED",
+    "RESTART_REQUESTED",
+    "ROUND_ENDED",
+    "RUN_CLOSED",
+)
+
+
+class _Kind(click.Choice[str]):
+    """A kind of event, in capitals or not, with dashes or underscores."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check."""
+        return super().convert(str(value).replace("-", "_"), param, ctx)
+
+
+@click.command()
+@click.argument("run_id", type=Text())
+@click.option("--round", "rounds", type=click.IntRange(1), multiple=True, help="Only about this round.")
+@click.option("--node", "nodes", type=Text(), multiple=True, help="Only about this node.")
+@click.option(
+    "--kind",
+    "kinds",
+    type=_Kind(KINDS, case_sensitive=False),
+    multiple=True,
+    metavar="KIND",
+    help=f"Only of this kind: {', '.join(KINDS)}.",
+)
+@click.option("--since", type=Moment(), help="Not before: so long ago (90s, 10m, 2h, 1d), or an ISO time.")
+@click.option("--until", type=Moment(), help="Before that time.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1_000_000),
+    default=1_000,
+    show_default=True,
+    metavar="N",
+    help="At most the last N.",
+)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what happens, until the run is closed.")
+@click.option("--json", "as_json", is_flag=True, help="Print each event as JSON on a line.")
+@service_options
+def events(
+    *,
+    run_id: str,
+    rounds: Sequence[int],
+    nodes: Sequence[str],
+    kinds: Sequence[str],
+    since: datetime | None,
+    until: datetime | None,
+    limit: int,
+    follow: bool,
+    as_json: bool,
+    rdzv_endpoint: str,
+    timeout: float,
+    tls: ClientTLS | None,
+) -> None:
+    """Show what happened to RUN_ID, the oldest first; each of --round, --node and --kind may be repeated.
+
+    A line has the local time by the service's clock, the time since the line before, and what happened and why.
+    """
+    from rallypoint.cli.event_lines import EventLines, json_line  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
+    from rallypoint.cli.operator import ask  # noqa: PLC0415
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+    from rallypoint.serving.loop import run  # noqa: PLC0415
+
+    if since is not None and until is not None and since > until:
+        raise click.UsageError("--since is after --until.")
+    wanted = pb.EventFilter(
+        node_ids=nodes, kinds=[pb.EventKind.Value(f"EVENT_KIND_{kind}") for kind in kinds], rounds=rounds
+    )
+    if since is not None:
+        wanted.since.FromDatetime(since)
+    if until is not None:
+        wanted.until.FromDatetime(until)
+    line = json_line if as_json else EventLines().line
+
+    def show(these: Sequence[pb.Event]) -> None:
+        for event in these:
+            click.echo(line(event))
+
+    past, older = ask(rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, limit))
+    if older:
+        click.echo(f"(older events are left out; --limit {limit} shows the last {limit})", err=True)
+    show(past)
+    if follow:
+        revision = past[-1].revision if past else 0
+        request = pb.WatchEventsRequest(run_id=run_id, revision=revision, filter=wanted)
+        following = Following(
+            rdzv_endpoint,
+            tls,
+            request,
+            patience=timeout,
+            on_events=show,
+            on_gap=lambda gap: click.echo(f"({gap})", err=True),
+        )
+        run(following.run())
+    elif not past:
+        click.echo("no such events", err=True)

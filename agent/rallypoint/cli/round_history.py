@@ -1,0 +1,122 @@
+"""A run's rounds, put together from its events: how each came to be, how long it lasted and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+KINDS = (
+    pb.EVENT_KIND_RUN_CREATED,
+    pb.EVENT_KIND_ROUND_FROZEN,
+    pb.EVENT_KIND_ROUND_FINALIZED,
+    pb.EVENT_KIND_ROUND_ENDED,
+    pb.EVENT_KIND_RUN_CLOSED,
+)
+"""The events that `rounds_of` wants; it passes over others."""
+
+
+@dataclass(slots=True)
+class Round:
+    """A round. Times are unix seconds by the service's clock; None: not yet, never, or no longer kept."""
+
+    number: int
+    nodes: int = 0
+    workers: int = 0
+    joinable: float | None = None  # when nodes began to join for it
+    frozen: float | None = None  # when it got its ranks
+    final: float | None = None  # when its workers were started
+    ended: float | None = None
+    stopped: float | None = None  # when the last round before it that had workers running ended
+    cause: str = ""  # RoundEndCause, or Outcome of the run, without prefix
+    node_id: str = ""
+    why: str = ""  # one sentence
+
+    @property
+    def joining(self) -> float | None:
+        """Seconds that nodes took to join."""
+        return _between(self.joinable, self.frozen)
+
+    @property
+    def confirming(self) -> float | None:
+        """Seconds that nodes took to stop their old workers and confirm."""
+        return _between(self.frozen, self.final)
+
+    @property
+    def gap(self) -> float | None:
+        """Seconds without workers before it: from the end of the last round that had any."""
+        return _between(self.stopped, self.final)
+
+    @property
+    def lasted(self) -> float | None:
+        """Seconds that its workers ran."""
+        return _between(self.final, self.ended)
+
+
+@dataclass(slots=True)
+class RoundHistory:
+    """The rounds of a run in order, and what is known past them."""
+
+    rounds: list[Round] = field(default_factory=list)
+    joinable: float | None = None  # since when nodes join for a round that has no number yet
+    closed: pb.RunEnd | None = None
+
+
+def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
+    """Put rounds together from a run's events, in their order; the oldest may be missing."""
+    history = RoundHistory()
+    stopped: float | None = None
+    for event in events:
+        time = event.time.ToNanoseconds() / 1e9
+        match event.kind:
+            case pb.EVENT_KIND_RUN_CREATED:
+                history.joinable = time
+            case pb.EVENT_KIND_ROUND_FROZEN:
+                history.rounds.append(
+                    Round(
+                        event.round,
+                        event.group_world_size,
+                        event.world_size,
+                        joinable=history.joinable,
+                        frozen=time,
+                        stopped=stopped,
+                    )
+                )
+                history.joinable = None
+            case pb.EVENT_KIND_ROUND_FINALIZED:
+                _last(history, event.round).final = time
+            case pb.EVENT_KIND_ROUND_ENDED:
+                ended = _last(history, event.round)
+                ended.ended = history.joinable = time
+                ended.cause = _name(pb.RoundEndCause, event.round_end.cause, "ROUND_END_CAUSE_")
+                ended.node_id, ended.why = event.round_end.node_id, event.round_end.detail
+                if ended.final is not None or ended.frozen is None:
+                    stopped = time
+            case pb.EVENT_KIND_RUN_CLOSED:
+                history.joinable, history.closed = None, event.run_end
+                if history.rounds and history.rounds[-1].ended is None:
+                    last = history.rounds[-1]
+                    last.ended, last.why = time, event.run_end.detail
+                    last.node_id = event.run_end.failure.node_id
+                    last.cause = _name(pb.Outcome, event.run_end.outcome, "OUTCOME_")
+    return history
+
+
+def _last(history: RoundHistory, number: int) -> Round:
+    """The round of that number, which is the last; what came before may no longer be kept."""
+    if not history.rounds or history.rounds[-1].number != number:
+        history.rounds.append(Round(number))
+    return history.rounds[-1]
+
+
+def _name(enum: object, number: int, prefix: str) -> str:
+    try:
+        name: str = enum.Name(number)  # type: ignore[attr-defined]
+    except ValueError:  # of a newer service
+        return str(number)
+    return name.removeprefix(prefix)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

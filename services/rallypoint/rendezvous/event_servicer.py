@@ -1,0 +1,136 @@
+"""ListEvents and WatchEvents: what happened to a run, and what happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.event_filter import wanted
+from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
+from rallypoint.rendezvous.history import History
+from rallypoint.rendezvous.requests import count, name
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+_MOST_EVENTS = 10_000
+_DEFAULT_EVENTS = 1_000
+# Events that one ListEvents looks at: some 0.1 s of CPU if all match, a few milliseconds at a time.
+_MOST_LOOKED_AT = 10_000
+# gRPC's clients take messages of 4 MiB; a failure with its traceback has some 20 KiB.
+_PAGE_BYTES = 3 * 1024 * 1024
+# A batch is what a slow watcher makes the server hold, besides the transport's own buffers.
+_BATCH_EVENTS = 1_000
+_BATCH_BYTES = 256 * 1024
+# The first message of a watcher comes at once, so it does not look far.
+_FIRST_LOOKED_AT = 100
+# A watcher whose filter passes nothing for so many events is told how far it has come: what it resumes from must
+# still be kept.
+_MOST_UNTOLD = 1_000
+
+
+class EventServicer:
+    """Answers for the events of an engine's runs."""
+
+    def __init__(self, engine: RendezvousEngine, check_not_draining: Callable[[], None]) -> None:
+        """Answer for `engine`; `check_not_draining` raises once the server is going away."""
+        self._engine = engine
+        self._check_not_draining = check_not_draining
+
+    async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
+        """A page of events; see the contract.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, naming the field.
+            RunNotFound: There is no such run.
+            EventsCompacted, RevisionAhead: The page token leads where nothing is, any more or yet.
+        """
+        name("run_id", request.run_id)
+        count("page_size", request.page_size, 0, _MOST_EVENTS)
+        history = self._history(request.run_id)
+        reader = Reader(
+            history,
+            self._engine.settings(request.run_id),
+            wanted(request.filter),
+            history.latest + 1 if request.newest_first else history.oldest - 1,
+            request.newest_first,
+        )
+        if request.page_token:
+            reader.cursor = page_cursor(request)
+            reader.check(request.run_id)
+        response = pb.ListEventsResponse()
+        await reader.fill(
+            response.events,
+            most_events=request.page_size or _DEFAULT_EVENTS,
+            most_bytes=_PAGE_BYTES,
+            most_looked_at=_MOST_LOOKED_AT,
+        )
+        response.oldest_revision = history.oldest
+        if not reader.at_end:
+            response.next_page_token = page_token(request, reader.cursor)
+        return response
+
+    async def watch(
+        self,
+        request: pb.WatchEventsRequest,
+        write: Callable[[pb.WatchEventsResponse], Awaitable[None]],
+    ) -> None:
+        """Tell what happened after a revision, and then what happens; returns when the run is closed.
+
+        Args:
+            request: The request.
+            write: Sends a message, and raises if the watcher does not take it in time.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, naming the field.
+            RunNotFound: There is no such run.
+            RevisionAhead: The revision was never given out.
+            EventsCompacted: What comes next is no longer kept.
+            LimitReached: As many watch the run as may.
+            Draining: The server is going away.
+        """
+        name("run_id", request.run_id)
+        count("revision", request.revision, 0, 2**63 - 1)
+        history = self._history(request.run_id)
+        reader = Reader(
+            history,
+            self._engine.settings(request.run_id),
+            wanted(request.filter),
+            request.revision or history.oldest - 1,
+        )
+        revisions = self._engine.follow(request.run_id, request.revision)
+        try:
+            await self._tell(request.run_id, reader, revisions, write)
+        finally:
+            self._engine.unfollow(request.run_id, revisions)
+
+    async def _tell(
+        self,
+        run_id: str,
+        reader: Reader,
+        revisions: Slot[int],
+        write: Callable[[pb.WatchEventsResponse], Awaitable[None]],
+    ) -> None:
+        first, told = True, 0
+        while (latest := await revisions.take()) is not None:
+            while first or reader.cursor < latest:
+                self._check_not_draining()
+                reader.check(run_id)
+                response = pb.WatchEventsResponse()
+                await reader.fill(
+                    response.events,
+                    most_events=_BATCH_EVENTS,
+                    most_bytes=_BATCH_BYTES,
+                    most_looked_at=_FIRST_LOOKED_AT if first else _MOST_LOOKED_AT,
+                )
+                response.revision = reader.cursor
+                if first or response.events or reader.cursor - told >= _MOST_UNTOLD:
+                    await write(response)
+                    told = reader.cursor
+                first = False
+
+    def _history(self, run_id: str) -> History:
+        history = self._engine.history(run_id)
+        if not history.latest:  # a run that is being made, and may still not come to be
+            raise RunNotFound(run_id)
+        return history

@@ -1,0 +1,145 @@
+"""Records of a journal as events for people and tools: what happened, to which node and round, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core.state import LossReason, RunSettings
+from rallypoint.rendezvous.v1 import journal_pb2
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an event is about; cheap to find out of a record, so it is what filters look at."""
+
+    kind: pb.EventKind.ValueType
+    node_id: str  # "": no one node
+    round: int  # 0: no one round
+
+
+def subject_of(record: journal_pb2.JournalRecord) -> Subject:
+    """What a record is about."""
+    which = record.WhichOneof("fact")
+    assert which is not None  # the engine wrote it, or folded it into a state when it started
+    fact: Any = getattr(record, which)
+    match which:
+        case "worker_failed":
+            about = fact.failure
+        case "round_ended":
+            about = fact.end
+        case _:
+            about = fact
+    return Subject(_KINDS[which], getattr(about, "node_id", ""), getattr(about, "round", 0))
+
+
+def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Event:
+    """The event that a record tells of; `settings` are those of its run."""
+    subject = subject_of(record)
+    which = record.WhichOneof("fact")
+    assert which is not None
+    fact: Any = getattr(record, which)
+    event = pb.Event(
+        revision=record.revision,
+        time=record.time,
+        actor=record.actor,
+        kind=subject.kind,
+        node_id=subject.node_id,
+        round=subject.round,
+        detail=_SENTENCES[which](fact, settings),
+    )
+    match which:
+        case "round_frozen":
+            event.group_world_size = len(fact.seats)
+            event.world_size = _workers(fact)
+        case "worker_failed":
+            event.failure.CopyFrom(fact.failure)
+        case "round_ended":
+            event.round_end.CopyFrom(fact.end)
+        case "run_closed":
+            event.run_end.CopyFrom(fact.end)
+    return event
+
+
+def _run_created(fact: journal_pb2.RunCreated, settings: RunSettings) -> str:
+    least, most = settings.min_nodes, settings.max_nodes
+    nodes = _counted(most, "node") if least == most else f"{least} to {most} nodes"
+    return f"the run began: a round has {nodes}, and {_counted(settings.max_restarts, 'restart')} may be used"
+
+
+def _node_joined(fact: journal_pb2.NodeJoined, settings: RunSettings) -> str:
+    return f"node {fact.node_id} joined from {fact.address} with {_counted(fact.local_world_size, 'worker')}"
+
+
+def _node_lost(fact: journal_pb2.NodeLost, settings: RunSettings) -> str:
+    return explain_loss(fact.node_id, LossReason(fact.reason), settings)
+
+
+def _node_evicted(fact: journal_pb2.NodeEvicted, settings: RunSettings) -> str:
+    if fact.lease:
+        return f"node {fact.node_id} was taken out by an operator: {fact.reason}"
+    return f"node {fact.node_id}, which was not in the run, was barred by an operator: {fact.reason}"
+
+
+def _round_frozen(fact: journal_pb2.RoundFrozen, settings: RunSettings) -> str:
+    nodes, workers = _counted(len(fact.seats), "node"), _counted(_workers(fact), "worker")
+    return f"round {fact.round} frozen: {nodes}, {workers}"
+
+
+def _worker_failed(fact: journal_pb2.WorkerFailed, settings: RunSettings) -> str:
+    failure = fact.failure
+    return f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
+
+
+def _round_ended(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
+    end = fact.end
+    used = ""
+    if end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED:
+        used = f" (restart {fact.restart_count} of {settings.max_restarts})"
+    return f"round {end.round} ended: {end.detail}{used}"
+
+
+def _run_closed(fact: journal_pb2.RunClosed, settings: RunSettings) -> str:
+    outcome = pb.Outcome.Name(fact.end.outcome).removeprefix("OUTCOME_")
+    return f"the run is closed, {outcome}: {fact.end.detail}"
+
+
+_SENTENCES: dict[str, Callable[[Any, RunSettings], str]] = {
+    "run_created": _run_created,
+    "node_joined": _node_joined,
+    "node_lost": _node_lost,
+    "node_left": lambda fact, _: f"node {fact.node_id} left: {fact.reason}",
+    "node_departing": lambda fact, _: (
+        f"node {fact.node_id} stops its workers in order to leave: {fact.reason}"
+    ),
+    "node_evicted": _node_evicted,
+    "node_readmitted": lambda fact, _: f"node {fact.node_id} may join again: {fact.reason}",
+    "round_frozen": _round_frozen,
+    "node_confirmed": lambda fact, _: f"node {fact.node_id} confirmed round {fact.round}",
+    "round_finalized": lambda fact, _: f"round {fact.round} final: all nodes confirmed, workers start",
+    "worker_failed": _worker_failed,
+    "node_succeeded": lambda fact, _: f"all workers of node {fact.node_id} succeeded in round {fact.round}",
+    "exit_barrier_passed": lambda fact, settings: (
+        f"exit barrier of round {fact.round} over after {settings.exit_barrier_timeout:g} s: "
+        "nodes whose workers succeeded wait for the others no longer"
+    ),
+    "restart_requested": lambda fact, _: (
+        f"an operator asked for a restart of round {fact.round}: {fact.reason}"
+    ),
+    "round_ended": _round_ended,
+    "run_closed": _run_closed,
+}
+
+# A kind is named after the fact.
+_KINDS = {which: pb.EventKind.Value(f"EVENT_KIND_{which.upper()}") for which in _SENTENCES}
+
+
+def _workers(fact: journal_pb2.RoundFrozen) -> int:
+    return sum(seat.local_world_size for seat in fact.seats)
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

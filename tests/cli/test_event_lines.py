@@ -1,0 +1,78 @@
+"""An event is one line: when, how long after the one before, what and why; a program gets all of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rallypoint.cli.event_lines import EventLines, json_line
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Local time is UTC."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def event(after: float, kind: pb.EventKind.ValueType, detail: str, actor: str = "service") -> pb.Event:
+    """What happened so many seconds after noon."""
+    event = pb.Event(revision=7, kind=kind, detail=detail, actor=actor)
+    event.time.FromMilliseconds(round((1_763_640_000 + after) * 1000))
+    return event
+
+
+def test_lines_have_time_span_kind_and_sentence() -> None:
+    """The span is that since the line before; who caused it is said where it was an operator."""
+    lines = EventLines()
+    shown = [
+        lines.line(event(0, pb.EVENT_KIND_NODE_LOST, "node b was lost: its connection broke")),
+        lines.line(event(0.204, pb.EVENT_KIND_ROUND_ENDED, "round 7 ended: node b was lost")),
+        lines.line(event(3600, pb.EVENT_KIND_EXIT_BARRIER_PASSED, "over")),
+        lines.line(event(3599, pb.EVENT_KIND_NODE_EVICTED, "node a was taken out", "operator ann")),
+    ]
+    assert shown == [
+        "2025-11-20 12:00:00.000             NODE_LOST            node b was lost: its connection broke",
+        "2025-11-20 12:00:00.204    +0.204s  ROUND_ENDED          round 7 ended: node b was lost",
+        "2025-11-20 13:00:00.000     +1h00m  EXIT_BARRIER_PASSED  over",
+        "2025-11-20 12:59:59.000    -1.000s  NODE_EVICTED         node a was taken out (operator ann)",
+    ]
+
+
+def test_a_name_can_do_nothing_to_a_terminal() -> None:
+    """Certificates name operators, and may hold anything."""
+    line = EventLines().line(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "operator \x1b[2Jann\n"))
+    assert line.isprintable()
+    assert line.endswith("out (operator  [2Jann )")
+
+
+def test_a_kind_of_a_newer_service_is_still_a_line() -> None:
+    """Its sentence says it."""
+    newer = event(0, pb.EVENT_KIND_RUN_CLOSED, "something new")
+    newer.kind = 99  # type: ignore[assignment]
+    assert EventLines().line(newer).split(maxsplit=2)[2] == "?                    something new"
+    assert json.loads(json_line(newer))["kind"] == 99
+
+
+def test_programs_get_the_whole_event() -> None:
+    """The protocol's own JSON, on one line, with fields that are zero."""
+    shown = json_line(event(0.25, pb.EVENT_KIND_NODE_LOST, "node b was lost"))
+    assert "\n" not in shown
+    assert json.loads(shown) == {
+        "revision": "7",
+        "time": "2025-11-20T12:00:00.250Z",
+        "actor": "service",
+        "kind": "EVENT_KIND_NODE_LOST",
+        "nodeId": "",
+        "round": 0,
+        "detail": "node b was lost",
+        "groupWorldSize": 0,
+        "worldSize": 0,
+    }

@@ -1,0 +1,41 @@
+"""`rallypoint restart`: starts a run's workers anew, and says what it did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rallypoint.cli import operator
+from rallypoint.cli.main import main
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+@pytest.mark.parametrize(
+    ("ended_round", "told"),
+    [
+        (7, "run digits: round 7 ended, all workers are started anew\n"),
+        (0, "run digits has no round at present, so there was nothing to restart\n"),
+    ],
+)
+def test_a_run_is_restarted_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, ended_round: int, told: str
+) -> None:
+    """The service is asked what was said, where and for how long it was said."""
+    asked: list[pb.RestartRunRequest] = []
+
+    class Stub:
+        def RestartRun(self, request: pb.RestartRunRequest) -> pb.RestartRunResponse:
+            asked.append(request)
+            return pb.RestartRunResponse(ended_round=ended_round)
+
+    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
+        assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
+        return question(Stub())
+
+    monkeypatch.setattr(operator, "ask", ask)
+    arguments = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3", "--reason", "new data"]
+    result = CliRunner().invoke(main, ["restart", "digits", *arguments])
+    assert (result.exit_code, result.output) == (0, told)
+    assert asked == [pb.RestartRunRequest(run_id="digits", reason="new data")]

@@ -1,0 +1,87 @@
+"""A filter lets through what matches all of its fields, and one that makes no sense is refused by its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rallypoint.rendezvous.codec import encode_record
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause
+from rallypoint.rendezvous.event_filter import wanted
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.errors import ServiceError
+
+LOST = facts.NodeLost("a", LossReason.DISCONNECTED)
+ENDED = facts.RoundEnded(RoundEnd(2, RoundEndCause.NODE_LOST, "a", "it was lost"), 0)
+CONFIRMED = facts.NodeConfirmed(3, "b", 29500)
+FINAL = facts.RoundFinalized(3)
+HISTORY: list[facts.Fact] = [LOST, ENDED, CONFIRMED, FINAL]  # one a second, from 100 s on
+
+
+def at(seconds: int, nanos: int = 0) -> Timestamp:
+    """A time."""
+    return Timestamp(seconds=seconds, nanos=nanos)
+
+
+@pytest.mark.parametrize(
+    ("filter_", "matching"),
+    [
+        (pb.EventFilter(), HISTORY),
+        (pb.EventFilter(node_ids=["a"]), [LOST, ENDED]),
+        (pb.EventFilter(node_ids=["a", "b"]), [LOST, ENDED, CONFIRMED]),
+        (pb.EventFilter(node_ids=["nobody"]), []),
+        (pb.EventFilter(kinds=[pb.EVENT_KIND_NODE_LOST, pb.EVENT_KIND_ROUND_FINALIZED]), [LOST, FINAL]),
+        (pb.EventFilter(rounds=[3]), [CONFIRMED, FINAL]),
+        (pb.EventFilter(rounds=[2, 3], node_ids=["a"]), [ENDED]),
+        (pb.EventFilter(rounds=[2], kinds=[pb.EVENT_KIND_NODE_LOST]), []),
+        (pb.EventFilter(since=at(101)), [ENDED, CONFIRMED, FINAL]),
+        (pb.EventFilter(since=at(101, 1)), [CONFIRMED, FINAL]),
+        (pb.EventFilter(until=at(101)), [LOST]),
+        (pb.EventFilter(since=at(101), until=at(103)), [ENDED, CONFIRMED]),
+        (pb.EventFilter(since=at(101), until=at(101)), []),
+        (pb.EventFilter(since=at(0), until=at(0)), []),
+    ],
+)
+def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching: list[facts.Fact]) -> None:
+    """One of the nodes, of the kinds, of the rounds; `since` is within, `until` is not."""
+    check = wanted(filter_)
+    matched = [
+        fact
+        for seconds, fact in enumerate(HISTORY, start=100)
+        if check.matches(encode_record("run", 1, fact, seconds, "service"))
+    ]
+    assert matched == matching
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "complaint"),
+    [
+        ("node_ids", {"node_ids": [""]}, "must not be empty"),
+        ("node_ids", {"node_ids": ["a", "x" * 257]}, "at most 256 bytes"),
+        ("node_ids", {"node_ids": ["a\n"]}, "control characters"),
+        ("node_ids", {"node_ids": ["a"] * 1001}, "at most 1000 entries, not 1001"),
+        ("kinds", {"kinds": [0]}, "no event kind 0"),
+        ("kinds", {"kinds": [1, 17]}, "no event kind 17"),
+        ("kinds", {"kinds": [-1]}, "no event kind -1"),
+        ("kinds", {"kinds": [1] * 1001}, "at most 1000 entries"),
+        ("rounds", {"rounds": [0]}, "no round 0"),
+        ("rounds", {"rounds": [-(2**31)]}, "no round -2147483648"),
+        ("rounds", {"rounds": [1] * 1001}, "at most 1000 entries"),
+        ("since", {"since": at(2), "until": at(1)}, "must not be after filter.until"),
+        ("since", {"since": at(1, 2), "until": at(1, 1)}, "must not be after filter.until"),
+        ("since", {"since": at(2**62)}, "is no time"),
+        ("until", {"until": at(-(2**63))}, "is no time"),
+        ("until", {"until": at(1, -1)}, "is no time"),
+        ("until", {"until": at(1, 10**9)}, "is no time"),
+    ],
+)
+def test_a_filter_that_makes_no_sense_is_refused(field: str, given: dict[str, Any], complaint: str) -> None:
+    """By the field, and with what is wrong."""
+    with pytest.raises(ServiceError) as error:
+        wanted(pb.EventFilter(**given))
+    ((named, description),) = error.value.field_violations
+    assert named == f"filter.{field}"
+    assert complaint in description

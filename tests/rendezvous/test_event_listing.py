@@ -1,0 +1,157 @@
+"""ListEvents over real gRPC: all that happened, in order, a page at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rallypoint.rendezvous.codec import encode_record
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.state import WorkerFailure
+from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.errors import ServiceError
+from rendezvous.engine_fixtures import RUN
+from rendezvous.event_fixtures import (
+    BEGINNING,
+    PATIENCE,
+    Served,
+    kinds,
+    refused,
+    revisions,
+    serving_events,
+)
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """The service."""
+    async with serving_events() as served:
+        yield served
+
+
+async def test_what_happened_is_listed(served: Served) -> None:
+    """Why a round ended, who was first, and that it goes on: in order, with who caused it."""
+    members = list(served.stage.engine._runs[RUN].members.values())
+    await served.stage.fail(members[1], 1)
+    response = await served.list()
+    events = list(response.events)
+    assert kinds(events) == [*BEGINNING, "WORKER_FAILED", "ROUND_ENDED", "ROUND_FROZEN"]
+    assert (response.next_page_token, response.oldest_revision) == ("", 1)
+    assert revisions(events) == list(range(1, 11))
+    assert [event.actor for event in events[:4]] == ["node a", "node a", "node b", "service"]
+    failed, ended = events[7:9]
+    assert (failed.node_id, failed.failure.message) == ("b", "it broke")
+    assert ended.detail == "round 1 ended: worker of rank 0 on node b failed: it broke (restart 1 of 3)"
+    assert ended.round_end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED
+
+
+async def test_pages_lead_from_one_to_the_next(served: Served) -> None:
+    """In both directions, past what comes meanwhile."""
+    up = await served.list(page_size=3)
+    down = await served.list(page_size=3, newest_first=True)
+    await served.note(1)
+    seen_up, seen_down = list(up.events), list(down.events)
+    while up.next_page_token:
+        up = await served.list(page_size=3, page_token=up.next_page_token)
+        seen_up += up.events
+    while down.next_page_token:
+        down = await served.list(page_size=3, page_token=down.next_page_token, newest_first=True)
+        seen_down += down.events
+    assert revisions(seen_up) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert revisions(seen_down) == [7, 6, 5, 4, 3, 2, 1]
+
+
+async def test_only_what_is_asked_for_is_listed(served: Served) -> None:
+    """By node, kind, round and time."""
+
+    async def listed(**filter_: Any) -> list[int]:
+        return revisions(list((await served.list(filter=pb.EventFilter(**filter_))).events))
+
+    assert await listed(node_ids=["b"]) == [3, 6]
+    assert await listed(kinds=[pb.EVENT_KIND_NODE_JOINED]) == [2, 3]
+    assert await listed(rounds=[1], node_ids=["a"]) == [5]
+    assert await listed(since=Timestamp(seconds=1_700_000_001)) == []
+    assert len(await listed(until=Timestamp(seconds=1_700_000_001))) == 7
+
+
+async def test_a_page_stays_within_what_a_client_takes(served: Served) -> None:
+    """However large the failures are; the rest is on the next page."""
+    history = served.stage.engine.history(RUN)
+    history._most_events = history._most_bytes = 10**9
+    failure = WorkerFailure(1, 0, 0, "t", "a", "h", 1, 1, 1.7e9, "it broke", "x" * 16_384, "")
+    for revision in range(8, 308):
+        content = encode_record(RUN, revision, facts.WorkerFailed(failure), 1.7e9, "node a")
+        history.add(Record(RUN, revision, content.SerializeToString()))
+    first = await served.list(page_size=10_000)
+    rest = await served.list(page_size=10_000, page_token=first.next_page_token)
+    assert first.next_page_token
+    assert first.ByteSize() <= 3 * 1024 * 1024 + 100
+    assert revisions([*first.events, *rest.events]) == list(range(1, 308))
+    assert rest.next_page_token == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("run_id", {"run_id": ""}),
+        ("run_id", {"run_id": "x" * 257}),
+        ("page_size", {"page_size": -1}),
+        ("page_size", {"page_size": 10_001}),
+        ("page_token", {"page_token": "7"}),
+        ("filter.kinds", {"filter": pb.EventFilter(kinds=[99])}),  # type: ignore[list-item]
+        (
+            "filter.since",
+            {"filter": pb.EventFilter(since=Timestamp(seconds=2), until=Timestamp(seconds=1))},
+        ),
+    ],
+)
+async def test_a_bad_request_for_a_page_names_its_field(
+    served: Served, field: str, request_: dict[str, Any]
+) -> None:
+    """INVALID_ARGUMENT, with a BadRequest."""
+    request = pb.ListEventsRequest(**{"run_id": RUN, **request_})
+    error = await refused(served.stub().ListEvents(request, timeout=PATIENCE))
+    assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
+
+
+async def test_a_page_that_is_gone_is_told(served: Served) -> None:
+    """With what is still there; who begins anew gets that."""
+    token = (await served.list(page_size=3)).next_page_token
+    down = (await served.list(page_size=3, newest_first=True)).next_page_token
+    await served.note(300)
+    for request in (
+        pb.ListEventsRequest(run_id=RUN, page_token=token),
+        pb.ListEventsRequest(run_id=RUN, page_token=down, newest_first=True),
+    ):
+        error = await refused(served.stub().ListEvents(request, timeout=PATIENCE))
+        assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "EVENTS_COMPACTED")
+        assert error.metadata == {"run_id": RUN, "oldest_revision": str(served.latest() - 199)}
+    response = await served.list()
+    assert response.oldest_revision == response.events[0].revision == served.latest() - 199
+
+
+@pytest.mark.parametrize("method", ["ListEvents", "WatchEvents"])
+async def test_a_run_that_is_not_there_has_no_events(served: Served, method: str) -> None:
+    """NOT_FOUND, also while it is being made and may come to nothing."""
+    stub = served.stub()
+
+    async def ask(run_id: str) -> ServiceError:
+        call: Any = getattr(stub, method)(getattr(pb, f"{method}Request")(run_id=run_id), timeout=PATIENCE)
+        return await refused(call if method == "ListEvents" else call.read())
+
+    assert (await ask("nowhere")).reason == "RUN_NOT_FOUND"
+    served.stage.journal.hold()
+    joining = asyncio.create_task(served.stage.join("x", run_id="new"))
+    await served.stage.journal.held()
+    assert (await ask("new")).reason == "RUN_NOT_FOUND"
+    served.stage.journal.release()
+    await joining
+    assert await served.stub().ListEvents(pb.ListEventsRequest(run_id="new"), timeout=PATIENCE)

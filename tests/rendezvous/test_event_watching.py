@@ -1,0 +1,205 @@
+"""WatchEvents over real gRPC: all that happens, in order and once, however slow or late one is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from rallypoint.rendezvous import event_servicer
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.engine_fixtures import RUN
+from rendezvous.event_fixtures import (
+    BEGINNING,
+    PATIENCE,
+    Served,
+    Watch,
+    kinds,
+    revisions,
+    serving_events,
+)
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    """The service."""
+    async with serving_events() as served:
+        yield served
+
+
+async def test_a_watcher_hears_all_from_the_beginning(served: Served) -> None:
+    """What was, then what comes, until the run is closed."""
+    watch = served.watch()
+    assert kinds(await watch.until(7)) == BEGINNING
+    await served.note(2)
+    assert kinds(await watch.until(9)) == ["NODE_EVICTED", "NODE_READMITTED"]
+    await served.stage.engine.close_run(RUN, "enough", "operator x")
+    events, error = await watch.ended()
+    assert kinds(events) == ["RUN_CLOSED"]
+    assert events[0].run_end.detail == "closed by an operator: enough"
+    assert error is None
+
+
+async def test_a_watcher_that_comes_back_hears_what_it_missed(served: Served) -> None:
+    """Nothing twice, nothing left out; and of a closed run the rest, then the end."""
+    watch = served.watch()
+    await watch.until(7)
+    watch.call.cancel()
+    await served.note(2)
+    again = served.watch(7)
+    assert revisions(await again.until(9)) == [8, 9]
+    again.call.cancel()
+    await served.note(1)
+    await served.stage.engine.close_run(RUN, "enough")
+    events, error = await served.watch(9).ended()
+    assert (kinds(events), error) == (["NODE_EVICTED", "RUN_CLOSED"], None)
+    assert await served.watch(served.latest()).ended() == ([], None)
+
+
+async def test_the_first_message_comes_at_once(served: Served) -> None:
+    """So that a watcher knows it is heard, also where there is nothing to tell."""
+    for watch in (served.watch(7), served.watch(node_ids=["nobody"])):
+        first = await watch.hear()
+        assert (list(first.events), first.revision) == ([], 7)
+        watch.call.cancel()
+
+
+async def test_a_watcher_that_wants_little_is_told_how_far_it_has_come(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Now and then, so that what it would resume from is still kept."""
+    monkeypatch.setattr(event_servicer, "_MOST_UNTOLD", 3)
+    watch = served.watch(node_ids=["nobody"])
+    assert (await watch.hear()).revision == 7
+    await served.note(2)
+    await served.note(2)
+    told = await watch.hear()
+    assert (list(told.events), told.revision >= 10) == ([], True)
+
+
+async def test_a_watcher_hears_only_what_it_asked_for(served: Served) -> None:
+    """And every message says how far it was told."""
+    watch = served.watch(kinds=[pb.EVENT_KIND_NODE_READMITTED])
+    assert (await watch.hear()).revision == 7
+    await served.note(4)
+    assert revisions(await watch.until(11)) == [9, 11]
+
+
+async def test_nothing_is_told_before_it_is_durable(served: Served) -> None:
+    """Neither to a watcher nor in a page."""
+    watch = served.watch(7)
+    await watch.hear()
+    served.stage.journal.hold()
+    noting = asyncio.create_task(served.note(1))
+    await served.stage.journal.held()
+    hearing = asyncio.create_task(watch.hear())
+    done, _ = await asyncio.wait([hearing], timeout=0.1)
+    assert not done
+    assert len((await served.list()).events) == 7
+    served.stage.journal.release()
+    assert revisions(list((await hearing).events)) == [8]
+    await noting
+
+
+async def test_a_cursor_that_was_never_given_out_is_told(served: Served) -> None:
+    """It belongs to another service, or to one that forgot."""
+    _, error = await served.watch(8).ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "REVISION_AHEAD")
+    assert error.metadata["current"] == "7"
+
+
+async def test_a_cursor_that_is_gone_is_told(served: Served) -> None:
+    """With what is still there; from 0 one always hears that."""
+    await served.note(300)
+    _, error = await served.watch(7).ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.OUT_OF_RANGE, "EVENTS_COMPACTED")
+    oldest = int(error.metadata["oldest_revision"])
+    assert oldest == served.latest() - 199
+    events = await served.watch().until(served.latest())
+    assert revisions(events) == list(range(oldest, served.latest() + 1))
+    assert revisions(await served.watch(oldest - 1).until(served.latest())) == revisions(events)
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("run_id", {"run_id": ""}),
+        ("revision", {"revision": -1}),
+        ("filter.rounds", {"filter": pb.EventFilter(rounds=[0])}),
+    ],
+)
+async def test_a_bad_request_to_watch_names_its_field(
+    served: Served, field: str, request_: dict[str, Any]
+) -> None:
+    """INVALID_ARGUMENT, with a BadRequest."""
+    request = pb.WatchEventsRequest(**{"run_id": RUN, **request_})
+    _, error = await Watch(served.stub().WatchEvents(request, timeout=PATIENCE)).ended()
+    assert error is not None
+    assert (error.code, [each for each, _ in error.field_violations]) == (Code.INVALID_ARGUMENT, [field])
+
+
+async def test_watchers_are_limited_and_their_places_come_free(served: Served) -> None:
+    """Past the limit: come back later. Who goes makes room."""
+    watches = [served.watch() for _ in range(3)]
+    for watch in watches:
+        await watch.hear()
+    _, error = await served.watch().ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_SUBSCRIBERS")
+    assert error.retry_after is not None
+    watches[0].call.cancel()
+    async with asyncio.timeout(PATIENCE):
+        while len(served.stage.engine._runs[RUN].followers) == 3:  # noqa: ASYNC110 (nobody is told)
+            await asyncio.sleep(0.01)
+    assert await served.watch().hear()
+
+
+async def test_a_draining_server_lets_its_watchers_go(served: Served) -> None:
+    """They come back with their cursor, here or elsewhere; newcomers are turned away."""
+    watch = served.watch()
+    await watch.until(7)
+    await served.servicer.drain()
+    for stream in (watch, served.watch()):
+        _, error = await stream.ended()
+        assert error is not None
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+
+
+async def test_a_watcher_that_reads_nothing_is_ended_and_holds_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are not delayed by it, and what it did not take is told to it when it comes back."""
+    monkeypatch.setattr(served.servicer, "_write_timeout", 0.3)
+    history = served.stage.engine.history(RUN)
+    history._most_events, history._most_bytes = 10**9, 10**9
+    # Windows that don't grow: what the transport takes before a write waits is small.
+    small = {
+        "grpc.http2.bdp_probe": 0,
+        "grpc.http2.lookahead_bytes": 16_384,
+        "grpc.max_receive_message_length": -1,
+    }
+    request = pb.WatchEventsRequest(run_id=RUN)
+    slow = Watch(served.stub(**small).WatchEvents(request, timeout=PATIENCE))
+    first = await slow.hear()
+    brisk = served.watch(first.revision)
+    for number in range(400):
+        reason = f"{number} " + "x" * 1_000
+        for command in (commands.Evict("elsewhere", reason), commands.Readmit("elsewhere", reason)):
+            await served.stage.engine.execute(RUN, command)
+    assert (await brisk.until(served.latest()))[-1].revision == served.latest()
+    async with asyncio.timeout(PATIENCE):
+        while len(served.stage.engine._runs[RUN].followers) == 2:  # noqa: ASYNC110 (nobody is told)
+            await asyncio.sleep(0.01)
+    _, error = await slow.ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "SUBSCRIBER_TOO_SLOW")
+    missed = await served.watch(first.revision).until(served.latest())
+    assert revisions(missed) == list(range(first.revision + 1, served.latest() + 1))

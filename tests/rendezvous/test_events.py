@@ -1,0 +1,199 @@
+"""An event says in one sentence what happened and why, and carries what a program needs of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.codec import encode_record, to_message
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.state import (
+    LossReason,
+    Outcome,
+    RoundEnd,
+    RoundEndCause,
+    RunEnd,
+    RunSettings,
+    Seat,
+    WorkerFailure,
+)
+from rallypoint.rendezvous.events import event_of
+from rallypoint.rendezvous.v1 import journal_pb2
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+SETTINGS = RunSettings(min_nodes=2, max_nodes=4, max_restarts=3)
+FAILURE = WorkerFailure(
+    7, 3, 1, "trainer", "n1", "host1", 4711, -9, 1.7e9, "killed by SIGKILL", "Traceback …", "/l"
+)
+LOST = RoundEnd(7, RoundEndCause.NODE_LOST, "n3", "node n3 was lost: its connection broke")
+FAILED = RoundEnd(
+    7, RoundEndCause.WORKER_FAILED, "n1", "worker of rank 3 on node n1 failed: killed by SIGKILL"
+)
+
+# Fact, kind, node, round, sentence.
+CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
+    (
+        facts.RunCreated(SETTINGS),
+        pb.EVENT_KIND_RUN_CREATED,
+        "",
+        0,
+        "the run began: a round has 2 to 4 nodes, and 3 restarts may be used",
+    ),
+    (
+        facts.NodeJoined("n3", 5, "10.0.0.3", 8, "trainer"),
+        pb.EVENT_KIND_NODE_JOINED,
+        "n3",
+        0,
+        "node n3 joined from 10.0.0.3 with 8 workers",
+    ),
+    (
+        facts.NodeLost("n3", LossReason.LEASE_EXPIRED),
+        pb.EVENT_KIND_NODE_LOST,
+        "n3",
+        0,
+        "node n3 was lost: no heartbeat for 15 s (3 missed, one every 5 s)",
+    ),
+    (facts.NodeLeft("n3", "SIGTERM"), pb.EVENT_KIND_NODE_LEFT, "n3", 0, "node n3 left: SIGTERM"),
+    (
+        facts.NodeDeparting("n3", "SIGTERM"),
+        pb.EVENT_KIND_NODE_DEPARTING,
+        "n3",
+        0,
+        "node n3 stops its workers in order to leave: SIGTERM",
+    ),
+    (
+        facts.NodeEvicted("n3", "bad memory", lease=5),
+        pb.EVENT_KIND_NODE_EVICTED,
+        "n3",
+        0,
+        "node n3 was taken out by an operator: bad memory",
+    ),
+    (
+        facts.NodeEvicted("n9", "bad memory"),
+        pb.EVENT_KIND_NODE_EVICTED,
+        "n9",
+        0,
+        "node n9, which was not in the run, was barred by an operator: bad memory",
+    ),
+    (
+        facts.NodeReadmitted("n3", "repaired"),
+        pb.EVENT_KIND_NODE_READMITTED,
+        "n3",
+        0,
+        "node n3 may join again: repaired",
+    ),
+    (
+        facts.RoundFrozen(8, (Seat("n1", 0, 0, 0, 9, 8), Seat("n2", 1, 8, 8, 9, 1))),
+        pb.EVENT_KIND_ROUND_FROZEN,
+        "",
+        8,
+        "round 8 frozen: 2 nodes, 9 workers",
+    ),
+    (
+        facts.NodeConfirmed(8, "n1", 29500),
+        pb.EVENT_KIND_NODE_CONFIRMED,
+        "n1",
+        8,
+        "node n1 confirmed round 8",
+    ),
+    (
+        facts.RoundFinalized(8),
+        pb.EVENT_KIND_ROUND_FINALIZED,
+        "",
+        8,
+        "round 8 final: all nodes confirmed, workers start",
+    ),
+    (facts.WorkerFailed(FAILURE), pb.EVENT_KIND_WORKER_FAILED, "n1", 7, FAILED.detail),
+    (
+        facts.NodeSucceeded(8, "n1"),
+        pb.EVENT_KIND_NODE_SUCCEEDED,
+        "n1",
+        8,
+        "all workers of node n1 succeeded in round 8",
+    ),
+    (
+        facts.ExitBarrierPassed(8),
+        pb.EVENT_KIND_EXIT_BARRIER_PASSED,
+        "",
+        8,
+        "exit barrier of round 8 over after 300 s: nodes whose workers succeeded wait for the others no longer",
+    ),
+    (
+        facts.RestartRequested(8, "new data"),
+        pb.EVENT_KIND_RESTART_REQUESTED,
+        "",
+        8,
+        "an operator asked for a restart of round 8: new data",
+    ),
+    (
+        facts.RoundEnded(LOST, 0),
+        pb.EVENT_KIND_ROUND_ENDED,
+        "n3",
+        7,
+        "round 7 ended: node n3 was lost: its connection broke",
+    ),
+    (
+        facts.RoundEnded(FAILED, 2),
+        pb.EVENT_KIND_ROUND_ENDED,
+        "n1",
+        7,
+        "round 7 ended: worker of rank 3 on node n1 failed: killed by SIGKILL (restart 2 of 3)",
+    ),
+    (
+        facts.RunClosed(RunEnd(Outcome.CANCELLED, "closed by an operator: enough")),
+        pb.EVENT_KIND_RUN_CLOSED,
+        "",
+        0,
+        "the run is closed, CANCELLED: closed by an operator: enough",
+    ),
+]
+
+
+def of(fact: facts.Fact, settings: RunSettings = SETTINGS) -> pb.Event:
+    """The event of a fact."""
+    return event_of(encode_record("run", 12, fact, 1.7e9 + 0.25, "node n3"), settings)
+
+
+@pytest.mark.parametrize(
+    ("fact", "kind", "node_id", "round_", "sentence"), CASES, ids=lambda value: type(value).__name__
+)
+def test_every_fact_is_told_with_its_subject(
+    fact: facts.Fact, kind: pb.EventKind.ValueType, node_id: str, round_: int, sentence: str
+) -> None:
+    """Kind, node, round and sentence; when, who caused it and its number."""
+    event = of(fact)
+    assert (event.kind, event.node_id, event.round, event.detail) == (kind, node_id, round_, sentence)
+    assert (event.revision, event.actor) == (12, "node n3")
+    assert round(event.time.ToNanoseconds() / 1e6) == 1_700_000_000_250
+
+
+def test_no_fact_and_no_kind_is_forgotten() -> None:
+    """Whatever a journal may hold can be told, and every kind that is promised comes of something."""
+    told = {type(fact).__name__ for fact, *_ in CASES}
+    kept = journal_pb2.JournalRecord.DESCRIPTOR.oneofs_by_name["fact"].fields
+    assert told == {field.message_type.name for field in kept if field.message_type is not None}
+    assert {kind for _, kind, *_ in CASES} == set(pb.EventKind.values()) - {pb.EVENT_KIND_UNSPECIFIED}
+
+
+def test_a_loss_is_explained_by_the_runs_own_settings() -> None:
+    """A time that the run does not have would send people looking in the wrong place."""
+    event = of(facts.NodeLost("n3", LossReason.DISCONNECTED), RunSettings(disconnect_grace=0.5))
+    assert event.detail.endswith("did not come back within 0.5 s")
+
+
+def test_one_of_a_thing_is_not_several() -> None:
+    """Sentences are read by people."""
+    seats = (Seat("n1", 0, 0, 0, 1, 1),)
+    assert of(facts.RoundFrozen(1, seats)).detail == "round 1 frozen: 1 node, 1 worker"
+    created = of(facts.RunCreated(SETTINGS), RunSettings(max_nodes=1, max_restarts=1)).detail
+    assert created == "the run began: a round has 1 node, and 1 restart may be used"
+
+
+def test_programs_get_what_the_sentence_is_made_of() -> None:
+    """The failure with its traceback, the ends, the size of a round; and only where they belong."""
+    assert of(facts.WorkerFailed(FAILURE)).failure == to_message(FAILURE)
+    assert of(facts.RoundEnded(LOST, 0)).round_end == to_message(LOST)
+    end = RunEnd(Outcome.FAILED, "no restart left", FAILURE)
+    assert of(facts.RunClosed(end)).run_end == to_message(end)
+    frozen = of(facts.RoundFrozen(8, (Seat("n1", 0, 0, 0, 8, 8),)))
+    assert (frozen.group_world_size, frozen.world_size) == (1, 8)
+    assert not any(frozen.HasField(field) for field in ("failure", "round_end", "run_end"))
