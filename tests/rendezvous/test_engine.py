@@ -471,6 +471,17 @@ async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) 
     assert (run.phase, run.round) == (pb.PHASE_FINAL, 1)
 
 
+async def test_a_server_that_drains_as_it_wakes_holds_its_sleep_against_nobody() -> None:
+    """Stopped for a minute, it finds SIGTERM before anything else: nobody could have shown that it was alive."""
+    async with staged(Stage(lag=LagSettings())) as stage:
+        a, b = await stage.running("a", "b")
+        stage.now += 60
+        stage.engine.drain(Draining())
+        stage.engine.disconnect(a)
+        stage.engine.disconnect(b)
+        assert states(await stage.later(60)) == {"a": "RUNNING", "b": "RUNNING"}
+
+
 # ---- starting again
 
 

@@ -7,8 +7,11 @@ from grpc import StatusCode
 
 from rallypoint.rendezvous.core import refusals
 from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
-from rallypoint.rendezvous.errors import Draining, StreamReplaced, translate
+from rallypoint.rendezvous.errors import Draining, EventsCompacted, StreamReplaced, translate
+from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.limits import LimitReached
+from rallypoint.rendezvous.store import refusals as store
 
 DIFFERENCES: dict[str, tuple[object, object]] = {
     "max_nodes": (2, 4),
@@ -54,9 +57,86 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         "REVISION_AHEAD",
         {"run_id": "r", "revision": "9", "current": "5"},
     ),
+    (
+        refusals.NodeIsEvicted("r", "n", "bad host"),
+        StatusCode.FAILED_PRECONDITION,
+        "NODE_EVICTED",
+        {"run_id": "r", "node_id": "n"},
+    ),
+    (
+        refusals.TooManyEvicted("r", 5),
+        StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_EVICTED",
+        {"run_id": "r", "limit": "5"},
+    ),
+    (
+        LimitReached("TOO_MANY_RUNS", "r", "as many runs as may be", 5),
+        StatusCode.RESOURCE_EXHAUSTED,
+        "TOO_MANY_RUNS",
+        {"run_id": "r", "limit": "5"},
+    ),
+    (
+        EventsCompacted("r", 3, 9),
+        StatusCode.OUT_OF_RANGE,
+        "EVENTS_COMPACTED",
+        {"run_id": "r", "oldest_revision": "9"},
+    ),
     (StreamReplaced("a newer stream"), StatusCode.ABORTED, "STREAM_REPLACED", {}),
     (Draining(), StatusCode.UNAVAILABLE, "DRAINING", {}),
     (JournalError("the disk is full"), StatusCode.UNAVAILABLE, "JOURNAL_BROKEN", {}),
+    (
+        store.RoundOver("r", 1, 2),
+        StatusCode.FAILED_PRECONDITION,
+        "ROUND_OVER",
+        {"round": "1", "current_round": "2"},
+    ),
+    (
+        store.RoundNotBegun("r", 3, 2),
+        StatusCode.FAILED_PRECONDITION,
+        "ROUND_NOT_BEGUN",
+        {"round": "3", "current_round": "2"},
+    ),
+    (store.NotAnInteger("k", b"x" * 5_000_000), StatusCode.FAILED_PRECONDITION, "NOT_AN_INTEGER", {}),
+    (store.IntegerOverflow("k", 2**63 - 1, 1), StatusCode.FAILED_PRECONDITION, "INTEGER_OVERFLOW", {}),
+    (
+        store.ValueTooLarge("k", 11, 10),
+        StatusCode.FAILED_PRECONDITION,
+        "VALUE_TOO_LARGE",
+        {"limit_bytes": "10"},
+    ),
+    (
+        store.KeyWaitTimedOut("r", ["j", "k"], 1.0),
+        StatusCode.DEADLINE_EXCEEDED,
+        "KEY_WAIT_TIMED_OUT",
+        {"missing_count": "2", "missing": "'j', 'k'"},
+    ),
+    (
+        store.RunStoreFull("r", "k", 11, 10),
+        StatusCode.RESOURCE_EXHAUSTED,
+        "RUN_STORE_FULL",
+        {"limit_bytes": "10"},
+    ),
+    (store.TooManyKeys("r", "k", 10), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_KEYS", {"limit_keys": "10"}),
+    (
+        store.AnswerTooLarge(2, 11, 10, 1),
+        StatusCode.RESOURCE_EXHAUSTED,
+        "ANSWER_TOO_LARGE",
+        {"limit_bytes": "10", "fitting": "1"},
+    ),
+    (store.TooManyWaiters("r", 10, 20, 0.5), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WAITERS", {}),
+    (store.StoreBusy("r", 10, 0.5), StatusCode.RESOURCE_EXHAUSTED, "STORE_BUSY", {}),
+    (
+        store.OperationSuperseded("c/0", 1, 2),
+        StatusCode.FAILED_PRECONDITION,
+        "OPERATION_SUPERSEDED",
+        {"latest_sequence": "2"},
+    ),
+    (store.OperationReused("c/0", 1), StatusCode.INVALID_ARGUMENT, "OPERATION_REUSED", {}),
+    (store.JournalFailed("disk full"), StatusCode.UNAVAILABLE, "JOURNAL_FAILED", {}),
+    (state.TooManyStates(1), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STATES", {"limit": "1"}),
+    (state.StatesFull("r", 2, 1), StatusCode.RESOURCE_EXHAUSTED, "STATES_FULL", {"limit_bytes": "1"}),
+    (state.StateBusy(1), StatusCode.RESOURCE_EXHAUSTED, "STATE_BUSY", {}),
+    (state.TooManyWatchers(1), StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS", {"limit": "1"}),
 ]
 
 
@@ -71,7 +151,37 @@ def test_the_table(error: Exception, code: StatusCode, reason: str, metadata: di
     assert "\n" not in told.message
 
 
-def test_every_refusal_of_the_core_is_in_the_table() -> None:
+def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
+    """In RetryInfo; the sentence names the limit."""
+    told = translate(LimitReached("TOO_MANY_RUNS", "r", "as many as may", 10, retry_after=7.0))
+    assert told is not None
+    assert (told.retry_after, told.message) == (7.0, "as many as may (the limit is 10)")
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (Draining(), 0.1),
+        (store.TooManyWaiters("r", 10, 20, 0.5), 0.5),
+        (store.StoreBusy("r", 10, 0.25), 0.25),
+        (state.TooManyStates(1), 5.0),
+        (state.StatesFull("r", 2, 1), 5.0),
+        (state.StateBusy(1), 0.1),
+        (state.TooManyWatchers(1), 5.0),
+        (store.RunStoreFull("r", "k", 11, 10), None),
+        (store.TooManyKeys("r", "k", 10), None),
+        (store.AnswerTooLarge(2, 11, 10, 1), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_may_pass_by_itself_says_when_to_come_back(error: Exception, seconds: float | None) -> None:
+    """What a full store or an answer too large needs is another request."""
+    told = translate(error)
+    assert told is not None
+    assert told.retry_after == seconds
+
+
+def test_every_refusal_is_in_the_table() -> None:
     """None can reach the wire as an unexpected error."""
     assert set(refusals.Refused.__subclasses__()) <= {type(row[0]) for row in TABLE}
 

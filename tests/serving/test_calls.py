@@ -4,7 +4,9 @@ of a bug, never silence. All four kinds of call, and both ways to answer with a 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -190,6 +192,47 @@ async def test_an_answer_that_cannot_be_encoded_is_a_bug(do: Start, caplog: pyte
         return {"not": "bytes"}
 
     assert_hidden_bug(await do(body), caplog)
+
+
+class Held:
+    """Something large that a handler has in hand."""
+
+
+async def test_what_a_refused_call_had_in_hand_is_let_go_of_at_once(do: Start) -> None:
+    """And not when the garbage collector comes by: until then a thousand hostile requests would pile up in memory."""
+    held: list[weakref.ref[Held]] = []
+
+    async def body(_context: Any) -> Any:
+        in_hand = Held()
+        held.append(weakref.ref(in_hand))
+        # As an engine answers: the future, which the exception's traceback leads to, keeps the exception.
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_exception(ServiceError(grpc.StatusCode.ABORTED, "REVISION_CONFLICT", "stale"))
+        return await answer
+
+    gc.disable()
+    try:
+        assert (await do(body)).reason == "REVISION_CONFLICT"
+        for _ in range(100):  # its task ends a few turns of the loop after its client was answered
+            await asyncio.sleep(0)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+async def test_a_method_that_a_service_leaves_out_is_no_bug(
+    do: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Generated code stands in for it, as for List in gRPC's own health service."""
+
+    async def body(context: Any) -> Any:
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        raise NotImplementedError("Method not implemented!")
+
+    got = await do(body)
+    assert (got.code, got.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED")
+    assert not caplog.records
+    assert_hidden_bug(await do(raising(NotImplementedError("deep inside"))), caplog)
 
 
 async def test_a_cancellation_that_leaks_from_within_does_not_leave_the_caller_waiting(

@@ -8,13 +8,15 @@ often goes out in one message with its place.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 # Newcomers that come this close together are one storm, seconds. A lone one waits no longer than this for its lease.
 _QUIET = 0.02
-# Of the interval at which a node is to say that it is alive, which it learns with its lease: so much may pass before.
-_SHARE_OF_INTERVAL = 0.5
-# However long that interval, a node must not take the service for dead, seconds.
+# Of its lease's time to live: what a node may wait for it. With it, it learns how often to say that it is alive, and
+# has time to do so: its first heartbeat comes after another third, or half at most.
+_SHARE_OF_TERM = 1 / 3
+# And however long that is, seconds: whoever connects gives up after a while without an answer.
 _MOST_PATIENCE = 5.0
 
 
@@ -22,30 +24,28 @@ class Arrivals:
     """Newcomers of one run who have not been answered. Belongs to an event loop."""
 
     def __init__(self) -> None:
-        self._wakes: list[Callable[[], None]] = []
-        self._patience = 0.0
-        self._first = self._last = 0.0
+        # Until when each waits at most, in the order of their coming: in one run all wait equally long.
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._last = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, wake: Callable[[], None], keep_alive_interval: float) -> None:
-        """Have a newcomer woken when it is quiet, and before half of its keep-alive interval (seconds) is over."""
+    def add(self, wake: Callable[[], None], time_to_live: float) -> None:
+        """Have a newcomer woken when it is quiet, and before a third of its lease's time to live (seconds) is over."""
         loop = asyncio.get_running_loop()
         self._last = loop.time()
-        self._wakes.append(wake)
+        self._waiting.append((self._last + min(_MOST_PATIENCE, time_to_live * _SHARE_OF_TERM), wake))
         if self._timer is None:
-            self._first = self._last
-            self._patience = min(keep_alive_interval * _SHARE_OF_INTERVAL, _MOST_PATIENCE)
             self._look_again(loop)
 
     def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        at = min(self._last + _QUIET, self._first + self._patience)
-        self._timer = loop.call_at(at, self._look, loop)
+        self._timer = loop.call_at(min(self._last + _QUIET, self._waiting[0][0]), self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop.time() < min(self._last + _QUIET, self._first + self._patience):
+        now = loop.time()
+        quiet = now >= self._last + _QUIET
+        while self._waiting and (quiet or now >= self._waiting[0][0]):
+            self._waiting.popleft()[1]()
+        if self._waiting:
             self._look_again(loop)
-            return
-        self._timer = None
-        wakes, self._wakes = self._wakes, []
-        for wake in wakes:
-            wake()
+        else:
+            self._timer = None

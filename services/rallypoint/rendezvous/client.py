@@ -13,6 +13,7 @@ import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.attempts import GONE
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.logs import get_logger
 
@@ -21,17 +22,11 @@ from rallypoint.serving.logs import get_logger
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
 
-# Codes after which the same stream may be opened again. CANCELLED is what a client sees of a server that drops
-# calls under a storm of connects; INTERNAL and UNKNOWN no service of ours answers with: they tell of a connection
-# that broke in some odd way on the way there.
-_RETRYABLE = {
+# Codes after which the same stream may be opened again.
+_RETRYABLE = GONE | {
     grpc.StatusCode.ABORTED,
-    grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.INTERNAL,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.UNKNOWN,
 }
 # Reasons for which a lease is worth nothing any more, and only joining anew helps.
 _LEASE_ENDED = {"LEASE_LOST", "RUN_NOT_FOUND", "REVISION_AHEAD"}
@@ -156,8 +151,9 @@ class Membership:
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
     def confirm(self, round_: int, master_port: int) -> None:
-        """Say that no worker of an earlier round is alive on the node."""
-        self._say(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
+        """Say that no worker of an earlier round is alive on the node; of no matter for one that is going."""
+        if not self._going():
+            self._say(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
 
     def report_failure(self, failure: pb.WorkerFailure) -> None:
         """Say that a worker failed."""

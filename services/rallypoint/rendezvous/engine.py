@@ -25,6 +25,7 @@ from rallypoint.rendezvous.limits import LimitReached, RendezvousLimits
 from rallypoint.rendezvous.recovery import Numbers, recover_runs
 from rallypoint.rendezvous.schedule import Schedule
 from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.turns import Turns
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import node_update, run_message, run_summary
 from rallypoint.serving.lag import LagSettings, WatchClock
@@ -42,6 +43,9 @@ _TOLD_TO_NODES = (
     facts.ExitBarrierPassed,
     facts.RunClosed,
 )
+# What one step carries out of one run: some 10 ms of work. More in one commit hardly makes it cheaper, and keeps other
+# runs waiting for longer.
+_MOST_PER_STEP = 256
 # Who causes what nobody asked for: deadlines and consequences.
 _SERVICE = "service"
 
@@ -135,7 +139,7 @@ class RendezvousEngine:
         # Runs that expired: their numbers go on if they come again.
         self._expired: dict[str, Numbers] = {}
         self._schedule = Schedule()
-        self._requests: list[_Request[Any]] = []
+        self._requests: Turns[_Request[Any]] = Turns(_MOST_PER_STEP)
         self._wake = asyncio.Event()
         self._broken: Exception | None = None
 
@@ -166,8 +170,11 @@ class RendezvousEngine:
         try:
             while True:
                 await self._wait_for_work()
-                requests, self._requests = self._requests, []
+                requests = self._requests.take()
                 await self._step(requests)
+                if self._requests:
+                    self._wake.set()
+                    await asyncio.sleep(0)  # who was answered goes on first
         except BaseException as error:
             # Whatever it is: nobody may wait for an answer that can't come any more.
             self._broken = error if isinstance(error, Exception) else Draining()
@@ -284,13 +291,17 @@ class RendezvousEngine:
         self._on_expiry(run_id)
 
     def _fail(self, requests: Sequence[_Request[Any]], error: Exception) -> None:
-        for request in [*requests, *self._requests]:
+        for request in requests:
             request.fail(error)
+        while self._requests:
+            for request in self._requests.take():
+                request.fail(error)
         self._end_streams(error)
 
     def drain(self, farewell: Exception) -> None:
         """Stop the clock of leases and deadlines, and end every stream with `farewell`."""
-        self._stopped_at = self._now()
+        # Not past the last look: a pause that nobody has noticed yet must not count against anybody.
+        self._stopped_at = self._watch.read(min(self._clock(), self._looked + self._lag.pulse))
         self._end_streams(farewell)
 
     def _end_streams(self, error: Exception) -> None:
@@ -340,7 +351,7 @@ class RendezvousEngine:
         if self._broken is not None:
             raise self._broken
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.append(_Request(answer, read, run_id, command, actor, undo))
+        self._requests.put(run_id, _Request(answer, read, run_id, command, actor, undo))
         self._wake.set()
         try:
             return await answer
@@ -392,7 +403,7 @@ class RendezvousEngine:
         if run is not None and run.holds_lease(node_id, lease):
             # A sign of life counts from when it came, however long the commit takes that is under way.
             self._renew(run, node_id)
-        return await self._submit(enrol, undo=self.disconnect)
+        return await self._submit(enrol, run_id, undo=self.disconnect)
 
     def renew(self, member: Member) -> None:
         """Take a sign of life of a member."""
@@ -445,11 +456,11 @@ class RendezvousEngine:
 
     async def get_run(self, run_id: str) -> pb.Run:
         """A run with its nodes, as it is durable."""
-        return await self._submit(lambda _: run_message(self._run(run_id).state))
+        return await self.read_run(run_id, run_message)
 
     async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
         """What `view` makes of a run as it is durable."""
-        return await self._submit(lambda _: view(self._run(run_id).state))
+        return await self._submit(lambda _: view(self._run(run_id).state), run_id)
 
     async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
         """What `view` makes of all runs as they are durable."""
@@ -473,7 +484,7 @@ class RendezvousEngine:
                 run.watchers.discard(slot)
             return slot
 
-        return await self._submit(subscribe, undo=partial(self.unwatch, run_id))
+        return await self._submit(subscribe, run_id, undo=partial(self.unwatch, run_id))
 
     def unwatch(self, run_id: str, slot: Slot[pb.Run]) -> None:
         """Drop a watcher."""

@@ -1,15 +1,20 @@
-"""Refusals of the core as gRPC errors: one table."""
+"""Refusals of rendezvous, the store and the fenced states as gRPC errors: one table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import singledispatch
+from typing import ClassVar
 
 from grpc import StatusCode
 
 from rallypoint.rendezvous.core import refusals
+from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.limits import LimitReached
+from rallypoint.rendezvous.store import refusals as store
 from rallypoint.serving.errors import ServiceError
 
 
@@ -17,11 +22,28 @@ class StreamReplaced(Exception):
     """The node opened a newer stream with the same lease."""
 
 
-class Draining(Exception):
-    """The server is going away: its streams end, and are resumed elsewhere or later."""
+@dataclass(eq=False)
+class EventsCompacted(Exception):
+    """Events from `revision` on are asked for, and only those from `oldest_revision` on are kept."""
+
+    run_id: str
+    revision: int
+    oldest_revision: int
 
     def __str__(self) -> str:
-        return "the server is going away: reconnect and resume"
+        return (
+            f"event {self.revision} of run {self.run_id!r} is no longer kept: "
+            f"the oldest that is has revision {self.oldest_revision}"
+        )
+
+
+class Draining(refusals.Refused):
+    """The server is going away: its streams end, and are resumed elsewhere or later, as calls are repeated."""
+
+    retry_after: ClassVar[float] = 0.1
+
+    def __str__(self) -> str:
+        return "the server is going away: connect again, and resume or repeat what was under way"
 
 
 def translate(error: Exception) -> ServiceError | None:
@@ -40,11 +62,22 @@ def _as(
     reason: str,
     metadata: Callable[[Exception], dict[str, str]] = lambda _: {},
 ) -> None:
-    _translate.register(kind, lambda error: ServiceError(code, reason, str(error), metadata=metadata(error)))
+    """Note how errors of a kind are told; `retry_after` of those that have one becomes the RetryInfo."""
+    _translate.register(
+        kind,
+        lambda error: ServiceError(
+            code,
+            reason,
+            str(error),
+            metadata=metadata(error),
+            retry_after=getattr(error, "retry_after", None),
+        ),
+    )
 
 
-def _fields(*names: str) -> Callable[[Exception], dict[str, str]]:
-    return lambda error: {name: str(getattr(error, name)) for name in names}
+def _fields(*names: str, **renamed: str) -> Callable[[Exception], dict[str, str]]:
+    fields = {name: name for name in names} | renamed
+    return lambda error: {told: str(getattr(error, name)) for told, name in fields.items()}
 
 
 def _differences(error: Exception) -> dict[str, str]:
@@ -66,6 +99,11 @@ def _end_of_run(error: Exception) -> dict[str, str]:
     return {"run_id": error.run_id, "outcome": error.outcome.name}
 
 
+def _missing_keys(error: Exception) -> dict[str, str]:
+    assert isinstance(error, store.KeyWaitTimedOut)
+    return {"missing_count": str(len(error.missing)), "missing": error.shown}
+
+
 _as(refusals.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))
 _as(refusals.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _end_of_run)
 _as(refusals.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
@@ -77,13 +115,62 @@ _as(
     _fields("run_id", "node_id", "min_nodes"),
 )
 _as(
+    refusals.NodeIsEvicted,
+    StatusCode.FAILED_PRECONDITION,
+    "NODE_EVICTED",
+    _fields("run_id", "node_id"),
+)
+_as(
+    refusals.TooManyEvicted,
+    StatusCode.RESOURCE_EXHAUSTED,
+    "TOO_MANY_EVICTED",
+    _fields("run_id", "limit"),
+)
+_as(
     refusals.RevisionAhead,
     StatusCode.OUT_OF_RANGE,
     "REVISION_AHEAD",
     _fields("run_id", "revision", "current"),
 )
+_as(EventsCompacted, StatusCode.OUT_OF_RANGE, "EVENTS_COMPACTED", _fields("run_id", "oldest_revision"))
 _as(StreamReplaced, StatusCode.ABORTED, "STREAM_REPLACED")
 _as(JournalError, StatusCode.UNAVAILABLE, "JOURNAL_BROKEN")
+_as(Draining, StatusCode.UNAVAILABLE, "DRAINING")
 _translate.register(
-    Draining, lambda error: ServiceError(StatusCode.UNAVAILABLE, "DRAINING", str(error), retry_after=0.1)
+    LimitReached,
+    lambda error: ServiceError(
+        StatusCode.RESOURCE_EXHAUSTED,
+        error.reason,
+        str(error),
+        metadata=_fields("run_id", "limit")(error),
+        retry_after=error.retry_after,
+    ),
 )
+
+_round = _fields("round", "current_round")
+_as(store.RoundOver, StatusCode.FAILED_PRECONDITION, "ROUND_OVER", _round)
+_as(store.RoundNotBegun, StatusCode.FAILED_PRECONDITION, "ROUND_NOT_BEGUN", _round)
+_as(store.NotAnInteger, StatusCode.FAILED_PRECONDITION, "NOT_AN_INTEGER")
+_as(store.IntegerOverflow, StatusCode.FAILED_PRECONDITION, "INTEGER_OVERFLOW")
+_as(store.ValueTooLarge, StatusCode.FAILED_PRECONDITION, "VALUE_TOO_LARGE", _fields("limit_bytes"))
+_as(store.KeyWaitTimedOut, StatusCode.DEADLINE_EXCEEDED, "KEY_WAIT_TIMED_OUT", _missing_keys)
+_as(store.RunStoreFull, StatusCode.RESOURCE_EXHAUSTED, "RUN_STORE_FULL", _fields("limit_bytes"))
+_as(store.TooManyKeys, StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_KEYS", _fields("limit_keys"))
+_as(
+    store.AnswerTooLarge, StatusCode.RESOURCE_EXHAUSTED, "ANSWER_TOO_LARGE", _fields("limit_bytes", "fitting")
+)
+_as(store.TooManyWaiters, StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WAITERS")
+_as(store.StoreBusy, StatusCode.RESOURCE_EXHAUSTED, "STORE_BUSY")
+_as(
+    store.OperationSuperseded,
+    StatusCode.FAILED_PRECONDITION,
+    "OPERATION_SUPERSEDED",
+    _fields(latest_sequence="latest"),
+)
+_as(store.OperationReused, StatusCode.INVALID_ARGUMENT, "OPERATION_REUSED")
+_as(store.JournalFailed, StatusCode.UNAVAILABLE, "JOURNAL_FAILED")
+
+_as(state.TooManyStates, StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STATES", _fields("limit"))
+_as(state.StatesFull, StatusCode.RESOURCE_EXHAUSTED, "STATES_FULL", _fields("limit_bytes"))
+_as(state.StateBusy, StatusCode.RESOURCE_EXHAUSTED, "STATE_BUSY")
+_as(state.TooManyWatchers, StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS", _fields("limit"))

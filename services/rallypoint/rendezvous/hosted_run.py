@@ -91,7 +91,7 @@ class HostedRun:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
         lease = lease_message(self.state, number)
         member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
-        self.arrivals.add(member.updates.wake, self.state.settings.keep_alive_interval)
+        self.arrivals.add(member.updates.wake, self.state.settings.time_to_live)
         return member
 
     def farewell(self, node_id: str, number: int) -> Member:

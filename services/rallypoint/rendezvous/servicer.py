@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import Draining
+from rallypoint.rendezvous.event_servicer import EventServicer
 from rallypoint.rendezvous.hosted_run import Member
+from rallypoint.rendezvous.patience import WRITE_TIMEOUT, in_time
 from rallypoint.rendezvous.requests import (
     SENTENCE_BYTES,
     count,
@@ -21,16 +24,14 @@ from rallypoint.rendezvous.requests import (
     text,
     worker_failure,
 )
+from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_page, runs_page
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.errors import ServiceError, invalid
+from rallypoint.serving.errors import invalid
 
 # How long a stream may take to say what it is for, seconds.
 _FIRST_MESSAGE_TIMEOUT = 10.0
-# How long a subscriber may take to accept one message, seconds, before its stream is ended. It loses nothing by
-# that: it resumes, and is told the latest state.
-_WRITE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
 NO_REASON = "no reason given"
@@ -39,10 +40,12 @@ NO_REASON = "no reason given"
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     """Answers for an engine that somebody serves."""
 
-    def __init__(self, engine: RendezvousEngine) -> None:
-        """Answer for `engine`."""
+    def __init__(self, engine: RendezvousEngine, write_timeout: float = WRITE_TIMEOUT) -> None:
+        """Answer for `engine`; a subscriber has `write_timeout` seconds to take a message."""
         self._engine = engine
+        self._write_timeout = write_timeout
         self._draining = False
+        self._events = EventServicer(engine, self._check_not_draining)
 
     async def drain(self) -> None:
         """Tell every stream that the server is going away, and take no more."""
@@ -60,13 +63,19 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._end_if_draining(member.updates)
         listener = asyncio.create_task(self._listen(member, request_iterator))
         revision = member.lease.revision
+        lease: pb.Lease | None = member.lease
         try:
-            await _write(context, pb.JoinResponse(lease=member.lease))
-            while (update := await member.updates.take()) is not None:
-                revision = update.revision
-                await _write(context, pb.JoinResponse(update=update))
+            while True:
+                update = await member.updates.take_or_wake()
+                if update is None and member.updates.ended:
+                    break
+                if update is None and lease is None:
+                    continue  # it was woken for a lease that has gone out with its place
+                await self._write(context, pb.JoinResponse(lease=lease, update=update))
+                lease = None
+                revision = update.revision if update is not None else revision
         except Draining:
-            await _write(context, pb.JoinResponse(draining=pb.Draining(revision=revision)))
+            await self._write(context, pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
         finally:
             listener.cancel()
             self._engine.disconnect(member)
@@ -91,7 +100,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 self._engine.renew(member)
                 command = _command(request, member)
                 if command is not None:
-                    await self._engine.execute(member.run_id, command)
+                    await self._engine.execute(member.run_id, command, f"node {member.node_id}")
         except Exception as error:
             member.updates.end(error)
         else:
@@ -102,17 +111,19 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.GetRunRequest,
         context: grpc.aio.ServicerContext[pb.GetRunRequest, pb.GetRunResponse],
     ) -> pb.GetRunResponse:
-        """A run with its nodes."""
+        """A run with its nodes, a page at a time."""
         name("run_id", request.run_id)
-        return pb.GetRunResponse(run=await self._engine.get_run(request.run_id))
+        first = first_node(request)
+        return await self._engine.read_run(request.run_id, lambda state: nodes_page(request, state, first))
 
     async def ListRuns(
         self,
         request: pb.ListRunsRequest,
         context: grpc.aio.ServicerContext[pb.ListRunsRequest, pb.ListRunsResponse],
     ) -> pb.ListRunsResponse:
-        """All runs."""
-        return pb.ListRunsResponse(runs=await self._engine.list_runs())
+        """All runs, a page at a time."""
+        check_list_runs(request)
+        return await self._engine.read_runs(partial(runs_page, request))
 
     async def WatchRun(  # type: ignore[override]
         self,
@@ -126,7 +137,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._end_if_draining(states)
         try:
             while (run := await states.take()) is not None:
-                await _write(context, pb.WatchRunResponse(run=run))
+                await self._write(context, pb.WatchRunResponse(run=run))
         finally:
             self._engine.unwatch(request.run_id, states)
 
@@ -138,8 +149,58 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """End a run for good."""
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
-        run_end = await self._engine.close_run(request.run_id, request.reason or NO_REASON)
+        run_end = await self._engine.close_run(
+            request.run_id, request.reason or NO_REASON, _operator(context)
+        )
         return pb.CloseRunResponse(run_end=run_end)
+
+    async def RestartRun(
+        self,
+        request: pb.RestartRunRequest,
+        context: grpc.aio.ServicerContext[pb.RestartRunRequest, pb.RestartRunResponse],
+    ) -> pb.RestartRunResponse:
+        """Start all workers of a run anew."""
+        name("run_id", request.run_id)
+        text("reason", request.reason, SENTENCE_BYTES)
+        command = commands.Restart(request.reason or NO_REASON)
+        happened = await self._engine.execute(request.run_id, command, _operator(context))
+        ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
+        return pb.RestartRunResponse(ended_round=ended[0] if ended else 0)
+
+    async def EvictNode(
+        self,
+        request: pb.EvictNodeRequest,
+        context: grpc.aio.ServicerContext[pb.EvictNodeRequest, pb.EvictNodeResponse],
+    ) -> pb.EvictNodeResponse:
+        """Take a node out of a run and keep it out, or let it in again."""
+        name("run_id", request.run_id)
+        name("node_id", request.node_id)
+        text("reason", request.reason, SENTENCE_BYTES)
+        kind = commands.Readmit if request.readmit else commands.Evict
+        command = kind(request.node_id, request.reason or NO_REASON)
+        happened = await self._engine.execute(request.run_id, command, _operator(context))
+        return pb.EvictNodeResponse(
+            was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)
+        )
+
+    async def ListEvents(
+        self,
+        request: pb.ListEventsRequest,
+        context: grpc.aio.ServicerContext[pb.ListEventsRequest, pb.ListEventsResponse],
+    ) -> pb.ListEventsResponse:
+        """What happened to a run, a page at a time."""
+        return await self._events.list(request)
+
+    async def WatchEvents(  # type: ignore[override]
+        self,
+        request: pb.WatchEventsRequest,
+        context: grpc.aio.ServicerContext[pb.WatchEventsRequest, pb.WatchEventsResponse],
+    ) -> None:
+        """What happens to a run."""
+        await self._events.watch(request, partial(self._write, context))
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], message: Message) -> None:
+        await in_time(context.write(message), self._write_timeout)
 
     def _check_not_draining(self) -> None:
         if self._draining:
@@ -175,21 +236,16 @@ def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None
             )
 
 
+def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Who calls, for the event log: by the name in its certificate, else by its address."""
+    for name_ in context.auth_context().get("x509_common_name", ()):
+        return f"operator {name_.decode(errors='replace')}"
+    return f"operator {context.peer()}"
+
+
 async def _first(requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
     try:
         async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):
             return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
         raise invalid("message", f"expected join or resume within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
-
-
-async def _write(context: grpc.aio.ServicerContext[Any, Any], message: Message) -> None:
-    try:
-        async with asyncio.timeout(_WRITE_TIMEOUT):
-            await context.write(message)
-    except TimeoutError:
-        raise ServiceError(
-            grpc.StatusCode.UNAVAILABLE,
-            "SUBSCRIBER_TOO_SLOW",
-            f"the subscriber took no message for {_WRITE_TIMEOUT:g} s: reconnect and resume",
-        ) from None

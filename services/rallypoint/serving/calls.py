@@ -1,19 +1,27 @@
-"""Around every call that a server takes: no exception leaves it unmapped, and a draining server takes no more."""
+"""Around every call that a server takes: no exception leaves it unmapped, and there are bounds to what it takes.
+
+A draining server takes no more; one client takes no more than its rate, nor a stream than that of its service.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from types import TracebackType
+from functools import partial
+from traceback import clear_frames
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeAlias
 
 import grpc
 
 from rallypoint.serving.errors import ServiceError, encode
 from rallypoint.serving.logs import get_logger
+from rallypoint.serving.peer import client_of
+from rallypoint.serving.rate import Bucket, Buckets, Rate
 
 log = get_logger(__name__)
 
@@ -24,6 +32,12 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 # gRPC's own services (health, reflection) answer while the server drains, and nobody waits for them to end.
 _OWN_TO_GRPC = "/grpc."
+# What one of their streams (reflection) may ask: far more than a person's tool does.
+_OWN_MESSAGES = Rate(200, 1_000)
+# Clients whose rate is kept track of: a hostile one would need as many addresses to be forgotten.
+_MOST_CLIENTS = 16_384
+# When a client whose stream was ended for its messages is to come back, seconds, at the earliest.
+_STREAM_RETRY = 1.0
 # They tell a caller nothing it could act on, so a handler that raises them has a bug.
 _NEVER_SENT = (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
@@ -37,7 +51,7 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Maps every exception of a handler to a status with details, counts open calls, and refuses while draining.
+    """Maps every exception of a handler to a status with details, counts open calls, and refuses what is too much.
 
     A ServiceError is sent as it is; what `translate` knows, as the ServiceError it returns. Anything else is a
     bug: it is logged with its traceback under an incident number, and the caller gets UNAVAILABLE with reason
@@ -48,12 +62,31 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, translate: Translate, *, new_incident: Callable[[], str] = lambda: secrets.token_hex(4)
+        self,
+        translate: Translate,
+        *,
+        new_incident: Callable[[], str] = lambda: secrets.token_hex(4),
+        clock: Callable[[], float] = time.monotonic,
+        request_rate: Rate | None = None,
+        message_rates: Mapping[str, Rate] = MappingProxyType({}),
     ) -> None:
+        """Refuses nothing yet.
+
+        Args:
+            translate: the answer to an exception of the services' own; None for those it does not know.
+            new_incident: makes up the number under which a bug is logged.
+            clock: monotonic seconds.
+            request_rate: calls that one client may begin; None: any number. Those of health and reflection don't
+                count: whoever floods a server must not make it look ill to its orchestrator.
+            message_rates: by the name of a service, what a client may send on one of its streams.
+        """
         self.open_calls = 0
         self.refusal: ServiceError | None = None
         self._translate = translate
         self._new_incident = new_incident
+        self._clock = clock
+        self._requests = None if request_rate is None else Buckets(request_rate, _MOST_CLIENTS)
+        self._message_rates = message_rates
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -81,6 +114,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             wrapped = _wrap(self, method, handler)
             self._wrapped[method] = (handler, wrapped)
         return wrapped
+
+    def excess(self, peer: str) -> ServiceError | None:
+        """Counts a call of a client; returns the answer to it if that is one too many."""
+        if self._requests is None:
+            return None
+        wait = self._requests.take(client_of(peer), self._clock())
+        if wait == 0.0:
+            return None
+        return _too_many(f"this client asks too often: wait {wait:.3f} s", wait)
+
+    def metered(self, method: str, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The messages of a stream, ended with an error if they come too quickly."""
+        service = method[1:].partition("/")[0]
+        rate = _OWN_MESSAGES if method.startswith(_OWN_TO_GRPC) else self._message_rates.get(service)
+        return messages if rate is None else _Metered(messages, rate, self._clock)
 
     def opened(self) -> None:
         """A call has started."""
@@ -116,7 +164,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Call:
-    """One call, as the context in which its handler runs."""
+    """One call, as the context in which its handler runs. What the handler raises becomes the call's status.
+
+    The status is set, and nothing is raised: gRPC keeps the exception that its `abort` raises, whose traceback holds
+    the call and all that its handler had in hand. Only the garbage collector takes such a circle apart, and until it
+    comes by, every refused request would stay in memory, up to 4 MiB each.
+    """
 
     __slots__ = ("_calls", "_context", "_counted", "_method")
 
@@ -126,21 +179,41 @@ class _Call:
         self._context = context
         self._counted = not method.startswith(_OWN_TO_GRPC)
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> _Call:
         if self._counted:
-            if self._calls.refusal is not None:
-                await self._abort(self._calls.refusal)
             self._calls.opened()
+        return self
 
-    async def __aexit__(
+    def admit(self) -> None:
+        """Raises why the call is refused before its handler begins, if it is."""
+        if self._counted:
+            refusal = self._calls.refusal or self._calls.excess(self._context.peer())
+            if refusal is not None:
+                # One that is raised again and again would collect every traceback.
+                raise refusal.with_traceback(None)
+
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    ) -> bool:
         try:
-            if error is not None and not self._passes(error):
-                await self._abort(self._calls.answer(self._method, error))
+            if error is None or self._passes(error):
+                return False
+            self._end(self._missing(error) or self._calls.answer(self._method, error))
+            # Other circles: a future that a handler waits for, and the exception that it ends with.
+            clear_frames(traceback)
+            return True
         finally:
             if self._counted:
                 self._calls.closed()
+
+    def _missing(self, error: BaseException) -> ServiceError | None:
+        """The answer where a service has left a method of its contract out, as gRPC's own health does with List."""
+        # What generated code does in the place of a handler; NotImplementedError alone may come from anywhere.
+        if isinstance(error, NotImplementedError) and self._context.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return ServiceError(
+                grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"this server doesn't have {self._method}"
+            )
+        return None
 
     def _passes(self, error: BaseException) -> bool:
         if isinstance(error, asyncio.CancelledError):
@@ -155,11 +228,37 @@ class _Call:
         gone = isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
         return gone or self._context.done()
 
-    async def _abort(self, error: ServiceError) -> None:
+    def _end(self, error: ServiceError) -> None:
         status = encode(error)
-        await self._context.abort(
-            status.code, status.details, (*self._context.trailing_metadata(), *status.trailing_metadata)
-        )
+        self._context.set_code(status.code)
+        self._context.set_details(status.details)
+        self._context.set_trailing_metadata((*self._context.trailing_metadata(), *status.trailing_metadata))
+
+
+class _Metered:
+    """A stream's messages, each counted when the next is asked for: a bare step costs less than a generator's."""
+
+    __slots__ = ("_bucket", "_clock", "_next")
+
+    def __init__(self, messages: AsyncIterator[Any], rate: Rate, clock: Callable[[], float]) -> None:
+        self._next = aiter(messages).__anext__
+        self._clock = clock
+        self._bucket = Bucket(rate, clock())
+
+    def __aiter__(self) -> _Metered:
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        wait = self._bucket.take(self._clock())
+        if wait > 0.0:
+            raise _too_many("too many messages came on this stream: send fewer", max(wait, _STREAM_RETRY))
+        return self._next()
+
+
+def _too_many(message: str, retry_after: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS", message, retry_after=retry_after
+    )
 
 
 def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
@@ -172,7 +271,10 @@ def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
     behaviour = getattr(handler, name)
     checked = _checked(method, handler.request_deserializer or _unchanged)
     # A stream's messages are decoded one by one while the handler reads them, within reach of the mapping.
-    before, on_stream = (_unchanged, checked) if handler.request_streaming else (checked, None)
+    before: Callable[[Any], Any] = checked
+    on_stream = None
+    if handler.request_streaming:
+        before, on_stream = partial(calls.metered, method), checked
     encode_ = handler.response_serializer or _unchanged
     if not handler.response_streaming:
         return make(_single(calls, method, behaviour, before, encode_), on_stream, None)
@@ -189,10 +291,13 @@ def _single(
     encode_: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def answer_once(request: Any, context: Any) -> Any:
-        async with _Call(calls, method, context):
+        with _Call(calls, method, context) as call:
+            call.admit()
             answer = await behaviour(before(request), context)
             # gRPC sends no message with a status other than OK, and such a handler may well return None.
-            return encode_(answer) if context.code() in (None, grpc.StatusCode.OK) else b""
+            if context.code() in (None, grpc.StatusCode.OK):
+                return encode_(answer)
+        return b""
 
     return answer_once
 
@@ -205,9 +310,11 @@ def _generator(
     encode_: Callable[[Any], Any],
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
-        async with _Call(calls, method, context), aclosing(behaviour(before(request), context)) as answers:
-            async for answer in answers:
-                yield encode_(answer)
+        with _Call(calls, method, context) as call:
+            call.admit()
+            async with aclosing(behaviour(before(request), context)) as answers:
+                async for answer in answers:
+                    yield encode_(answer)
 
     return answer_with_each
 
@@ -219,7 +326,8 @@ def _writer(
     before: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Awaitable[None]]:
     async def let_it_write(request: Any, context: Any) -> None:
-        async with _Call(calls, method, context):
+        with _Call(calls, method, context) as call:
+            call.admit()
             await behaviour(before(request), context)
 
     return let_it_write

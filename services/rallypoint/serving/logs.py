@@ -47,6 +47,11 @@ class Logger:
         """A logger that adds these fields to each event."""
         return Logger(self._logger, {**self._fields, **fields})
 
+    @property
+    def debugging(self) -> bool:
+        """Whether debug events are shown; where they are many, who would log them need not make them up."""
+        return self._logger.isEnabledFor(logging.DEBUG)
+
     def debug(self, event: str, **fields: object) -> None:
         """For whoever debugs Rallypoint itself."""
         self._log(logging.DEBUG, event, fields)

@@ -18,7 +18,7 @@ import click
 from rallypoint.serving.config_file import read_config
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 
-__all__ = ["ClientTLS", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
+__all__ = ["ClientTLS", "Finite", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -43,15 +43,24 @@ class Setting(click.Option):
             self.envvar = f"RALLYPOINT_{self.name.upper()}"
 
 
-class Seconds(click.FloatRange):
-    """A click type for how long something may take: a number within bounds, and neither `nan` nor `inf`."""
+class Finite(click.FloatRange):
+    """A click type for a number within bounds that is neither `nan` nor `inf`."""
+
+    name = "number"
+    unit: ClassVar[str] = "a number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse and check."""
-        seconds = float(super().convert(value, param, ctx))
-        if not math.isfinite(seconds):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return seconds
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not {self.unit}", param, ctx)
+        return number
+
+
+class Seconds(Finite):
+    """A click type for how long something may take."""
+
+    unit: ClassVar[str] = "a number of seconds"
 
 
 class SettingRefused(click.ClickException):
@@ -98,6 +107,21 @@ def server_options(default_port: int = 29400, *, also_client: bool = False) -> C
             default=_DEFAULT.drain_grace,
             metavar="SECONDS",
             help="How long open calls may take to end after SIGTERM or SIGINT.",
+        ),
+        _setting(
+            "--request-rate",
+            type=Finite(0, 1e9),
+            default=_DEFAULT.request_rate,
+            metavar="N",
+            help="Calls a second that one client address may begin, health checks aside; 0: any number. Lower: a "
+            "client that floods is refused sooner, and so are many agents behind one address.",
+        ),
+        _setting(
+            "--request-burst",
+            type=click.IntRange(1, 10**9),
+            default=_DEFAULT.request_burst,
+            metavar="N",
+            help="Calls that one client address may begin at once: at least the agents behind it.",
         ),
         *_log_options(),
     ]

@@ -41,6 +41,15 @@ class ServerOptions:
     """Seconds that open calls get to end after SIGTERM. 5 stays below the 10 s after which `docker stop`
     kills; longer makes restarts slower, shorter cuts more calls off."""
 
+    request_rate: float = 10_000.0
+    """Calls a second that one client (host, or /64 of IPv6) may begin; 0: any number. Over it: RESOURCE_EXHAUSTED,
+    TOO_MANY_REQUESTS. 10,000 is more than a process on one core serves, so that a thousand agents behind one address
+    never meet it: lower it where hosts that don't trust each other share a service."""
+
+    request_burst: int = 20_000
+    """Calls that one client may begin at once; at least 1. 20,000 are every node of the largest run, reconnecting
+    from one address."""
+
     log_level: str = "info"
     """debug, info, warning or error."""
 

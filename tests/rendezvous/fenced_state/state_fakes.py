@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.fenced_state.core import SetState, StateLimits
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
@@ -80,7 +81,8 @@ async def served(states: FencedStateService) -> AsyncIterator[FencedStateService
 @asynccontextmanager
 async def serving(states: FencedStateService, path: str, **settings: Any) -> AsyncIterator[Server]:
     """The service on a server at a Unix socket, gone without a farewell at the end."""
-    server = Server(ServerOptions(host=f"unix:{path}"), services=[fenced_registration(states, **settings)])
+    services = [fenced_registration(states, **settings)]
+    server = Server(ServerOptions(host=f"unix:{path}"), services=services, translate=translate)
     async with served(states):
         await server.start()
         try:

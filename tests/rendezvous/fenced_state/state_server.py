@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.fenced_state.core import SPACE
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
@@ -21,7 +22,7 @@ async def serve(journal_path: str, endpoint: str) -> None:
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
     states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
     serving = asyncio.create_task(states.serve())
-    server = Server(ServerOptions(host=endpoint), services=[fenced_registration(states)])
+    server = Server(ServerOptions(host=endpoint), services=[fenced_registration(states)], translate=translate)
     await server.start()
     await server.serve_until_signal()
     serving.cancel()

@@ -12,11 +12,12 @@ import grpc
 import pytest
 
 from rallypoint.rendezvous.core.refusals import LeaseLost
-from rallypoint.rendezvous.fenced_state.attempts import LONGEST_BACKOFF, Pace
 from rallypoint.rendezvous.fenced_state.client import FencedStateClient
-from rallypoint.rendezvous.fenced_state.core import FencedState, StateLimits, Writer
+from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
 from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.serving.attempts import Pace
 from rallypoint.serving.errors import ServiceError
 from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
@@ -256,21 +257,3 @@ async def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="at most"):
             await client.set(b"x" * 5_000_000)
     assert not slept
-
-
-async def test_backing_off_grows_jittered_to_a_bound(tmp_path: Path) -> None:
-    """Between attempts at a service that is full: what it asks for, and a draw from a range that doubles."""
-    path = f"{tmp_path}/state.sock"
-    slept: list[float] = []
-    states = open_states(TestJournal(), limits=StateLimits(states=1))
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 9:
-            states.forget_run("other")
-
-    async with serving(states, path), channel_to(path) as channel:
-        assert (await FencedStateClient(channel, "other").set(b"x")).has_set
-        client = FencedStateClient(channel, RUN, pace=Pace(sleep=sleep, draw=lambda: 0.5))
-        assert (await client.set(b"x")).has_set
-    assert slept == [5.0 + min(LONGEST_BACKOFF, 0.05 * 2**attempt) / 2 for attempt in range(9)]

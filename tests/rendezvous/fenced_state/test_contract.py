@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.fenced_state.client import FencedStateClient
 from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
@@ -34,7 +35,9 @@ async def backend_of(journal: Journal, path: str) -> AsyncIterator[FencedStateCl
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
     states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
     serving = asyncio.create_task(states.serve())
-    server = Server(ServerOptions(host=f"unix:{path}"), services=[fenced_registration(states)])
+    server = Server(
+        ServerOptions(host=f"unix:{path}"), services=[fenced_registration(states)], translate=translate
+    )
     await server.start()
     try:
         async with channel_to(path) as channel:

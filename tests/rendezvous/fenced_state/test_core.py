@@ -21,13 +21,12 @@ from rallypoint.rendezvous.fenced_state.core import (
     States,
 )
 from rallypoint.rendezvous.fenced_state.refusals import (
-    OperationReused,
-    OperationSuperseded,
     StatesFull,
     TooManyStates,
 )
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.refusals import OperationReused, OperationSuperseded
 from rendezvous.fenced_state.state_fakes import RUN, asked
 
 

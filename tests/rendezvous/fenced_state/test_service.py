@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from rallypoint.rendezvous.core.refusals import LeaseLost
-from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, StateLimits, Writer
+from rallypoint.rendezvous.errors import Draining
+from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, StateLimits
 from rallypoint.rendezvous.fenced_state.refusals import (
-    Draining,
-    JournalFailed,
     StateBusy,
     StatesFull,
     TooManyStates,
@@ -20,6 +19,8 @@ from rallypoint.rendezvous.fenced_state.service import FencedStateService, State
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.refusals import JournalFailed
+from rallypoint.rendezvous.store.writer import Writer
 from rendezvous.fenced_state.state_fakes import RUN, Clock, TestJournal, asked, open_states, served, started
 
 

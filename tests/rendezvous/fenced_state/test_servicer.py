@@ -14,9 +14,7 @@ import pytest
 
 from rallypoint.rendezvous.core.refusals import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.core.state import Outcome
-from rallypoint.rendezvous.fenced_state import refusals
 from rallypoint.rendezvous.fenced_state.core import StateLimits
-from rallypoint.rendezvous.fenced_state.errors import service_error
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
@@ -223,23 +221,3 @@ async def test_a_drain_ends_watches_with_its_reason(served: Served) -> None:
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
     assert error.retry_after is not None
     await drained
-
-
-def test_each_refusal_has_a_code() -> None:
-    """Another kind of refusal can't be added without a place in the table."""
-    examples: list[refusals.StateRefusal] = [
-        refusals.OperationSuperseded("c/0", 1, 2),
-        refusals.OperationReused("c/0", 1),
-        refusals.TooManyStates(1),
-        refusals.StatesFull(RUN, 2, 1),
-        refusals.StateBusy(1),
-        refusals.TooManyWatchers(1),
-        refusals.Draining(),
-        refusals.JournalFailed("disk full"),
-    ]
-    assert {type(each) for each in examples} == set(refusals.StateRefusal.__subclasses__())
-    for each in examples:
-        error = service_error(each)
-        assert error.message
-        assert error.reason.isupper()
-        assert error.retry_after is not None or error.code is not Code.RESOURCE_EXHAUSTED

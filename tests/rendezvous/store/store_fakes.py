@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
@@ -113,7 +114,9 @@ def open_store(
 @asynccontextmanager
 async def serving(store: StoreService, path: str) -> AsyncIterator[Server]:
     """The store on a server at a Unix socket, gone without a farewell at the end."""
-    server = Server(ServerOptions(host=f"unix:{path}"), services=[store_registration(store)])
+    server = Server(
+        ServerOptions(host=f"unix:{path}"), services=[store_registration(store)], translate=translate
+    )
     await server.start()
     try:
         yield server

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
@@ -17,7 +18,7 @@ async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     recovered = await journal.open()
     store = StoreService(journal, {RUN: 1}.get, recovered.store_entries)
-    server = Server(ServerOptions(host=endpoint), services=[store_registration(store)])
+    server = Server(ServerOptions(host=endpoint), services=[store_registration(store)], translate=translate)
     await server.start()
     await server.serve_until_signal()
     await journal.close()

@@ -11,12 +11,14 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.rendezvous.store.client import LONGEST_BACKOFF, OperationSlots, StoreClient
+from rallypoint.rendezvous.core.refusals import LeaseLost
+from rallypoint.rendezvous.store.client import OperationSlots, StoreClient
 from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.refusals import LeaseLost, StoreRefusal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
-from rallypoint.rendezvous.store.writes import Comparison, Writer
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.store.writes import Comparison
+from rallypoint.serving.attempts import Pace
 from rallypoint.serving.errors import ServiceError
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, open_store, serving
 
@@ -160,32 +162,16 @@ async def test_a_refusal_is_not_repeated(tmp_path: Path) -> None:
         slept.append(seconds)
 
     async with serving(open_store(TestJournal(), Rounds({RUN: 2})), path), channel_to(path) as channel:
-        client = StoreClient(channel, RUN, sleep=sleep)
+        client = StoreClient(channel, RUN, pace=Pace(sleep=sleep))
         for call in (
             client.set("k", b"", round=1),
             client.set("k", b"", writer_round=1),
             client.get("k", round=1),
-            StoreClient(channel, "other", sleep=sleep).check(["k"]),
+            StoreClient(channel, "other", pace=Pace(sleep=sleep)).check(["k"]),
         ):
             with pytest.raises(ServiceError):
                 await call
     assert not slept
-
-
-async def test_backing_off_grows_jittered_to_a_bound(tmp_path: Path) -> None:
-    """Between attempts at a service that can't write: drawn from a range that doubles up to its bound."""
-    journal, path = TestJournal(), f"{tmp_path}/store.sock"
-    journal.fails_with = OSError("disk on fire")
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 9:
-            journal.fails_with = None
-
-    async with serving(open_store(journal), path), channel_to(path) as channel:
-        assert await StoreClient(channel, RUN, sleep=sleep, draw=lambda: 0.5).add("n", 1) == 1
-    assert slept == [min(LONGEST_BACKOFF, 0.05 * 2**attempt) / 2 for attempt in range(9)]
 
 
 async def test_a_full_waiting_room_is_waited_for(tmp_path: Path) -> None:
@@ -200,7 +186,7 @@ async def test_a_full_waiting_room_is_waited_for(tmp_path: Path) -> None:
             slept.append(seconds)
             await StoreClient(channel, RUN).set("k", b"1")
 
-        client = StoreClient(channel, RUN, sleep=sleep, draw=lambda: 0.0)
+        client = StoreClient(channel, RUN, pace=Pace(sleep=sleep, draw=lambda: 0.0))
         first = asyncio.ensure_future(client.get("k"))
         while not store._runs or not store._runs[RUN].waits.waiters:
             await client.check(["k"])  # what was sent later is answered later
@@ -235,8 +221,9 @@ async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
     path, leases = f"{tmp_path}/store.sock", [1]
     journal, lost = TestJournal(), set[int]()
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> StoreRefusal | None:
-        return LeaseLost(run_id, node_id, lease, leases[-1]) if lease in lost else None
+    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+        if lease in lost:
+            raise LeaseLost(run_id, node_id, lease, leases[-1])
 
     async def sleep(seconds: float) -> None:
         journal.fails_with = None
@@ -245,7 +232,7 @@ async def test_a_write_carries_the_lease_of_its_node(tmp_path: Path) -> None:
 
     store = StoreService(journal, Rounds(), check_lease=check_lease)
     async with serving(store, path), channel_to(path) as channel:
-        client = StoreClient(channel, RUN, writer=lambda: Writer("node", leases[-1]), sleep=sleep)
+        client = StoreClient(channel, RUN, writer=lambda: Writer("node", leases[-1]), pace=Pace(sleep=sleep))
         await client.add("n", 1)
         journal.fails_with = OSError("disk on fire")
         with pytest.raises(ServiceError) as refused:

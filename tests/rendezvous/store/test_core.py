@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.rendezvous.core.refusals import Refused
 from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import RESERVED, Operation
@@ -19,7 +20,6 @@ from rallypoint.rendezvous.store.refusals import (
     RoundNotBegun,
     RoundOver,
     RunStoreFull,
-    StoreRefusal,
     TooManyKeys,
 )
 from rallypoint.rendezvous.store.writes import (
@@ -68,7 +68,7 @@ def commit(run: RunSpaces, batch: list[Write[object]], limits: StoreLimits = LIM
     for write in batch:
         try:
             answers.append(decide(draft, write, ROUND))
-        except StoreRefusal as refusal:
+        except Refused as refusal:
             answers.append(f"{type(refusal).__name__}: {refusal}")
     records = draft.records()
     for change in [*chain.from_iterable(draft.steps()), *records]:
@@ -164,7 +164,7 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
         for write in batch:
             try:
                 decide(draft, write, ROUND)
-            except StoreRefusal:
+            except Refused:
                 continue
         entries = draft.values() + draft.records()
         for change in [*chain.from_iterable(draft.steps()), *draft.records()]:
@@ -234,9 +234,7 @@ def test_a_full_store_still_shrinks() -> None:
         (StoreLimits(run_keys=3), TooManyKeys, "more than the 3 keys"),
     ],
 )
-def test_several_values_are_set_all_or_none(
-    limits: StoreLimits, refusal: type[StoreRefusal], match: str
-) -> None:
+def test_several_values_are_set_all_or_none(limits: StoreLimits, refusal: type[Refused], match: str) -> None:
     """Also when only the last of them is too much, with other writes of the batch before and after it."""
     run = RunSpaces(RUN)
     draft = Draft(run, limits)

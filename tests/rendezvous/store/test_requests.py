@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from rallypoint.rendezvous.store import requests
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
-from rallypoint.rendezvous.store.writes import Writer
+from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.serving.errors import ServiceError
 
@@ -54,7 +54,7 @@ def test_spaces_that_cannot_be(run_id: str, round: int, writer: int) -> None:
 
 def test_names_of_runs_have_a_size() -> None:
     requests.check_space("ä" * 128, 0)
-    with pytest.raises(ServiceError, match="run_id: has 258 bytes; the name of a run has at most 256"):
+    with pytest.raises(ServiceError, match="run_id: must have at most 256 bytes, not 258"):
         requests.check_space("ä" * 129, 0)
 
 

@@ -10,16 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, RunNotFound
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import (
-    JournalFailed,
-    LeaseLost,
-    RunNotFound,
-    StoreRefusal,
-)
+from rallypoint.rendezvous.store.refusals import JournalFailed, KeyWaitTimedOut
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writes import Append, MultiSet, Set, Writer
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.store.writes import Append, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
 
 FOR_EVER = 3600.0
@@ -161,7 +158,7 @@ async def test_a_commit_under_way_when_its_run_is_forgotten_stays_nowhere(late: 
     if again:
         writing, reading = tasks
         await writing
-        with pytest.raises(StoreRefusal, match="key 'b' was not set"):
+        with pytest.raises(KeyWaitTimedOut, match="key 'b' was not set"):
             await reading
         assert await store.get(RUN, 1, "a", 0) == b"new"
         assert journal.rows == {(RUN, 1, "a"): b"new"}
@@ -282,8 +279,9 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
     nothing; nor does a repetition of what it wrote while it held it."""
     journal, lost = TestJournal(), set[int]()
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> StoreRefusal | None:
-        return LeaseLost(run_id, node_id, lease, 8) if lease in lost else None
+    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+        if lease in lost:
+            raise LeaseLost(run_id, node_id, lease, 8)
 
     store = StoreService(journal, Rounds(), check_lease=check_lease)
     written = Set(round=0, key="k", value=b"1", writer=Writer("node", 7), operation=OPERATION)
@@ -296,12 +294,25 @@ async def test_a_lost_lease_is_refused_when_the_write_is_decided() -> None:
     stale, fresh, nobody = await started(*(store.write(RUN, each) for each in (late, in_time, set_("o"))))
     lost.add(7)
     journal.release()
-    with pytest.raises(LeaseLost, match="lease 7 of node 'node' in run 'digits' was superseded by 8"):
+    with pytest.raises(LeaseLost, match="no longer holds lease 7 in run 'digits': lease 8 superseded it"):
         await stale
     await asyncio.gather(blocker, fresh, nobody)
     with pytest.raises(LeaseLost):
         await store.write(RUN, written)
     assert await store.get(RUN, 0, "k", 0) == b"1"
+
+
+async def test_whoever_writes_for_an_evicted_node_has_lost_its_lease() -> None:
+    """As with any node that is out of the run: others go on, and without its workers."""
+
+    def check_lease(run_id: str, node_id: str, lease: int) -> None:
+        raise NodeIsEvicted(run_id, node_id, "bad memory")
+
+    store = StoreService(TestJournal(), Rounds(), check_lease=check_lease)
+    write = Set(round=0, key="k", value=b"1", writer=Writer("node", 7))
+    with pytest.raises(LeaseLost, match=r"an operator took the node out \(bad memory\)") as refused:
+        await store.write(RUN, write)
+    assert (refused.value.node_id, refused.value.lease, refused.value.current) == ("node", 7, None)
 
 
 async def test_a_write_that_waits_counts_what_it_holds() -> None:

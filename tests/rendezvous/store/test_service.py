@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.refusals import (
-    Draining,
     JournalFailed,
     KeyWaitTimedOut,
     RoundNotBegun,
     RoundOver,
-    RunNotFound,
     StoreBusy,
 )
 from rallypoint.rendezvous.store.run_store import RunStore

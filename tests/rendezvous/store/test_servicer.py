@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.store import refusals
-from rallypoint.rendezvous.store.errors import service_error
+from rallypoint.rendezvous.core.refusals import LeaseLost, Refused, RunIsClosed
+from rallypoint.rendezvous.core.state import Outcome
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import CheckLease
 from rallypoint.rendezvous.store.service import StoreService
@@ -193,11 +193,11 @@ async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
     """Each of them, with the reason of the one who knows; without a writer nobody is asked."""
     stub, writer = served.stub, pb.StoreWriter(node_id="node", lease=7)
     asked: list[tuple[str, str, int]] = []
-    refusal: refusals.StoreRefusal = refusals.LeaseLost(RUN, "node", 7)
+    refusal: Refused = LeaseLost(RUN, "node", 7, None)
 
-    def check_lease(run_id: str, node_id: str, lease: int) -> refusals.StoreRefusal:
+    def check_lease(run_id: str, node_id: str, lease: int) -> None:
         asked.append((run_id, node_id, lease))
-        return refusal
+        raise refusal
 
     served.check_lease.append(check_lease)
 
@@ -216,7 +216,7 @@ async def test_every_write_is_fenced_by_its_lease(served: Served) -> None:
         assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "LEASE_LOST")
         assert error.metadata == {"run_id": RUN, "node_id": "node", "lease": "7"}
     assert asked == [(RUN, "node", 7)] * 6
-    refusal = refusals.RunClosed(RUN, "SUCCEEDED")
+    refusal = RunIsClosed(RUN, Outcome.SUCCEEDED, "all done")
     error = await refused(stub.Set(pb.SetRequest(run_id=RUN, key="k", writer=writer)))
     assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "RUN_CLOSED")
     assert error.metadata == {"run_id": RUN, "outcome": "SUCCEEDED"}
@@ -311,35 +311,3 @@ async def test_a_caller_that_goes_is_forgotten(served: Served) -> None:
         # The server learns of it before it answers what was sent later on the same connection, or soon after.
         while served.store._runs[RUN].waits.rounds:
             await served.stub.Check(pb.CheckRequest(run_id=RUN, keys=["k"]))
-
-
-def test_each_refusal_has_a_code() -> None:
-    """None is forgotten in the table, and no message is empty."""
-    examples: list[refusals.StoreRefusal] = [
-        refusals.RunNotFound("r"),
-        refusals.RoundOver("r", 1, 2),
-        refusals.RoundNotBegun("r", 3, 2),
-        refusals.NotAnInteger("k", b"x" * 5_000_000),
-        refusals.IntegerOverflow("k", 2**63 - 1, 1),
-        refusals.RunStoreFull("r", "k", 11, 10),
-        refusals.StoreBusy("r", 10, 0.5),
-        refusals.OperationSuperseded("c/0", 1, 2),
-        refusals.OperationReused("c/0", 1),
-        refusals.LeaseLost("r", "n", 1, 2),
-        refusals.RunClosed("r", "FAILED"),
-        refusals.ValueTooLarge("k", 11, 10),
-        refusals.TooManyKeys("r", "k", 10),
-        refusals.AnswerTooLarge(2, 11, 10, 1),
-        refusals.TooManyWaiters("r", 10, 20, 0.5),
-        refusals.KeyWaitTimedOut("r", ["k"], 1.0),
-        refusals.Draining(),
-        refusals.JournalFailed("disk full"),
-    ]
-    assert {type(each) for each in examples} == set(refusals.StoreRefusal.__subclasses__())
-    for each in examples:
-        error = service_error(each)
-        assert error.message
-        assert error.reason.isupper()
-        assert (error.retry_after is not None) == isinstance(
-            each, refusals.StoreBusy | refusals.TooManyWaiters
-        )

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
 
-from rallypoint.rendezvous.fenced_state.attempts import Attempts, Pace
-from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, Writer
+from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome
 from rallypoint.rendezvous.fenced_state.requests import check_run_id, check_state
 from rallypoint.rendezvous.store.client import OperationSlots
+from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from rallypoint.serving.attempts import Attempts, Pace
 from rallypoint.serving.errors import ServiceError, decode
 
 # Long enough for a service to be restarted by hand. Seconds.
 DEFAULT_TIMEOUT = 300.0
-_Response = TypeVar("_Response")
 
 
 class FencedStateClient:
@@ -63,7 +62,7 @@ class FencedStateClient:
     async def get(self, *, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:
         """Return the current state; None: there is none."""
         request = pb.GetStateRequest(run_id=self._run_id)
-        return _current(await self._call(self._stub.GetState, request, timeout))
+        return _current(await self._attempts(timeout).call(self._stub.GetState, request))
 
     async def set(
         self,
@@ -83,7 +82,7 @@ class FencedStateClient:
             request.writer.CopyFrom(store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease))
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
-            response = await self._call(self._stub.SetState, request, timeout)
+            response = await self._attempts(timeout).call(self._stub.SetState, request)
         return SetOutcome(_current(response), response.has_set)
 
     async def watch(
@@ -94,7 +93,7 @@ class FencedStateClient:
         Goes on until it is closed; whoever is slow skips states. `timeout` bounds how long the service may be away
         at a time.
         """
-        attempts = Attempts(self._pace, timeout)
+        attempts = self._attempts(timeout)
         while True:
             request = pb.WatchStateRequest(run_id=self._run_id, token=token)
             call = self._stub.WatchState(request, wait_for_ready=True)
@@ -115,18 +114,11 @@ class FencedStateClient:
             finally:
                 call.cancel()
             if stood:
-                attempts = Attempts(self._pace, timeout)
+                attempts = self._attempts(timeout)
             await attempts.failed(error)
 
-    async def _call(
-        self, method: Callable[..., Awaitable[_Response]], request: Any, timeout: float
-    ) -> _Response:
-        attempts = Attempts(self._pace, timeout)
-        while True:
-            try:
-                return await method(request, timeout=attempts.remaining(), wait_for_ready=True)
-            except grpc.aio.AioRpcError as failure:
-                await attempts.failed(decode(failure))
+    def _attempts(self, timeout: float) -> Attempts:
+        return Attempts(self._pace, timeout, "state")
 
 
 def _current(

@@ -12,15 +12,11 @@ from itertools import islice
 from types import MappingProxyType
 from zlib import crc32
 
-from rallypoint.rendezvous.fenced_state.refusals import (
-    OperationReused,
-    OperationSuperseded,
-    StatesFull,
-    TooManyStates,
-)
+from rallypoint.rendezvous.fenced_state.refusals import StatesFull, TooManyStates
 from rallypoint.rendezvous.fenced_state.tokens import TOKEN_BYTES, next_token, number_of
-from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
+from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord, is_repetition
 from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.writer import Writer
 
 # The space of a journal that is ours: a run's own is 0, and rounds have positive numbers.
 SPACE = -1
@@ -68,19 +64,6 @@ class FencedState:
 
     state: bytes
     token: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """On whose behalf a state is set.
-
-    Attributes:
-        node_id: A node of the run.
-        lease: The lease that the node must hold.
-    """
-
-    node_id: str
-    lease: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,18 +212,14 @@ class Draft:
         """Return what a request that was carried out before was answered; None: it was not.
 
         Raises:
-            StateRefusal: Its operation comes too late, or belongs to another request.
+            Refused: Its operation comes too late, or belongs to another request.
         """
         operation, held = request.operation, self.held(request.run_id)
         if operation is None or held is None:
             return None
         record = held.operations.get(operation.record_key)
-        if record is None or operation.sequence > record.sequence:
+        if record is None or not is_repetition(operation, request.fingerprint, record):
             return None
-        if operation.sequence < record.sequence:
-            raise OperationSuperseded(operation.name, operation.sequence, record.sequence)
-        if request.fingerprint() != record.fingerprint:
-            raise OperationReused(operation.name, operation.sequence)
         token = record.result.to_bytes(TOKEN_BYTES)
         return SetOutcome(FencedState(request.state, token), has_set=True)
 
@@ -252,7 +231,7 @@ class Draft:
             nonce: Random bytes, drawn for this call (see `tokens`).
 
         Raises:
-            StateRefusal: There is no room for it, and the draft is as it was.
+            Refused: There is no room for it, and the draft is as it was.
         """
         held = self.held(request.run_id)
         current = None if held is None else held.current

@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from rallypoint.rendezvous.core.refusals import Refused
 
-class StateRefusal(Exception):
-    """A request was refused; nothing has changed."""
-
-
-@dataclass(eq=False)
-class OperationSuperseded(StateRefusal):
-    """The operation's slot has gone on to a later one."""
-
-    slot: str
-    sequence: int
-    latest: int
-
-    def __str__(self) -> str:
-        return f"operation {self.sequence} of slot {self.slot} comes too late: the slot is at {self.latest}"
+# When to come back, seconds: when something may have expired or ended, or after a few commits on a slow disk.
+_FULL_RETRY = 5.0
+_BUSY_RETRY = 0.1
 
 
 @dataclass(eq=False)
-class OperationReused(StateRefusal):
-    """The operation's number was used for another request."""
-
-    slot: str
-    sequence: int
-
-    def __str__(self) -> str:
-        return (
-            f"operation {self.sequence} of slot {self.slot} was another request; "
-            "a new request needs a greater sequence than the one before in its slot"
-        )
-
-
-@dataclass(eq=False)
-class TooManyStates(StateRefusal):
+class TooManyStates(Refused):
     """No room for one more run's state."""
 
     limit: int
+    retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
         return f"{self.limit:,} runs have a state, the most that this service keeps; unused ones expire"
 
 
 @dataclass(eq=False)
-class StatesFull(StateRefusal):
+class StatesFull(Refused):
     """No room for so many bytes."""
 
     run_id: str
     used_bytes: int
     limit_bytes: int
+    retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
         return (
@@ -61,38 +40,22 @@ class StatesFull(StateRefusal):
 
 
 @dataclass(eq=False)
-class StateBusy(StateRefusal):
+class StateBusy(Refused):
     """Too many bytes are waiting to be written."""
 
     queued_bytes: int
+    retry_after: ClassVar[float] = _BUSY_RETRY
 
     def __str__(self) -> str:
         return f"{self.queued_bytes:,} bytes of states wait to be written; try again in a moment"
 
 
 @dataclass(eq=False)
-class TooManyWatchers(StateRefusal):
+class TooManyWatchers(Refused):
     """No room for one more watcher."""
 
     limit: int
+    retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
         return f"{self.limit:,} watch a state, the most that this service serves; try again later"
-
-
-@dataclass(eq=False)
-class Draining(StateRefusal):
-    """The server is going away."""
-
-    def __str__(self) -> str:
-        return "the state service is shutting down; repeat the request"
-
-
-@dataclass(eq=False)
-class JournalFailed(StateRefusal):
-    """The state could not be made durable; whether it is, is unknown."""
-
-    detail: str
-
-    def __str__(self) -> str:
-        return f"the state could not be made durable: {self.detail}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from rallypoint.rendezvous.fenced_state.core import SetState, Writer
+from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.requests import name
-from rallypoint.rendezvous.store import requests as store_requests
-from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
-from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.serving.errors import invalid
 
 
@@ -45,24 +43,6 @@ def set_state(request: pb.SetStateRequest) -> SetState:
         run_id=request.run_id,
         state=request.state,
         token=request.token if request.HasField("token") else None,
-        operation=_operation(request),
-        writer=_writer(request),
+        operation=operation_of(request),
+        writer=writer_of(request),
     )
-
-
-def _operation(request: pb.SetStateRequest) -> Operation | None:
-    if not request.HasField("operation"):
-        return None
-    # Operations are named as the store's are, and checked as in a request of the store.
-    return store_requests.operation_of(store_pb.SetRequest(operation=request.operation))
-
-
-def _writer(request: pb.SetStateRequest) -> Writer | None:
-    if not request.HasField("writer"):
-        return None
-    name("writer.node_id", request.writer.node_id)
-    if request.writer.lease < 1:
-        raise invalid(
-            "writer.lease", f"is {request.writer.lease}; expected the number of a lease, at least 1"
-        )
-    return Writer(request.writer.node_id, request.writer.lease)

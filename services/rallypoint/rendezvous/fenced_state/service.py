@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from rallypoint.rendezvous.answers import settle
 from rallypoint.rendezvous.core.refusals import Refused
+from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.fenced_state.core import (
     Draft,
     FencedState,
@@ -18,17 +20,12 @@ from rallypoint.rendezvous.fenced_state.core import (
     States,
 )
 from rallypoint.rendezvous.fenced_state.last_used import LastUsed
-from rallypoint.rendezvous.fenced_state.refusals import (
-    Draining,
-    JournalFailed,
-    StateBusy,
-    StateRefusal,
-    TooManyWatchers,
-)
+from rallypoint.rendezvous.fenced_state.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.slot import Slot
-from rallypoint.rendezvous.store.ports import StoreChange, StoreJournal
+from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
+from rallypoint.rendezvous.store.refusals import JournalFailed
 from rallypoint.serving.logs import get_logger
 
 # As long as torch's etcd rendezvous keeps its state. Shorter frees memory sooner; a job whose nodes are silent for
@@ -77,7 +74,7 @@ class FencedStateService:
         *,
         clock: Callable[[], float],
         draw: Callable[[int], bytes],
-        check_lease: Callable[[str, str, int], None] = lambda run_id, node_id, lease: None,
+        check_lease: CheckLease = lambda run_id, node_id, lease: None,
         limits: StateLimits | None = None,
         ttl: float = DEFAULT_TTL,
     ) -> None:
@@ -88,8 +85,7 @@ class FencedStateService:
             entries: What the journal holds in the space `core.SPACE`. Every state gets a full new time to live.
             clock: Monotonic seconds.
             draw: Returns so many random bytes, never the same ones again: the fence stands on it.
-            check_lease: Called with run_id, node_id and lease when a set that names a writer is decided; raises a
-                refusal of the rendezvous core unless the lease is held. By default no lease is checked.
+            check_lease: Refuses a node that doesn't hold its lease. Asked when a set that names a writer is decided.
             limits: Bounds of the service.
             ttl: How long a state is kept that nobody reads, sets or watches, seconds.
 
@@ -115,7 +111,7 @@ class FencedStateService:
         self._unanswered: set[asyncio.Future[SetOutcome]] = set()
         self._forgotten: set[str] = set()
         self._wake = asyncio.Event()
-        self._closed: Callable[[], StateRefusal] | None = None
+        self._closed: Callable[[], Refused] | None = None
 
     async def serve(self) -> None:
         """Set states and drop what expired, until cancelled.
@@ -136,14 +132,14 @@ class FencedStateService:
             refusal = partial(JournalFailed, str(error)) if failed else Draining
             self._close(refusal)
             for pending in [*batch, *self._queue]:
-                _settle(pending.answer, refusal())
+                settle(pending.answer, refusal())
             raise
 
     def get(self, run_id: str) -> FencedState | None:
         """Return the current state of a run; None: there is none.
 
         Raises:
-            StateRefusal: The service has ended.
+            Refused: The service has ended.
         """
         self._check_open()
         return self._read(run_id)
@@ -154,8 +150,7 @@ class FencedStateService:
         Cancelling the caller leaves the outcome unknown.
 
         Raises:
-            StateRefusal: It was refused; JournalFailed leaves the outcome unknown.
-            Refused: The writer doesn't hold its lease.
+            Refused: It was refused; JournalFailed leaves the outcome unknown.
         """
         self._check_open()
         if self._queue and self._queued_bytes + request.queued_bytes > self._limits.queued_bytes:
@@ -174,7 +169,7 @@ class FencedStateService:
         Give it back with `unwatch`.
 
         Raises:
-            StateRefusal: There are too many watchers, or the service has ended.
+            Refused: There are too many watchers, or the service has ended.
         """
         self._check_open()
         if self.watcher_count >= self._limits.watchers:
@@ -211,7 +206,7 @@ class FencedStateService:
         if self._closed is not None:
             raise self._closed()
 
-    def _close(self, refusal: Callable[[], StateRefusal]) -> None:
+    def _close(self, refusal: Callable[[], Refused]) -> None:
         # A new refusal each time: one that is raised again and again would collect every traceback.
         self._closed = self._closed or refusal
         for slots in self._watchers.values():
@@ -251,9 +246,9 @@ class FencedStateService:
             self._states.apply(run_id, held)
             self._tell(run_id)
         for answer, outcome in decided:
-            _settle(answer, outcome)
+            settle(answer, outcome)
 
-    def _decide(self, draft: Draft, request: SetState) -> SetOutcome | StateRefusal | Refused:
+    def _decide(self, draft: Draft, request: SetState) -> SetOutcome | Refused:
         """Return how a set goes, or why it is refused."""
         try:
             # A repetition is told what happened, whoever holds the lease by now.
@@ -262,7 +257,7 @@ class FencedStateService:
             if request.writer is not None:
                 self._check_lease(request.run_id, request.writer.node_id, request.writer.lease)
             return draft.set(request, self._draw(NONCE_BYTES))
-        except (StateRefusal, Refused) as refusal:
+        except Refused as refusal:
             return refusal
         finally:
             self._read(request.run_id)  # who tried to set it has use for it
@@ -286,12 +281,3 @@ class FencedStateService:
             self._used.discard(run_id)
         for slot in self._watchers.get(run_id, ()):
             slot.put(StateView(current))
-
-
-def _settle(answer: asyncio.Future[SetOutcome], outcome: SetOutcome | StateRefusal | Refused) -> None:
-    if answer.done():  # its caller has gone
-        return
-    if isinstance(outcome, SetOutcome):
-        answer.set_result(outcome)
-    else:
-        answer.set_exception(outcome)

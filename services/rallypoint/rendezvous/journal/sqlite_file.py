@@ -75,6 +75,9 @@ class JournalFile:
                 self._check_nothing_lost(0 if found is None else found.commits)
             self._contents = found or self._contents
             self._connection = self._connect(None if found is None else found.version)
+            # Otherwise servers that are killed before they shorten it would make it, and each start, longer and longer.
+            log = self._path.with_name(self._path.name + "-wal")
+            self._logged = log.stat().st_size if log.exists() else 0
             self._sweep = Sweep(self._contents.spans)
             self._sweep.add(self._contents.leftovers)
             recovered, self._contents.recovered = self._contents.recovered, Recovered([], [], [])

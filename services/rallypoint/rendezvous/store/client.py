@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
@@ -22,29 +18,19 @@ from rallypoint.rendezvous.store.requests import (
     check_keys,
     check_value,
 )
-from rallypoint.rendezvous.store.writes import Comparison, Writer
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.attempts import Attempts, Pace
+
+__all__ = ["StoreClient", "Writer"]
 
 # Long enough for a service to be restarted by hand; torch's stores wait as long. Seconds.
 DEFAULT_TIMEOUT = 300.0
 # How much later than the end of a wait the call itself is given up: time for the service to name the keys that
 # were missing. Seconds.
 ANSWER_MARGIN = 5.0
-# First and longest back-off between two attempts, each drawn from 0 to that. The longest is what a client may
-# lose at worst after the service is back. Seconds.
-FIRST_BACKOFF = 0.05
-LONGEST_BACKOFF = 2.0
-
-_RETRYABLE = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,  # not by us: that would be asyncio's CancelledError
-    # The service never answers with these two: they are broken connections that gRPC couldn't name better.
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-}
-
 _Response = TypeVar("_Response")
 
 
@@ -90,9 +76,7 @@ class StoreClient:
         *,
         client_id: str | None = None,
         writer: Callable[[], Writer | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-        draw: Callable[[], float] = random.random,
+        pace: Pace | None = None,
     ) -> None:
         """Make a client.
 
@@ -101,17 +85,13 @@ class StoreClient:
             run_id: Name of the run.
             client_id: A name that no other client, also none of an earlier process, has; by default drawn.
             writer: The node that writes, and its lease; asked at each write. None: nobody's lease is looked at.
-            clock: Seconds, monotonic.
-            sleep: Waits for some seconds.
-            draw: A number from 0 to 1, for the jitter.
+            pace: How time passes.
         """
         self._stub = rpc.StoreServiceStub(channel)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
         self._writer = writer
-        self._clock = clock
-        self._sleep = sleep
-        self._draw = draw
+        self._pace = pace or Pace()
 
     async def set(
         self,
@@ -233,7 +213,7 @@ class StoreClient:
     async def check(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bool:
         """Return whether all keys are there."""
         request = pb.CheckRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
-        response: pb.CheckResponse = await self._call(self._stub.Check, request, timeout)
+        response: pb.CheckResponse = await self._attempts(timeout).call(self._stub.Check, request)
         return response.present
 
     async def delete(
@@ -250,7 +230,7 @@ class StoreClient:
     ) -> tuple[list[str], str]:
         """Return a page of the keys that begin with `prefix`, and the token of the next; empty: the last."""
         request = pb.ListKeysRequest(run_id=self._run_id, round=round, prefix=prefix, page_token=page_token)
-        response: pb.ListKeysResponse = await self._call(self._stub.ListKeys, request, timeout)
+        response: pb.ListKeysResponse = await self._attempts(timeout).call(self._stub.ListKeys, request)
         return list(response.keys), response.next_page_token
 
     async def _write(
@@ -261,7 +241,7 @@ class StoreClient:
             request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
-            return await self._call(method, request, timeout)
+            return await self._attempts(timeout).call(method, request)
 
     async def _wait(
         self,
@@ -269,50 +249,15 @@ class StoreClient:
         request: pb.GetRequest | pb.MultiGetRequest | pb.WaitRequest,
         timeout: float,
     ) -> _Response:
-        end = self._clock() + timeout
+        end = self._pace.clock() + timeout
 
         def ask_for_the_rest() -> None:
-            request.timeout.CopyFrom(_duration(max(0.0, end - self._clock())))
+            request.timeout.CopyFrom(_duration(max(0.0, end - self._pace.clock())))
 
-        return await self._call(method, request, timeout + ANSWER_MARGIN, ask_for_the_rest)
+        return await self._attempts(timeout + ANSWER_MARGIN).call(method, request, ask_for_the_rest)
 
-    async def _call(
-        self,
-        method: Callable[..., Awaitable[_Response]],
-        request: Any,
-        timeout: float,
-        before_attempt: Callable[[], None] = lambda: None,
-    ) -> _Response:
-        deadline = self._clock() + timeout
-        backoff = FIRST_BACKOFF
-        last = "no connection"
-        while (remaining := deadline - self._clock()) > 0:
-            before_attempt()
-            try:
-                return await method(request, timeout=remaining, wait_for_ready=True)
-            except grpc.aio.AioRpcError as failure:
-                error = decode(failure)
-                if not _is_retryable(error):
-                    raise error from None
-            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                last = error.message
-            pause = (error.retry_after or 0.0) + self._draw() * backoff
-            backoff = min(2 * backoff, LONGEST_BACKOFF)
-            await self._sleep(min(pause, max(0.0, deadline - self._clock())))
-        raise ServiceError(
-            grpc.StatusCode.UNAVAILABLE,
-            "STORE_UNAVAILABLE",
-            f"the store service gave no answer for {timeout:g} s ({last})",
-        )
-
-
-def _is_retryable(error: ServiceError) -> bool:
-    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return error.retry_after is not None
-    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        # Of the call, not of a wait: the loop ends by itself.
-        return error.reason != "KEY_WAIT_TIMED_OUT"
-    return error.code in _RETRYABLE
+    def _attempts(self, timeout: float) -> Attempts:
+        return Attempts(self._pace, timeout, "store")
 
 
 def _duration(seconds: float) -> Duration:

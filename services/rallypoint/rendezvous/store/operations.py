@@ -8,7 +8,10 @@ writes it has seen. A write that changed nothing needs no record: to carry it ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from rallypoint.rendezvous.store.refusals import OperationReused, OperationSuperseded
 
 # No key of a client begins so.
 RESERVED = "\x01"
@@ -68,3 +71,24 @@ class OperationRecord:
         """
         sequence, stamp, fingerprint, result = (int(number) for number in value.split())
         return cls(sequence, stamp, fingerprint, result)
+
+
+def is_repetition(operation: Operation, fingerprint: Callable[[], int], record: OperationRecord) -> bool:
+    """Return whether a request was carried out before, and has its answer in the slot's record.
+
+    Args:
+        operation: The client's name for the request.
+        fingerprint: Computes the request's checksum.
+        record: What is kept of the operation's slot.
+
+    Raises:
+        OperationSuperseded: The slot has gone on.
+        OperationReused: The request that was carried out is another.
+    """
+    if operation.sequence > record.sequence:
+        return False
+    if operation.sequence < record.sequence:
+        raise OperationSuperseded(operation.name, operation.sequence, record.sequence)
+    if fingerprint() != record.fingerprint:
+        raise OperationReused(operation.name, operation.sequence)
+    return True

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rallypoint.rendezvous.store.refusals import StoreRefusal
-
 
 @dataclass(frozen=True, slots=True)
 class StoreChange:
@@ -41,5 +39,9 @@ class StoreJournal(Protocol):
 class CheckLease(Protocol):
     """Whether a node holds a lease."""
 
-    def __call__(self, run_id: str, node_id: str, lease: int, /) -> StoreRefusal | None:
-        """Return why the node may not write, LeaseLost, RunClosed or RunNotFound; None: it holds the lease."""
+    def __call__(self, run_id: str, node_id: str, lease: int, /) -> None:
+        """Do nothing if it does.
+
+        Raises:
+            Refused: RunNotFound, RunIsClosed, NodeIsEvicted or LeaseLost, of the rendezvous core: it does not.
+        """

@@ -5,56 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-class StoreRefusal(Exception):
-    """A request was refused; nothing has changed."""
+from rallypoint.rendezvous.core.refusals import Refused
 
 
 @dataclass(eq=False)
-class RunNotFound(StoreRefusal):
-    """No run of that name, or it was forgotten."""
-
-    run_id: str
-
-    def __str__(self) -> str:
-        return f"there is no run {self.run_id!r}"
-
-
-@dataclass(eq=False)
-class LeaseLost(StoreRefusal):
-    """The node that the write is done for doesn't hold its lease any more.
-
-    `superseded_by` is the lease that took its place; None: it expired or was given back.
-    """
-
-    run_id: str
-    node_id: str
-    lease: int
-    superseded_by: int | None = None
-
-    def __str__(self) -> str:
-        how = (
-            "is no longer valid" if self.superseded_by is None else f"was superseded by {self.superseded_by}"
-        )
-        return (
-            f"lease {self.lease} of node {self.node_id!r} in run {self.run_id!r} {how}: nothing was written; "
-            "join again"
-        )
-
-
-@dataclass(eq=False)
-class RunClosed(StoreRefusal):
-    """The run of the node that the write is done for is over, and all leases with it."""
-
-    run_id: str
-    outcome: str
-
-    def __str__(self) -> str:
-        return f"run {self.run_id!r} is closed ({self.outcome}): its nodes write nothing any more"
-
-
-@dataclass(eq=False)
-class RoundOver(StoreRefusal):
+class RoundOver(Refused):
     """The round's space is gone, or the writer's round is over."""
 
     run_id: str
@@ -68,7 +23,7 @@ class RoundOver(StoreRefusal):
 
 
 @dataclass(eq=False)
-class RoundNotBegun(StoreRefusal):
+class RoundNotBegun(Refused):
     """No round of that number yet."""
 
     run_id: str
@@ -80,7 +35,7 @@ class RoundNotBegun(StoreRefusal):
 
 
 @dataclass(eq=False)
-class NotAnInteger(StoreRefusal):
+class NotAnInteger(Refused):
     """Add on a value that is no integer."""
 
     key: str
@@ -92,7 +47,7 @@ class NotAnInteger(StoreRefusal):
 
 
 @dataclass(eq=False)
-class IntegerOverflow(StoreRefusal):
+class IntegerOverflow(Refused):
     """Add past 64 bits."""
 
     key: str
@@ -104,7 +59,7 @@ class IntegerOverflow(StoreRefusal):
 
 
 @dataclass(eq=False)
-class ValueTooLarge(StoreRefusal):
+class ValueTooLarge(Refused):
     """Append past the largest value."""
 
     key: str
@@ -119,7 +74,7 @@ class ValueTooLarge(StoreRefusal):
 
 
 @dataclass(eq=False)
-class RunStoreFull(StoreRefusal):
+class RunStoreFull(Refused):
     """The run's bytes are used up."""
 
     run_id: str
@@ -135,7 +90,7 @@ class RunStoreFull(StoreRefusal):
 
 
 @dataclass(eq=False)
-class TooManyKeys(StoreRefusal):
+class TooManyKeys(Refused):
     """The run has no room for another key."""
 
     run_id: str
@@ -150,7 +105,7 @@ class TooManyKeys(StoreRefusal):
 
 
 @dataclass(eq=False)
-class AnswerTooLarge(StoreRefusal):
+class AnswerTooLarge(Refused):
     """Values that don't fit into one answer; of the first keys asked for, `fitting` do."""
 
     keys: int
@@ -166,7 +121,7 @@ class AnswerTooLarge(StoreRefusal):
 
 
 @dataclass(eq=False)
-class TooManyWaiters(StoreRefusal):
+class TooManyWaiters(Refused):
     """So many requests of the run wait for keys, or for so many keys, that there is no room for another."""
 
     run_id: str
@@ -182,7 +137,7 @@ class TooManyWaiters(StoreRefusal):
 
 
 @dataclass(eq=False)
-class StoreBusy(StoreRefusal):
+class StoreBusy(Refused):
     """Too many bytes are waiting to be written."""
 
     run_id: str
@@ -194,7 +149,7 @@ class StoreBusy(StoreRefusal):
 
 
 @dataclass(eq=False)
-class OperationSuperseded(StoreRefusal):
+class OperationSuperseded(Refused):
     """The operation's slot has gone on to a later one."""
 
     slot: str
@@ -206,7 +161,7 @@ class OperationSuperseded(StoreRefusal):
 
 
 @dataclass(eq=False)
-class OperationReused(StoreRefusal):
+class OperationReused(Refused):
     """The operation's number was used for another request."""
 
     slot: str
@@ -220,7 +175,7 @@ class OperationReused(StoreRefusal):
 
 
 @dataclass(eq=False)
-class KeyWaitTimedOut(StoreRefusal):
+class KeyWaitTimedOut(Refused):
     """Keys were still missing when the wait was over."""
 
     run_id: str
@@ -248,15 +203,7 @@ class KeyWaitTimedOut(StoreRefusal):
 
 
 @dataclass(eq=False)
-class Draining(StoreRefusal):
-    """The server is going away."""
-
-    def __str__(self) -> str:
-        return "the store service is shutting down; repeat the request"
-
-
-@dataclass(eq=False)
-class JournalFailed(StoreRefusal):
+class JournalFailed(Refused):
     """The write could not be made durable."""
 
     detail: str

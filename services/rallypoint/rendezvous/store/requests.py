@@ -8,18 +8,18 @@ from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rendezvous.requests import name
 from rallypoint.rendezvous.store.operations import RESERVED, Operation
 from rallypoint.rendezvous.store.sizes import (
     FRAME_BYTES,
     MAX_KEY_BYTES,
     MAX_KEYS,
     MAX_MULTI_BYTES,
-    MAX_NODE_ID_BYTES,
     MAX_PAGE_SIZE,
-    MAX_RUN_ID_BYTES,
     MAX_VALUE_BYTES,
 )
-from rallypoint.rendezvous.store.writes import Writer
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.serving.errors import invalid
 
@@ -46,7 +46,7 @@ def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
     Raises:
         ServiceError: INVALID_ARGUMENT.
     """
-    _check_name("run_id", run_id, "run", MAX_RUN_ID_BYTES)
+    name("run_id", run_id)
     if round < 0:
         raise invalid("round", f"is {round}; expected 0 for the run's own space, or the number of a round")
     if writer_round < 0:
@@ -132,13 +132,6 @@ def _check_multi(field: str, size: int) -> None:
         )
 
 
-def _check_name(field: str, name: str, of: str, most: int) -> None:
-    if not name:
-        raise invalid(field, f"is empty; expected the name of the {of}")
-    if (size := len(name.encode())) > most:
-        raise invalid(field, f"has {size:,} bytes; the name of a {of} has at most {most}")
-
-
 def wait_seconds(timeout: Duration) -> float:
     """Return how long to wait, in seconds.
 
@@ -162,7 +155,7 @@ def page(request: pb.ListKeysRequest) -> int:
     return request.page_size or DEFAULT_PAGE_SIZE
 
 
-def writer_of(request: WriteRequest) -> Writer | None:
+def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None:
     """Return the node that a write is done for; None: none.
 
     Raises:
@@ -171,13 +164,13 @@ def writer_of(request: WriteRequest) -> Writer | None:
     if not request.HasField("writer"):
         return None
     writer = request.writer
-    _check_name("writer.node_id", writer.node_id, "node", MAX_NODE_ID_BYTES)
+    name("writer.node_id", writer.node_id)
     if writer.lease < 1:
         raise invalid("writer.lease", f"is {writer.lease}; expected the lease of the node, at least 1")
     return Writer(writer.node_id, writer.lease)
 
 
-def operation_of(request: WriteRequest) -> Operation | None:
+def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation | None:
     """Return the client's name for a write; None: it gave none.
 
     Raises:

@@ -11,16 +11,12 @@ from typing import Any, TypeVar
 
 import structlog
 
+from rallypoint.rendezvous.answers import settle
+from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunNotFound
 from rallypoint.rendezvous.store.core import Draft, RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
-from rallypoint.rendezvous.store.refusals import (
-    JournalFailed,
-    RoundOver,
-    RunNotFound,
-    StoreBusy,
-    StoreRefusal,
-)
+from rallypoint.rendezvous.store.refusals import JournalFailed, RoundOver, StoreBusy
 from rallypoint.rendezvous.store.sweep import Sweep
 from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide
@@ -129,7 +125,7 @@ class RunStore:
         self.spaces = RunSpaces(run_id)
         self.waits.end(self.waits.rounds, RunNotFound(run_id))
         for pending in self._queue:
-            _settle(pending.answer, RunNotFound(run_id))
+            settle(pending.answer, RunNotFound(run_id))
         self._queue.clear()
         self._queued_bytes = 0
         self._start_committing()
@@ -141,11 +137,15 @@ class RunStore:
             self._start_committing()
 
     def _check_writer(self, write: Write[Any]) -> None:
-        if write.writer is None:
+        if (writer := write.writer) is None:
             return
-        refusal = self._check_lease(self.spaces.run_id, write.writer.node_id, write.writer.lease)
-        if refusal is not None:
-            raise refusal
+        run_id = self.spaces.run_id
+        try:
+            self._check_lease(run_id, writer.node_id, writer.lease)
+        except NodeIsEvicted as refusal:
+            # Whoever writes for a node need not know why its lease has ended.
+            why = f"an operator took the node out ({refusal.reason})"
+            raise LeaseLost(run_id, writer.node_id, writer.lease, None, why) from refusal
 
     def _start_committing(self) -> None:
         if self._committing is None:
@@ -173,12 +173,12 @@ class RunStore:
             records = draft.records()
             # First, so that what the batch sets anew is there in the end.
             swept = self._sweep.take(_SWEEP, self.spaces.holds)
-            failure: StoreRefusal | None = await self._append([*swept, *entries, *records])
+            failure: Refused | None = await self._append([*swept, *entries, *records])
             if failure is None:
                 # The batch is durable. No await until all are told: no reader sees half of it.
                 failure = self._take_over(draft, entries, records)
             for pending, outcome in zip(batch, outcomes, strict=True):
-                _settle(pending.answer, failure or outcome)
+                settle(pending.answer, failure or outcome)
         finally:
             # Whatever went wrong here, nobody waits for ever.
             for pending in batch:
@@ -206,7 +206,7 @@ class RunStore:
             current_round = self.current_round()
             self._check_writer(write)
             return decide(draft, write, current_round)
-        except StoreRefusal as refusal:
+        except Refused as refusal:
             return refusal
 
     async def _append(self, entries: list[StoreChange]) -> JournalFailed | None:
@@ -241,12 +241,3 @@ class RunStore:
             if entry.value is not None and (forgotten or 0 < entry.round < oldest)
         )
         return RunNotFound(self.spaces.run_id) if forgotten else None
-
-
-def _settle(future: asyncio.Future[Any], outcome: object) -> None:
-    if future.done():  # its caller has gone
-        return
-    if isinstance(outcome, StoreRefusal):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

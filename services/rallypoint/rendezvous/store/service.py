@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
-from rallypoint.rendezvous.store.refusals import AnswerTooLarge, Draining, RunNotFound
+from rallypoint.rendezvous.store.refusals import AnswerTooLarge
 from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.sizes import FRAME_BYTES, MAX_MULTI_BYTES
 from rallypoint.rendezvous.store.writes import Write
@@ -43,8 +45,7 @@ class StoreService:
             entries: What the journal holds. Those of rounds that are over, and of runs that there are not, are
                 deleted from it: a store that was killed may have left them behind.
             limits: Bounds of each run.
-            check_lease: Says why a node that holds, or held, a lease may not write: LeaseLost, RunClosed or
-                RunNotFound; None: it may. Asked when a write is decided.
+            check_lease: Refuses a node that may not write: it doesn't hold the lease. Asked when a write is decided.
             on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
         """
         self._current_round = current_round
@@ -79,7 +80,7 @@ class StoreService:
         Cancelling the caller leaves the outcome unknown.
 
         Raises:
-            StoreRefusal: It was refused; JournalFailed leaves the outcome unknown.
+            Refused: It was refused; JournalFailed leaves the outcome unknown.
         """
         return await self._run(run_id).write(write)
 
@@ -87,7 +88,7 @@ class StoreService:
         """Return the value of a key, waiting for it up to `timeout` seconds.
 
         Raises:
-            StoreRefusal: KeyWaitTimedOut, or the run, its round or the service ended.
+            Refused: KeyWaitTimedOut, or the run, its round or the service ended.
         """
         run = self._reading(run_id, round)
         (value,) = await run.waits.until_present(run.spaces, round, [key], timeout, wanted=[key])
@@ -97,7 +98,7 @@ class StoreService:
         """Return the values of the keys at a moment when all are there, waiting up to `timeout` seconds.
 
         Raises:
-            StoreRefusal: AnswerTooLarge, KeyWaitTimedOut, or the run, its round or the service ended.
+            Refused: AnswerTooLarge, KeyWaitTimedOut, or the run, its round or the service ended.
         """
         run = self._reading(run_id, round)
         distinct = list(dict.fromkeys(keys))
@@ -111,7 +112,7 @@ class StoreService:
         """Return when all keys, each given once, are there, waiting up to `timeout` seconds.
 
         Raises:
-            StoreRefusal: KeyWaitTimedOut, or the run, its round or the service ended.
+            Refused: KeyWaitTimedOut, or the run, its round or the service ended.
         """
         run = self._reading(run_id, round)
         await run.waits.until_present(run.spaces, round, keys, timeout)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias, TypedDict
 
 import grpc.aio
 
-from rallypoint.rendezvous.store.errors import service_error
 from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import StoreRefusal
 from rallypoint.rendezvous.store.requests import (
     WriteRequest,
     check_entries,
@@ -24,7 +20,8 @@ from rallypoint.rendezvous.store.requests import (
     writer_of,
 )
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, Delete, MultiSet, Set, Writer
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, Delete, MultiSet, Set
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.serving.server import Registration
@@ -35,7 +32,10 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 def store_registration(store: StoreService) -> Registration:
-    """Return what stands the store up on a server; draining the server drains it."""
+    """Return what stands the store up on a server; draining the server drains it.
+
+    The server is to be given `rallypoint.rendezvous.errors.translate`.
+    """
     servicer = StoreServicer(store)
     return Registration(
         SERVICE_NAME,
@@ -55,40 +55,35 @@ class StoreServicer(rpc.StoreServiceServicer):
         check_key(request.key)
         check_value("value", [request.value])
         write = Set(key=request.key, value=request.value, **addressed)
-        with _refusals_answered():
-            await self._store.write(request.run_id, write)
+        await self._store.write(request.run_id, write)
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
         check_space(request.run_id, request.round)
         check_key(request.key)
         timeout = wait_seconds(request.timeout)
-        with _refusals_answered():
-            value = await self._store.get(request.run_id, request.round, request.key, timeout)
+        value = await self._store.get(request.run_id, request.round, request.key, timeout)
         return pb.GetResponse(value=value)
 
     async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
         addressed = _addressed(request)
         check_key(request.key)
         write = Add(key=request.key, amount=request.amount, **addressed)
-        with _refusals_answered():
-            return pb.AddResponse(value=await self._store.write(request.run_id, write))
+        return pb.AddResponse(value=await self._store.write(request.run_id, write))
 
     async def Append(self, request: pb.AppendRequest, context: _Context) -> pb.AppendResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("value", [request.value])
         write = Append(key=request.key, value=request.value, **addressed)
-        with _refusals_answered():
-            return pb.AppendResponse(length=await self._store.write(request.run_id, write))
+        return pb.AppendResponse(length=await self._store.write(request.run_id, write))
 
     async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("desired", [request.expected, request.desired], besides="expected")
         write = CompareSet(key=request.key, expected=request.expected, desired=request.desired, **addressed)
-        with _refusals_answered():
-            comparison = await self._store.write(request.run_id, write)
+        comparison = await self._store.write(request.run_id, write)
         return pb.CompareSetResponse(
             swapped=comparison.swapped,
             exists=comparison.value is not None,
@@ -98,47 +93,41 @@ class StoreServicer(rpc.StoreServiceServicer):
     async def MultiSet(self, request: pb.MultiSetRequest, context: _Context) -> pb.MultiSetResponse:
         addressed = _addressed(request)
         write = MultiSet(entries=check_entries(request.entries), **addressed)
-        with _refusals_answered():
-            await self._store.write(request.run_id, write)
+        await self._store.write(request.run_id, write)
         return pb.MultiSetResponse()
 
     async def MultiGet(self, request: pb.MultiGetRequest, context: _Context) -> pb.MultiGetResponse:
         check_space(request.run_id, request.round)
         check_keys(request.keys)
         timeout = wait_seconds(request.timeout)
-        with _refusals_answered():
-            values = await self._store.multi_get(request.run_id, request.round, request.keys, timeout)
+        values = await self._store.multi_get(request.run_id, request.round, request.keys, timeout)
         return pb.MultiGetResponse(values=values)
 
     async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
         check_space(request.run_id, request.round)
         keys = check_keys(request.keys)
         timeout = wait_seconds(request.timeout)
-        with _refusals_answered():
-            await self._store.wait(request.run_id, request.round, keys, timeout)
+        await self._store.wait(request.run_id, request.round, keys, timeout)
         return pb.WaitResponse()
 
     async def Check(self, request: pb.CheckRequest, context: _Context) -> pb.CheckResponse:
         check_space(request.run_id, request.round)
         keys = check_keys(request.keys)
-        with _refusals_answered():
-            return pb.CheckResponse(present=self._store.check(request.run_id, request.round, keys))
+        return pb.CheckResponse(present=self._store.check(request.run_id, request.round, keys))
 
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         addressed = _addressed(request)
         check_key(request.key)
         write = Delete(key=request.key, **addressed)
-        with _refusals_answered():
-            return pb.DeleteResponse(deleted=await self._store.write(request.run_id, write))
+        return pb.DeleteResponse(deleted=await self._store.write(request.run_id, write))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:
         check_space(request.run_id, request.round)
         count = page(request)
-        with _refusals_answered():
-            # One more than asked for tells whether there is a next page.
-            keys = self._store.list_keys(
-                request.run_id, request.round, request.prefix, request.page_token, count + 1
-            )
+        # One more than asked for tells whether there is a next page.
+        keys = self._store.list_keys(
+            request.run_id, request.round, request.prefix, request.page_token, count + 1
+        )
         more = len(keys) > count
         return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
 
@@ -160,11 +149,3 @@ def _addressed(request: WriteRequest) -> _Addressed:
         "writer": writer_of(request),
         "operation": operation_of(request),
     }
-
-
-@contextmanager
-def _refusals_answered() -> Iterator[None]:
-    try:
-        yield
-    except StoreRefusal as refusal:
-        raise service_error(refusal) from refusal

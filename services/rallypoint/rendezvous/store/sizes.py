@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-MAX_RUN_ID_BYTES = 256
-MAX_NODE_ID_BYTES = 256
 MAX_KEY_BYTES = 1024
 # A gRPC message has 4 MiB by default; 16 KiB of them for the key, the names and the framing around a value.
 MAX_VALUE_BYTES = 4 * 1024 * 1024 - 16 * 1024

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rallypoint.rendezvous.core.refusals import Refused
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut, StoreRefusal, TooManyWaiters
+from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut, TooManyWaiters
 from rallypoint.rendezvous.store.waiting import Waiter, Waiting
 
 # When to come back after TOO_MANY_WAITERS: keys that many wait for come all at once, or time out. Seconds.
@@ -21,10 +22,10 @@ _FULL_RETRY = 1.0
 class _Request:
     """Whom to tell, and the values of which keys; told None, it has waited long enough."""
 
-    told: asyncio.Future[list[bytes] | StoreRefusal | None]
+    told: asyncio.Future[list[bytes] | Refused | None]
     wanted: Sequence[str]
 
-    def tell(self, outcome: list[bytes] | StoreRefusal | None) -> None:
+    def tell(self, outcome: list[bytes] | Refused | None) -> None:
         if not self.told.done():  # who was cancelled in this very moment is not to be told
             self.told.set_result(outcome)
 
@@ -62,7 +63,7 @@ class Waits:
         Raises:
             KeyWaitTimedOut: Keys were still missing.
             TooManyWaiters: There is no room to wait.
-            StoreRefusal: What `end` was called with.
+            Refused: What `end` was called with.
         """
         missing = spaces.missing(round, keys)
         if not missing:
@@ -89,7 +90,7 @@ class Waits:
                 del self._waiting[round]
         if outcome is None:
             raise KeyWaitTimedOut(self._run_id, [key for key in keys if key in waiter.missing], timeout)
-        if isinstance(outcome, StoreRefusal):
+        if isinstance(outcome, Refused):
             raise outcome
         return outcome
 
@@ -110,7 +111,7 @@ class Waits:
             for waiter in waiting.key_set(change.key):
                 waiter.told.tell(_values(spaces, change.round, waiter.told.wanted))
 
-    def end(self, rounds: Sequence[int], refusal: StoreRefusal) -> None:
+    def end(self, rounds: Sequence[int], refusal: Refused) -> None:
         """Tell those who wait in these rounds why there is nothing to wait for any more."""
         for round in rounds:
             waiting = self._waiting.pop(round, None) or Waiting()

@@ -10,34 +10,16 @@ from typing import Generic, TypeVar
 from zlib import crc32
 
 from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, Draft
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import (
-    IntegerOverflow,
-    NotAnInteger,
-    OperationReused,
-    OperationSuperseded,
-    ValueTooLarge,
-)
+from rallypoint.rendezvous.store.operations import Operation, is_repetition
+from rallypoint.rendezvous.store.refusals import IntegerOverflow, NotAnInteger, ValueTooLarge
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
+from rallypoint.rendezvous.store.writer import Writer
 
 # What a write answers.
 T_co = TypeVar("T_co", covariant=True)
 
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _INT64 = range(-(2**63), 2**63)
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """The node that a write is done for.
-
-    Attributes:
-        node_id: Name of the node.
-        lease: Its right to act.
-    """
-
-    node_id: str
-    lease: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +234,7 @@ def decide(draft: Draft, write: Write[T_co], current_round: int) -> T_co:
     """Carry a write out on the draft, unless it was carried out before; return its answer.
 
     Raises:
-        StoreRefusal: It was refused, and the draft is as it was.
+        Refused: It was refused, and the draft is as it was.
     """
     draft.run.check_round(write.round, current_round)
     draft.run.check_round(write.writer_round, current_round)
@@ -260,14 +242,9 @@ def decide(draft: Draft, write: Write[T_co], current_round: int) -> T_co:
     if operation is None:
         return write.carry_out(draft)[0]
     record = draft.record(write.round, operation)
-    fingerprint = write.fingerprint()
-    if record is not None and operation.sequence < record.sequence:
-        raise OperationSuperseded(operation.name, operation.sequence, record.sequence)
-    if record is not None and operation.sequence == record.sequence:
-        if fingerprint != record.fingerprint:
-            raise OperationReused(operation.name, operation.sequence)
+    if record is not None and is_repetition(operation, write.fingerprint, record):
         return write.repeated(record.result)
     answer, result = write.carry_out(draft)
     if result is not None:
-        draft.remember(write.round, operation, fingerprint, result)
+        draft.remember(write.round, operation, write.fingerprint(), result)
     return answer

@@ -752,7 +752,7 @@ class JoinResponse(_message.Message):
     @_builtins.property
     def lease(self) -> Global___Lease:
         """The node is in, or in again: in the first message, and in no other. While many nodes come at once it may wait
-        for the first update and come with it; it is sent before half of the keep-alive interval is over.
+        for the first update and come with it; it is sent before a third of its time to live is over.
         """
 
     @_builtins.property

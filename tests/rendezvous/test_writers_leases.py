@@ -1,0 +1,98 @@
+"""A write that is done for a node needs its lease, by what the engine knows when the write is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import grpc.aio
+import pytest
+
+from rallypoint.rendezvous.core.refusals import LeaseLost, RunIsClosed, RunNotFound
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.service import rendezvous_services
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import (
+    rendezvous_service_pb2_grpc,
+    state_service_pb2_grpc,
+    store_service_pb2_grpc,
+)
+from rallypoint.rendezvous.v1.state_service_pb2 import SetStateRequest
+from rallypoint.rendezvous.v1.store_service_pb2 import SetRequest, StoreWriter
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
+from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.engine_fixtures import RUN, Stage, begun, staged
+
+PATIENCE = 20.0
+
+
+async def test_the_engine_refuses_by_its_latest_facts() -> None:
+    """A lease that is about to end writes no more, though its end is not durable yet: better late than wrong."""
+    async with staged(Stage()) as stage:
+        a, b = await stage.running("a", "b")
+        check = stage.engine.check_lease
+        check(RUN, "b", b.lease.lease)
+        stage.journal.hold()
+        (leaving,) = await begun(stage.leave(b))
+        await stage.journal.held()
+        with pytest.raises(LeaseLost):
+            check(RUN, "b", b.lease.lease)
+        check(RUN, "a", a.lease.lease)
+        stage.journal.release()
+        await leaving
+        with pytest.raises(LeaseLost):
+            check(RUN, "b", b.lease.lease)
+        with pytest.raises(LeaseLost):
+            check(RUN, "a", 1)
+        with pytest.raises(RunNotFound):
+            check("other", "a", 1)
+        await stage.engine.close_run(RUN, "enough")
+        with pytest.raises(RunIsClosed):
+            check(RUN, "a", a.lease.lease)
+
+
+async def reason_of(call: Awaitable[object]) -> str | None:
+    """Why a call was refused; None: it was not."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return decode(error).reason
+    return None
+
+
+async def test_store_and_states_ask_the_engine() -> None:
+    """A node that an operator took out writes no more to either; each says so as its contract has it."""
+    async with rendezvous_services(MemoryJournal()) as services:
+        server = Server(ServerOptions(), services=services, translate=translate)
+        await server.start()
+        async with open_channel(server.address) as channel:
+            rendezvous: rendezvous_service_pb2_grpc.RendezvousServiceAsyncStub = (
+                rendezvous_service_pb2_grpc.RendezvousServiceStub(channel)
+            )
+            store: store_service_pb2_grpc.StoreServiceAsyncStub = store_service_pb2_grpc.StoreServiceStub(
+                channel
+            )
+            states: state_service_pb2_grpc.StateServiceAsyncStub = state_service_pb2_grpc.StateServiceStub(
+                channel
+            )
+            join = pb.JoinRun(
+                run_id=RUN,
+                node_id="a",
+                address="a.example",
+                local_world_size=1,
+                settings=pb.RunSettings(min_nodes=2, max_nodes=2),
+            )
+            stream = rendezvous.Join(timeout=PATIENCE)
+            await stream.write(pb.JoinRequest(join=join))
+            admission = await stream.read()
+            assert isinstance(admission, pb.JoinResponse)
+            writer = StoreWriter(node_id="a", lease=admission.lease.lease)
+            in_store = SetRequest(run_id=RUN, key="k", writer=writer)
+            in_state = SetStateRequest(run_id=RUN, writer=writer)
+            assert await reason_of(store.Set(in_store, timeout=PATIENCE)) is None
+            assert await reason_of(states.SetState(in_state, timeout=PATIENCE)) is None
+            await rendezvous.EvictNode(pb.EvictNodeRequest(run_id=RUN, node_id="a"), timeout=PATIENCE)
+            assert await reason_of(store.Set(in_store, timeout=PATIENCE)) == "LEASE_LOST"
+            assert await reason_of(states.SetState(in_state, timeout=PATIENCE)) == "NODE_EVICTED"
+        await server.stop()

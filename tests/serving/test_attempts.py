@@ -1,0 +1,111 @@
+"""A call is attempted for as long as it makes sense, and no longer than it may take."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+from grpc import StatusCode
+
+from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF, Attempts, Pace
+from rallypoint.serving.errors import ServiceError
+
+
+class Timeline:
+    """Time passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def attempts(self, timeout: float, draw: float = 0.5) -> Attempts:
+        pace = Pace(clock=lambda: self.now, sleep=self.sleep, draw=lambda: draw)
+        return Attempts(pace, timeout, "store")
+
+
+def gone(retry_after: float | None = None) -> ServiceError:
+    return ServiceError(StatusCode.UNAVAILABLE, "GONE", "it is gone", retry_after=retry_after)
+
+
+async def test_backing_off_grows_jittered_to_a_bound() -> None:
+    """Drawn from a range that doubles; what the service asks for comes on top."""
+    timeline = Timeline()
+    attempts = timeline.attempts(3600.0)
+    for _ in range(9):
+        await attempts.failed(gone(retry_after=5.0))
+    assert timeline.slept == [
+        5.0 + min(LONGEST_BACKOFF, FIRST_BACKOFF * 2**attempt) / 2 for attempt in range(9)
+    ]
+
+
+async def test_there_is_an_end_to_it() -> None:
+    """At the timeout, with what the service said last; a deadline that passed says nothing of it."""
+    timeline = Timeline()
+    attempts = timeline.attempts(10.0)
+    await attempts.failed(gone(retry_after=6.0))
+    with pytest.raises(
+        ServiceError, match=r"the store service gave no answer for 10 s \(it is gone\)"
+    ) as refused:
+        await attempts.failed(
+            ServiceError(StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "too late", retry_after=6.0)
+        )
+    assert (refused.value.code, refused.value.reason) == (StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE")
+    assert timeline.now == 1010.0
+    assert attempts.remaining() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retry_after", "again"),
+    [
+        (StatusCode.UNAVAILABLE, "DRAINING", None, True),
+        (StatusCode.CANCELLED, "CANCELLED", None, True),
+        (StatusCode.INTERNAL, "INTERNAL", None, True),
+        (StatusCode.UNKNOWN, "UNKNOWN", None, True),
+        (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", None, True),
+        (StatusCode.DEADLINE_EXCEEDED, "KEY_WAIT_TIMED_OUT", None, False),
+        (StatusCode.RESOURCE_EXHAUSTED, "STORE_BUSY", 0.1, True),
+        (StatusCode.RESOURCE_EXHAUSTED, "RUN_STORE_FULL", None, False),
+        (StatusCode.FAILED_PRECONDITION, "LEASE_LOST", None, False),
+        (StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", None, False),
+    ],
+    ids=str,
+)
+async def test_what_another_attempt_may_mend(
+    code: StatusCode, reason: str, retry_after: float | None, again: bool
+) -> None:
+    """A broken connection, or what the service says will pass; a refusal of the service's is its last word."""
+    timeline = Timeline()
+    error = ServiceError(code, reason, "a sentence", retry_after=retry_after)
+    if again:
+        await timeline.attempts(60.0).failed(error)
+    else:
+        with pytest.raises(ServiceError) as refused:
+            await timeline.attempts(60.0).failed(error)
+        assert refused.value is error
+    assert bool(timeline.slept) == again
+
+
+async def test_a_call_is_repeated_until_it_answers() -> None:
+    """Each attempt has the time that is left, and waits for a connection."""
+    timeline = Timeline()
+    left: list[float] = []
+
+    async def method(request: str, *, timeout: float, wait_for_ready: bool) -> str:
+        assert wait_for_ready
+        left.append(timeout)
+        if len(left) < 3:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(StatusCode.UNAVAILABLE, nothing, nothing, details="gone")
+        return f"{request} answered"
+
+    prepared: list[float] = []
+    answer = await timeline.attempts(60.0, draw=1.0).call(
+        method, "call", lambda: prepared.append(timeline.now)
+    )
+    assert answer == "call answered"
+    assert left == pytest.approx([60.0, 60.0 - 0.05, 60.0 - 0.15])
+    assert prepared == pytest.approx([1000.0, 1000.05, 1000.15])

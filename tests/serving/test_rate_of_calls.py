@@ -1,0 +1,189 @@
+"""A client, or a stream, that comes too often is told TOO_MANY_REQUESTS and when to come again; others never notice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from rallypoint.serving.calls import CallInterceptor
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.rate import Rate
+from rallypoint.serving.server import Registration, Server, ServerOptions
+
+SERVICE = "tiny.v1.TinyService"
+METHOD = f"/{SERVICE}/Do"
+PATIENCE = 20.0
+
+
+class Clock:
+    """Time as the test has it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def served(handler: Any, clock: Clock, **rates: Any) -> AsyncIterator[Any]:
+    """A bare server with the interceptor, and a channel to it."""
+    calls = CallInterceptor(lambda error: None, clock=clock, **rates)
+    server = grpc.aio.server(interceptors=[calls])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Do": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+async def echo(request: bytes, context: Any) -> bytes:
+    """Answers with what it is asked."""
+    return request
+
+
+async def echo_each(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    """Answers each message with itself."""
+    async for request in requests:
+        yield request
+
+
+async def refusal(awaitable: Any) -> ServiceError:
+    """The error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await awaitable
+    return decode(failed.value)
+
+
+async def test_calls_past_the_rate_are_refused_until_it_is_time() -> None:
+    """With the reason, and with RetryInfo that tells the truth."""
+    clock = Clock()
+    handler: Any = grpc.unary_unary_rpc_method_handler(echo)
+    async with served(handler, clock, request_rate=Rate(2, 3)) as channel:
+        call = channel.unary_unary(METHOD)
+        for _ in range(3):
+            assert await call(b"x", timeout=PATIENCE) == b"x"
+        error = await refusal(call(b"x", timeout=PATIENCE))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        assert error.retry_after == pytest.approx(0.5)
+        clock.now += 0.5
+        assert await call(b"x", timeout=PATIENCE) == b"x"
+
+
+async def test_another_connection_of_the_same_host_is_the_same_client() -> None:
+    """Or one would connect again and again."""
+    clock = Clock()
+    handler: Any = grpc.unary_unary_rpc_method_handler(echo)
+    calls = CallInterceptor(lambda error: None, clock=clock, request_rate=Rate(1, 1))
+    assert calls.excess("ipv4:10.0.0.1:1") is None
+    assert calls.excess("ipv4:10.0.0.1:2") is not None
+    assert calls.excess("ipv4:10.0.0.2:1") is None
+    async with served(handler, clock, request_rate=Rate(1, 1)) as channel:
+        await channel.unary_unary(METHOD)(b"x", timeout=PATIENCE)
+        assert (
+            await refusal(channel.unary_unary(METHOD)(b"x", timeout=PATIENCE))
+        ).reason == "TOO_MANY_REQUESTS"
+
+
+async def test_a_stream_counts_as_one_call_and_its_messages_by_themselves() -> None:
+    """So that a node that is content with its stream never meets the rate of calls; a chatty one is ended."""
+    clock = Clock()
+    handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
+    rates = {"request_rate": Rate(1, 1), "message_rates": {SERVICE: Rate(10, 5)}}
+    async with served(handler, clock, **rates) as channel:
+        stream = channel.stream_stream(METHOD)(timeout=PATIENCE)
+        for _ in range(50):
+            clock.now += 0.1
+            await stream.write(b"x")
+            assert await stream.read() == b"x"
+        for _ in range(4):
+            await stream.write(b"x")
+            assert await stream.read() == b"x"
+        error = await refusal(stream.read())
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_REQUESTS")
+        assert error.retry_after == pytest.approx(1.0)
+
+
+async def test_streams_of_other_services_are_not_metered() -> None:
+    """An agent sends the timers of all its workers on one stream, as many as there are."""
+    clock = Clock()
+    handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
+    async with served(handler, clock, message_rates={"other.v1.OtherService": Rate(1, 1)}) as channel:
+        stream = channel.stream_stream(METHOD)(timeout=PATIENCE)
+        for _ in range(50):
+            await stream.write(b"x")
+            assert await stream.read() == b"x"
+        stream.cancel()
+
+
+async def test_a_flooded_server_does_not_look_ill() -> None:
+    """Health is asked by an orchestrator that would restart it; so it is never refused."""
+    handler: Any = grpc.unary_unary_rpc_method_handler(echo)
+    generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})
+    registration = Registration(SERVICE, lambda server: server.add_generic_rpc_handlers((generic,)))
+    server = Server(ServerOptions(request_rate=0.001, request_burst=1), services=[registration])
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call: Any = channel.unary_unary(METHOD)
+            await call(b"x", timeout=PATIENCE)
+            error = await refusal(call(b"x", timeout=PATIENCE))
+            assert error.reason == "TOO_MANY_REQUESTS"
+            health = health_pb2_grpc.HealthStub(channel)
+            for _ in range(10):
+                answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await server.stop()
+
+
+async def test_a_service_says_what_its_streams_may_send() -> None:
+    """A server has it from the registration; its other services are not touched by it."""
+    handler: Any = grpc.stream_stream_rpc_method_handler(echo_each)
+    generic = grpc.method_handlers_generic_handler(SERVICE, {"Do": handler})
+    registration = Registration(
+        SERVICE,
+        lambda server: server.add_generic_rpc_handlers((generic,)),
+        message_rate=Rate(0.001, 3),
+    )
+    server = Server(ServerOptions(), services=[registration])
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stream: Any = channel.stream_stream(METHOD)(timeout=PATIENCE)
+            for _ in range(3):
+                await stream.write(b"x")
+                assert await stream.read() == b"x"
+            assert (await refusal(stream.read())).reason == "TOO_MANY_REQUESTS"
+    finally:
+        await server.stop()
+
+
+async def test_zero_is_no_limit() -> None:
+    """As the flag's help says."""
+    calls = CallInterceptor(lambda error: None, clock=Clock())
+    assert not any(calls.excess("ipv4:10.0.0.1:1") for _ in range(100_000))
+
+
+async def test_a_stream_of_reflection_is_bounded() -> None:
+    """Each of its messages may be answered with a whole file."""
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+
+    calls = CallInterceptor(lambda error: None, clock=Clock())
+    stream = calls.metered("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", endless())
+    for _ in range(1_000):
+        await anext(stream)
+    with pytest.raises(ServiceError) as refused:
+        await anext(stream)
+    assert refused.value.reason == "TOO_MANY_REQUESTS"
