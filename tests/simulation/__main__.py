@@ -1,0 +1,94 @@
+"""Plays seeds: one with its whole trace, or a range of them on all cores. `make simulate` calls it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+
+import click
+
+from simulation.blocks import leave_interrupts, play_block
+from simulation.scenario import Failed, Scenario, shown
+
+# Seeds of one errand of a process.
+_BLOCK = 50
+# Seconds between two lines of progress.
+_PROGRESS = 5.0
+# Failures after which a range is given up.
+_MOST_FAILURES = 5
+
+
+@click.command()
+@click.option("--seed", type=int, help="Play this seed and show all that happens.")
+@click.option("--seeds", type=click.IntRange(1), default=1000, show_default=True, help="Play so many seeds.")
+@click.option("--first", type=int, default=0, show_default=True, help="The first of them.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default=True, help="Processes.")
+def main(seed: int | None, seeds: int, first: int, jobs: int) -> None:
+    """Play simulations; exit code 1 if one breaks an invariant, 130 after Ctrl-C."""
+    if seed is not None:
+        sys.exit(_replay(seed))
+    try:
+        failures = _play_range(range(first, first + seeds), jobs)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    sys.exit(1 if failures else 0)
+
+
+def _replay(seed: int) -> int:
+    scenario, verdict = Scenario(seed), "no violation"
+    try:
+        scenario.play()
+    except Failed as failure:
+        verdict = str(failure).splitlines()[0]
+    for line in shown(scenario.cluster):
+        click.echo(line)
+    click.echo(scenario.plan.describe())
+    click.echo(verdict)
+    return 0 if verdict == "no violation" else 1
+
+
+def _play_range(seeds: range, jobs: int) -> int:
+    """Play a range and say how it goes; returns how many seeds failed."""
+    begun = said = time.monotonic()
+    played = failures = 0
+    blocks = iter([seeds[at : at + _BLOCK] for at in range(0, len(seeds), _BLOCK)])
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=leave_interrupts) as pool:
+        under_way: set[Future[list[str]]] = set()
+        try:
+            while _fill(pool, under_way, blocks, 2 * jobs) and failures < _MOST_FAILURES:
+                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in done:
+                    for report in future.result():
+                        failures += 1
+                        click.echo(report + "\n")
+                    played += _BLOCK
+                if time.monotonic() - said >= _PROGRESS:
+                    said = time.monotonic()
+                    _say(min(played, len(seeds)), len(seeds), failures, said - begun)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    _say(min(played, len(seeds)), len(seeds), failures, time.monotonic() - begun)
+    return failures
+
+
+def _fill(
+    pool: ProcessPoolExecutor, under_way: set[Future[list[str]]], blocks: Iterator[range], most: int
+) -> bool:
+    while len(under_way) < most and (block := next(blocks, None)) is not None:
+        under_way.add(pool.submit(play_block, block))
+    return bool(under_way)
+
+
+def _say(played: int, of: int, failures: int, seconds: float) -> None:
+    rate = played / seconds if seconds else 0.0
+    click.echo(f"{played} of {of} seeds, {failures} violations, {seconds:.0f} s, {rate:.0f} seeds/s")
+
+
+if __name__ == "__main__":
+    main()

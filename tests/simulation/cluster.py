@@ -1,0 +1,244 @@
+"""A cluster in one process: a service with its disk, the nodes of a run, a watcher, an operator, and a network."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from rallypoint.rendezvous.core.state import Phase
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from simulation.clockwork import SKEW, Clockwork, Process
+from simulation.disk import Disk
+from simulation.network import Link, Network
+from simulation.node import Node, Surroundings
+from simulation.onlookers import Onlooker, Operator, Reader, Watcher
+from simulation.plan import RUN, Plan
+from simulation.referee import Referee
+from simulation.server import Server
+
+# Lives that nodes of one cluster may have while there is trouble: a plan of many deaths takes too long to play.
+_MOST_LIVES = 40
+
+
+class Cluster:
+    """Everything of one seed; `trace` says what happened."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.chance = self._stream("faults")
+        self.clockwork = Clockwork(self._stream("ties"))
+        self.trace: list[tuple[float, str, tuple[Any, ...]]] = []
+        self.referee = Referee(self.note, self.clockwork.after)
+        self.network = Network(self.clockwork, self._stream("network"))
+        self.disk = Disk(
+            self.clockwork, self._stream("disk"), self.referee.durable, self.referee.forgotten, self.note
+        )
+        self.around = Surroundings(
+            self.clockwork,
+            self.network,
+            self.referee,
+            self._stream("workers"),
+            plan.fates,
+            self._writable_round,
+        )
+        self.processes: list[Process] = []
+        self.nodes: list[Node] = []
+        self.links: list[Link] = []
+        self.server: Server | None = None
+        self.calm = False
+        # Names of the actions that befell it.
+        self.struck: set[str] = set()
+        self._skew = self._stream("clocks")
+        self._lives = 0
+        self.start_server()
+        self.onlookers: list[Onlooker] = [
+            kind(self.new_process(name), self.new_link(name), self.network, self.referee)
+            for kind, name in ((Watcher, "watcher"), (Reader, "reader"))
+        ]
+        self.operator = Operator(
+            self.new_process("operator"), self.new_link("operator"), self.network, self.referee
+        )
+
+    def _stream(self, purpose: str) -> random.Random:
+        return random.Random(f"{self.plan.seed}/{purpose}")
+
+    def note(self, what: str, *details: Any) -> None:
+        """Write into the trace."""
+        self.trace.append((self.clockwork.now, what, details))
+
+    def new_process(self, name: str) -> Process:
+        """Start a process, with a clock that goes as it likes."""
+        skew = self._skew
+        process = Process(
+            self.clockwork,
+            name,
+            self.referee.unforeseen,
+            rate=skew.uniform(1 - SKEW, 1 + SKEW),
+            offset=skew.uniform(0.0, 1e6),
+        )
+        self.processes.append(process)
+        return process
+
+    def new_link(self, name: str) -> Link:
+        """Plug a host in."""
+        link = Link(name, self.chance.choice([0.0005, 0.002, 0.02]))
+        self.links.append(link)
+        return link
+
+    # ---- the service
+
+    def start_server(self) -> None:
+        """Start the service from what is durable."""
+        if self.server is not None:
+            return
+        process = self.new_process(f"server{len(self.processes)}")
+        self.note("start", process.name)
+        self.server = Server(
+            process,
+            self.disk,
+            self.referee,
+            limits=self.plan.limits,
+            wall_offset=self._skew.uniform(-600, 600),
+            on_ready=self._serves,
+            on_exit=self._server_ended,
+        )
+
+    def _serves(self, server: Server) -> None:
+        self.network.listener = server
+
+    def _server_ended(self, server: Server) -> None:
+        self.end_server(silently=False)
+
+    def end_server(self, *, silently: bool) -> None:
+        """End the present life of the service, and start the next one soon."""
+        server, self.server = self.server, None
+        if server is None:
+            return
+        self.note("end", server.process.name)
+        server.process.kill()
+        server.journal.lose()
+        self.network.listener = None
+        self.network.died(server.process, silently=silently)
+        self.clockwork.after(self.chance.choice([0.05, 0.5, 3.0, 8.0]), self.start_server)
+
+    def _writable_round(self, run_id: str) -> int | None:
+        return self.server.engine.writable_round(run_id) if self.server is not None else None
+
+    # ---- nodes
+
+    @property
+    def alive(self) -> list[Node]:
+        """Nodes whose agent process is there."""
+        return [node for node in self.nodes if node.process.alive]
+
+    def start_node(self, node_id: str, link: Link | None = None) -> None:
+        """Start an agent under a name, whoever else has it."""
+        if self._lives >= _MOST_LIVES and not self.calm:
+            return
+        self._lives += 1
+        chance = self.chance
+        request = pb.JoinRun(
+            run_id=RUN,
+            node_id=node_id,
+            settings=self.plan.settings,
+            address=f"{node_id}.cluster",
+            local_world_size=chance.choice([1, 2, 4]),
+            role=chance.choice(["trainer", "evaluator"]),
+            topology=chance.choice(["", "rack1", "rack1/switch2", "rack2"]),
+        )
+        process = self.new_process(f"{node_id}#{self._lives}")
+        self.note("start", process.name)
+        link = link or self.new_link(node_id)
+        self.nodes.append(Node(self.around, process, link, request, self._stream(process.name)))
+
+    def pause(self, process: Process, seconds: float) -> None:
+        """Stop a process for a while."""
+        if process.paused or not process.alive:
+            return
+        self.note("pause", process.name, round(seconds, 2))
+        process.pause()
+        self.network.paused(process)
+        self.clockwork.after(seconds, self.resume, process)
+
+    def resume(self, process: Process) -> None:
+        """Let a process go on."""
+        if process.paused:
+            self.note("resume", process.name)
+            process.resume()
+
+    def heal(self, link: Link) -> None:
+        """Mend a link."""
+        if not link.whole:
+            self.note("heal", link.name)
+            self.network.heal(link)
+
+    # ---- the end of all trouble
+
+    def calm_down(self) -> None:
+        """No more faults: all that is broken is mended, and who is missing comes back."""
+        self.note("calm")
+        self.calm = True
+        self.around.fates.steady = True
+        self.disk.latency, self.disk.failing = 0.002, 0.0
+        for link in self.links:
+            link.latency = min(link.latency, 0.02)
+            self.heal(link)
+        for process in self.processes:
+            self.resume(process)
+        self.start_server()
+        self._keep_up()
+
+    def _keep_up(self) -> None:
+        """As people and schedulers do: let nodes in again, and replace those that have gone as far as needed."""
+        self.clockwork.after(2.0, self._keep_up)
+        if self.over:
+            return
+        for node_id in sorted(self.referee.ledger(RUN).evicted):
+            self.operator.readmit_node(node_id)
+        live = [node.node_id for node in self.alive if node.live]
+        missing = [node_id for node_id in self.plan.node_ids if node_id not in live]
+        while missing and len(live) < self.plan.settings.min_nodes:
+            node_id = missing.pop()
+            self.start_node(node_id)
+            live.append(node_id)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is over for good."""
+        return self.referee.ledger(RUN).over
+
+    def settled(self) -> bool:
+        """Whether all that live agree on a round that runs, or all have gone from a run that is closed."""
+        ledger = self.referee.ledger(RUN)
+        if self.server is None:
+            return False
+        if not ledger.forgotten and any(each.revision != ledger.revision for each in self.onlookers):
+            return False
+        if ledger.over:
+            return not self.alive and not self.referee.groups
+        if ledger.phase is not Phase.FINAL:
+            return False
+        seats = ledger.rounds[ledger.round].leases
+        return self._agree(ledger.round, dict(seats))
+
+    def _agree(self, round_: int, seats: dict[str, int]) -> bool:
+        for node in self.alive:
+            if not node.live:
+                return False
+            seated = seats.get(node.node_id) == node.membership.lease
+            if seated:
+                del seats[node.node_id]
+            known = node.state.assignment.round if node.state.assignment is not None else 0
+            if node.state.phase.name != "FINAL" or known != (round_ if seated else 0):
+                return False
+            if seated and node.runs != round_:
+                return False
+        succeeded = self.referee.ledger(RUN).rounds[round_].succeeded
+        return set(seats) <= succeeded
+
+    def dispose(self) -> None:
+        """Let go of everything."""
+        for process in self.processes:
+            process.alive = False
+        for process in self.processes:
+            process.dispose()

@@ -1,0 +1,204 @@
+"""What may befall a cluster: one function for each thing, with how often it comes.
+
+To add one, write a function that does it to a `Cluster` and give it an `@action`. A seed has some of them only, each
+with a weight of its own, so that rare combinations come up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from simulation.cluster import Cluster
+from simulation.node import Node
+
+Action = Callable[[Cluster], None]
+
+# By name: the action, its weight, and whether it is trouble of the server alone.
+ACTIONS: dict[str, tuple[Action, float, bool]] = {}
+
+
+def action(weight: float, *, of_server: bool = False) -> Callable[[Action], Action]:
+    """Make a function an action."""
+
+    def register(act: Action) -> Action:
+        ACTIONS[act.__name__] = act, weight, of_server
+        return act
+
+    return register
+
+
+def draw_actions(chance: random.Random, *, of_server_only: bool) -> dict[str, float]:
+    """The actions of a seed and their weights: each is in with one half."""
+    drawn = {
+        name: weight * chance.uniform(0.2, 2.0)
+        for name, (_, weight, of_server) in ACTIONS.items()
+        if (of_server or not of_server_only) and chance.random() < 0.5
+    }
+    return drawn or {"crash_server": 1.0}
+
+
+def _some(cluster: Cluster) -> Node | None:
+    nodes = [node for node in cluster.alive if not node.process.paused]
+    return cluster.chance.choice(nodes) if nodes else None
+
+
+def _bring_back(cluster: Cluster, node: Node) -> None:
+    """What was killed is started again, perhaps, and perhaps under another name."""
+    chance = cluster.chance
+    node_id = node.node_id if chance.random() < 0.7 else chance.choice(cluster.plan.node_ids)
+    if chance.random() < 0.8:
+        cluster.clockwork.after(chance.choice([0.0, 0.5, 3.0, 10.0]), _start, cluster, node_id)
+
+
+def _start(cluster: Cluster, node_id: str) -> None:
+    if not cluster.calm:
+        cluster.start_node(node_id)
+
+
+# ---- nodes
+
+
+@action(2.0)
+def crash_agent(cluster: Cluster) -> None:
+    """An agent is killed."""
+    node = _some(cluster)
+    if node is not None:
+        cluster.note("crash", node.process.name)
+        node.crash()
+        _bring_back(cluster, node)
+
+
+@action(1.0)
+def lose_host(cluster: Cluster) -> None:
+    """A host loses power."""
+    node = _some(cluster)
+    if node is not None:
+        cluster.note("power off", node.process.name)
+        node.lose_power()
+        _bring_back(cluster, node)
+
+
+@action(1.5)
+def pause_agent(cluster: Cluster) -> None:
+    """An agent is stopped, and its workers run on."""
+    node = _some(cluster)
+    if node is not None:
+        cluster.pause(node.process, cluster.chance.choice([0.3, 3.0, 12.0, 30.0]))
+
+
+@action(2.0)
+def stop_node(cluster: Cluster) -> None:
+    """A node is told to leave."""
+    node = _some(cluster)
+    if node is not None:
+        cluster.note("stop", node.process.name)
+        node.request_stop()
+
+
+@action(1.0)
+def start_twin(cluster: Cluster) -> None:
+    """An agent is started under a name that another may still have."""
+    cluster.start_node(cluster.chance.choice(cluster.plan.node_ids))
+
+
+# ---- the network
+
+
+@action(2.0)
+def cut_link(cluster: Cluster) -> None:
+    """A host can't be reached, can't reach the service, or both, for a while."""
+    link = cluster.chance.choice(cluster.links)
+    direction = cluster.chance.choice(["up", "down", "both"])
+    cluster.note("cut", link.name, direction)
+    cluster.network.block(link, up=direction != "down", down=direction != "up")
+    cluster.clockwork.after(cluster.chance.choice([0.5, 3.0, 12.0, 35.0]), cluster.heal, link)
+
+
+@action(2.0)
+def reset_link(cluster: Cluster) -> None:
+    """The connections of a host break."""
+    link = cluster.chance.choice(cluster.links)
+    cluster.note("reset", link.name)
+    cluster.network.reset(link)
+
+
+@action(1.0)
+def slow_link(cluster: Cluster) -> None:
+    """A host's network gets slow, or fast again."""
+    link = cluster.chance.choice(cluster.links)
+    link.latency = cluster.chance.choice([0.0005, 0.02, 0.3, 2.0])
+    cluster.note("latency", link.name, link.latency)
+
+
+# ---- the service
+
+
+@action(2.0, of_server=True)
+def crash_server(cluster: Cluster) -> None:
+    """The service is killed."""
+    cluster.end_server(silently=False)
+
+
+@action(0.5)
+def lose_server_host(cluster: Cluster) -> None:
+    """The service's host loses power."""
+    cluster.end_server(silently=True)
+
+
+@action(1.5, of_server=True)
+def pause_server(cluster: Cluster) -> None:
+    """The service is stopped."""
+    if cluster.server is not None:
+        cluster.pause(cluster.server.process, cluster.chance.choice([0.5, 3.0, 12.0, 30.0]))
+
+
+@action(1.0, of_server=True)
+def drain_server(cluster: Cluster) -> None:
+    """The service is told to end."""
+    if cluster.server is not None:
+        cluster.note("drain", cluster.server.process.name)
+        cluster.server.drain()
+
+
+@action(1.0, of_server=True)
+def change_disk(cluster: Cluster) -> None:
+    """The disk gets slow, or fast again, or full."""
+    disk = cluster.disk
+    disk.latency = cluster.chance.choice([0.0005, 0.005, 0.1, 2.0])
+    disk.failing = cluster.chance.choice([0.0, 0.0, 0.2])
+    cluster.note("disk", disk.latency, disk.failing)
+
+
+# ---- people
+
+
+@action(0.7)
+def restart_run(cluster: Cluster) -> None:
+    """An operator wants all workers started anew."""
+    cluster.note("restart")
+    cluster.operator.restart_run()
+
+
+@action(0.7)
+def evict_node(cluster: Cluster) -> None:
+    """An operator takes a node out, or one that is not in."""
+    node_id = cluster.chance.choice(cluster.plan.node_ids)
+    cluster.note("evict", node_id)
+    cluster.operator.evict_node(node_id)
+
+
+@action(0.7)
+def readmit_node(cluster: Cluster) -> None:
+    """An operator lets a node in again, whether or not it was taken out."""
+    node_id = cluster.chance.choice(cluster.plan.node_ids)
+    cluster.note("readmit", node_id)
+    cluster.operator.readmit_node(node_id)
+    _start(cluster, node_id)
+
+
+@action(0.1)
+def close_run(cluster: Cluster) -> None:
+    """An operator closes the run."""
+    cluster.note("close")
+    cluster.operator.close_run()

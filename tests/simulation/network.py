@@ -1,0 +1,311 @@
+"""The network: connections that deliver in order and late, and that break, stall and lose what was under way."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from simulation.clockwork import TICK, Clockwork, Process
+
+# What travels: its kind, and what belongs to it.
+Item = tuple[str, Any]
+
+# When a peer that vanished without a word is given up, seconds: keep-alive ping and its timeout, as in
+# serving.channel.CLIENT_ARGUMENTS and serving.server.SERVER_ARGUMENTS.
+CLIENT_NOTICES = (10.0, 15.0)
+SERVER_NOTICES = (20.0, 30.0)
+# gRPC's pause between two attempts to connect, and how long one may take. Seconds.
+LONGEST_RECONNECT = 1.2
+ATTEMPT = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """How a host reaches the service."""
+
+    name: str
+    latency: float
+    up_blocked: bool = False
+    down_blocked: bool = False
+    # Counts changes of what is blocked, so that who waited for one knows whether it is still the same.
+    epoch: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it works in both directions."""
+        return not (self.up_blocked or self.down_blocked)
+
+
+class End(Protocol):
+    """One end of a connection."""
+
+    def receive(self, item: Item) -> None:
+        """Take what arrives."""
+
+
+class Pipe:
+    """One direction of a connection."""
+
+    def __init__(
+        self, network: Network, link: Link, up: bool, reader: Process, end: Callable[[], End | None]
+    ) -> None:
+        self._network = network
+        self._link = link
+        self._up = up
+        self._reader = reader
+        self._end = end
+        self._flight: deque[Item] = deque()
+        self._held = 0
+        self._last = 0.0
+
+    def send(self, item: Item) -> None:
+        """Put something in."""
+        self._flight.append(item)
+        self._depart()
+
+    def cut(self) -> None:
+        """Lose the end of what is under way."""
+        keep = self._network.random.randint(0, len(self._flight))
+        while len(self._flight) > keep:
+            self._flight.pop()
+
+    def unblock(self) -> None:
+        """Let what was held up get on."""
+        held, self._held = self._held, 0
+        for _ in range(held):
+            self._depart()
+
+    def _depart(self) -> None:
+        network = self._network
+        arrival = network.clockwork.now + self._link.latency * (0.5 + network.random.expovariate(2.0))
+        self._last = max(self._last + TICK, arrival)
+        network.clockwork.at(self._last, self._arrive)
+
+    def _arrive(self) -> None:
+        if self._link.up_blocked if self._up else self._link.down_blocked:
+            self._held += 1
+        elif self._flight:
+            self._reader.call_soon(self._deliver, self._flight.popleft())
+
+    def _deliver(self, item: Item) -> None:
+        end = self._end()
+        if end is not None:
+            end.receive(item)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A connection with one call on it."""
+
+    network: Network
+    link: Link
+    client: Process
+    server: Process
+    client_end: End
+    accept: Callable[[Connection, str], End]
+    # Messages to the client that it has not taken, how many there may be, and whether the server waits for that.
+    window: int
+    untaken: int = 0
+    starved: bool = False
+    server_end: End | None = None
+    up: Pipe = field(init=False)
+    down: Pipe = field(init=False)
+    # The ends that know that it is over.
+    over: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.up = Pipe(self.network, self.link, True, self.server, self._server_end)
+        self.down = Pipe(self.network, self.link, False, self.client, lambda: self.client_end)
+
+    def _server_end(self) -> End:
+        if self.server_end is None:
+            self.server_end = _Opening(self)
+        return self.server_end
+
+    def taken(self) -> None:
+        """The client took a message."""
+        self.untaken -= 1
+        if self.starved:
+            self.starved = False
+            self.up.send(("credit", None))
+
+    def client_gives_up(self) -> None:
+        """The client holds the connection for broken."""
+        self.client.call_soon(self.client_end.receive, ("gone", "keep-alive ping timed out"))
+        self.up.cut()
+        if self.network.random.random() < 0.5:
+            self.up.send(("gone", None))
+        else:  # that is lost as well: the server finds out by itself, or by a newer stream of the same client
+            self.network.leave_to_server(self)
+
+    def server_gives_up(self) -> None:
+        """The server holds the connection for broken."""
+        self.server.call_soon(self._server_end().receive, ("gone", None))
+        self.down.cut()
+        self.down.send(("gone", "connection reset by peer"))
+
+    def reset(self) -> None:
+        """It breaks, and both ends learn of it."""
+        for pipe in (self.up, self.down):
+            pipe.cut()
+            pipe.send(("gone", "connection reset"))
+
+    def ended(self, end: str) -> None:
+        """One end knows that it is over."""
+        self.over.add(end)
+        if len(self.over) == 2:
+            self.network.connections.pop(id(self), None)
+
+
+class _Opening:
+    """The server's end before it knows what the call is."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def receive(self, item: Item) -> None:
+        """The first item says it."""
+        kind, value = item
+        if kind == "open":
+            connection = self._connection
+            connection.server_end = connection.accept(connection, value)
+        elif kind == "gone":
+            self._connection.ended("server")
+
+
+class Listener(Protocol):
+    """A server that takes connections."""
+
+    process: Process
+
+    def accept(self, connection: Connection, method: str) -> End:
+        """Take a call."""
+
+
+class Caller(End, Protocol):
+    """Who opens a connection."""
+
+    process: Process
+    link: Link
+    wait_for_ready: bool
+
+    @property
+    def over(self) -> bool:
+        """Whether it has given up, or is done."""
+
+    def connected(self, connection: Connection) -> None:
+        """The connection is there."""
+
+
+class Network:
+    """All connections, and what befalls them."""
+
+    def __init__(self, clockwork: Clockwork, chance: random.Random) -> None:
+        self.clockwork = clockwork
+        self.random = chance
+        self.listener: Listener | None = None
+        # By identity, in the order of connecting.
+        self.connections: dict[int, Connection] = {}
+        self.window = chance.choice([1, 3, 10])
+
+    def dial(self, caller: Caller) -> None:
+        """Connect a caller, as often as that takes."""
+        self._attempt(caller, self.clockwork.now)
+
+    def _attempt(self, caller: Caller, since: float) -> None:
+        link = caller.link
+        self.clockwork.after(link.latency * self.random.uniform(0.5, 2.0), self._knock, caller, since)
+
+    def _knock(self, caller: Caller, since: float) -> None:
+        if caller.over or not caller.process.alive:
+            return
+        if caller.process.paused or not caller.link.whole:
+            if self.clockwork.now < since + ATTEMPT or caller.wait_for_ready or caller.process.paused:
+                self.clockwork.after(self.random.uniform(0.2, 1.0), self._attempt, caller, since)
+            else:
+                caller.process.call_soon(caller.receive, ("gone", "connection timed out"))
+        elif self.listener is not None:
+            self._connect(caller, self.listener)
+        elif caller.wait_for_ready:
+            pause = self.random.uniform(0.1, LONGEST_RECONNECT)
+            self.clockwork.after(pause, self._attempt, caller, since)
+        else:
+            caller.process.call_soon(caller.receive, ("gone", "connection refused"))
+
+    def _connect(self, caller: Caller, listener: Listener) -> None:
+        connection = Connection(
+            self, caller.link, caller.process, listener.process, caller, listener.accept, self.window
+        )
+        self.connections[id(connection)] = connection
+        caller.connected(connection)
+
+    def _those(self, which: Callable[[Connection], bool]) -> list[Connection]:
+        return [each for each in self.connections.values() if which(each)]
+
+    def block(self, link: Link, *, up: bool, down: bool) -> None:
+        """Swallow what travels a link; both ends notice in their time."""
+        link.up_blocked, link.down_blocked = link.up_blocked or up, link.down_blocked or down
+        link.epoch += 1
+        epoch = link.epoch
+        for connection in self._those(lambda each: each.link is link):
+            self._notice(connection, lambda: link.epoch == epoch, client=True, server=True)
+
+    def heal(self, link: Link) -> None:
+        """Let a link work again, with what it swallowed sent again."""
+        link.up_blocked = link.down_blocked = False
+        link.epoch += 1
+        for connection in self._those(lambda each: each.link is link):
+            connection.up.unblock()
+            connection.down.unblock()
+
+    def reset(self, link: Link) -> None:
+        """Break all connections of a link."""
+        for connection in self._those(lambda each: each.link is link):
+            connection.reset()
+
+    def paused(self, process: Process) -> None:
+        """A process was stopped: who talks to it notices in its time, if it is stopped for so long."""
+        since = process.paused_since
+
+        def still() -> bool:
+            return process.paused and process.paused_since == since
+
+        for connection in self._those(lambda each: process in (each.client, each.server)):
+            self._notice(
+                connection, still, client=process is connection.server, server=process is connection.client
+            )
+
+    def died(self, process: Process, *, silently: bool) -> None:
+        """A process was killed. Silently: with its host, so that nobody is told."""
+        for connection in self._those(lambda each: process in (each.client, each.server)):
+            client_died = process is connection.client
+            connection.ended("client" if client_died else "server")
+            pipe = connection.up if client_died else connection.down
+            if silently:
+                pipe.cut()
+                self._notice(connection, lambda: True, client=not client_died, server=client_died)
+            else:
+                if self.random.random() < 0.5:
+                    pipe.cut()
+                pipe.send(("gone", "socket closed"))
+
+    def leave_to_server(self, connection: Connection) -> None:
+        """Nobody tells the server that a client has gone."""
+        self._notice(connection, lambda: True, client=False, server=True)
+
+    def _notice(
+        self, connection: Connection, still: Callable[[], bool], *, client: bool, server: bool
+    ) -> None:
+        def give_up(end: str, act: Callable[[], None]) -> None:
+            if still() and end not in connection.over:
+                act()
+
+        if client:
+            delay = self.random.uniform(*CLIENT_NOTICES)
+            self.clockwork.after(delay, give_up, "client", connection.client_gives_up)
+        if server:
+            delay = self.random.uniform(*SERVER_NOTICES)
+            self.clockwork.after(delay, give_up, "server", connection.server_gives_up)

@@ -1,0 +1,215 @@
+"""One life of an agent: the product's core and its membership, with workers that are simulated.
+
+What `rallypoint.agent.job.Job` does around the two, with processes, logs and sockets left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint.agent import core
+from rallypoint.agent.messages import assignment_value, phase_value
+from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.errors import ServiceError
+from simulation.clockwork import Clockwork, Process
+from simulation.network import Link, Network
+from simulation.referee import Group, Referee
+from simulation.wire import Channel
+from simulation.workers import Crew, Fates
+
+# How long a node that leaves waits for the service to take its lease back, seconds.
+_CLOSE_TIMEOUT = 5.0
+_CONNECT_TIMEOUT = 60.0
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What an agent has around it."""
+
+    clockwork: Clockwork
+    network: Network
+    referee: Referee
+    chance: random.Random
+    fates: Fates
+    # The round of a run whose workers may write to the service's store; None: there is no service.
+    writable_round: Callable[[str], int | None]
+
+
+class Node:
+    """An agent and its host's workers, from joining the run to the end."""
+
+    def __init__(
+        self, around: Surroundings, process: Process, link: Link, request: pb.JoinRun, jitter: random.Random
+    ) -> None:
+        self.process = process
+        self.link = link
+        self.request = request
+        self.state = core.AgentState()
+        self.crew: Crew | None = None
+        self.result: str | None = None
+        self.revision = 0
+        self._around = around
+        self._events: asyncio.Queue[core.Event] = asyncio.Queue()
+        self._lease = 0
+        channel: Any = Channel(process, link, around.network)
+        self.membership = Membership(
+            channel,
+            "rendezvous:29400",
+            request,
+            self._hear,
+            connect_timeout=_CONNECT_TIMEOUT,
+            jitter=jitter,
+        )
+        self._membership_task = process.create_task(self._be_member())
+        process.create_task(self._run())
+
+    @property
+    def run_id(self) -> str:
+        """The run it is in."""
+        return self.request.run_id
+
+    @property
+    def node_id(self) -> str:
+        """Its name."""
+        return self.request.node_id
+
+    @property
+    def live(self) -> bool:
+        """Whether it is a node that means to stay."""
+        return self.process.alive and self.state.leaving is None and not (self.state.left or self.state.out)
+
+    @property
+    def runs(self) -> int:
+        """The round whose workers run here, or have run to their good end; 0: none."""
+        state = self.state
+        if state.workers is not core.Workers.RUNNING:
+            return state.succeeded
+        return state.started if self.crew is not None and self.crew.running else 0
+
+    def request_stop(self) -> None:
+        """Ask it to leave in good order."""
+        self.process.call_soon(self._events.put_nowait, core.StopRequested("told to stop"))
+
+    async def _run(self) -> None:
+        while not self.state.finished:
+            event = await self._events.get()
+            self.state, effects = core.decide(self.state, event)
+            for effect in effects:
+                self._carry_out(effect)
+        self._membership_task.cancel()
+        if self.crew is not None:
+            self.crew.vanish()
+        self.result = self.result or "finished"
+        self._around.referee.note("exit", self.process.name, self.result)
+        self._around.network.died(self.process, silently=False)
+        self.process.kill()
+
+    def _carry_out(self, effect: core.Effect) -> None:
+        match effect:
+            case core.StartWorkers():
+                self._start(effect.assignment)
+            case core.StopWorkers():
+                assert self.crew is not None, "workers that run are a crew's"
+                self.crew.stop(lambda: self._tell(core.WorkersGone()))
+            case core.Confirm():
+                self._around.referee.confirms(self, effect.round)
+                self.membership.confirm(effect.round, 29500)
+            case core.ReportFailure():
+                self.membership.report_failure(self._failure(effect.round))
+            case core.ReportSuccess():
+                self.membership.report_success(effect.round)
+            case core.Depart():
+                self.membership.depart(effect.detail)
+            case core.Leave():
+                self._leave(effect.detail)
+            case core.Finish():
+                pass  # the loop in `_run` sees the state
+
+    def _tell(self, event: core.Event) -> None:
+        self.process.call_soon(self._events.put_nowait, event)
+
+    def _start(self, seat: core.Assignment) -> None:
+        around = self._around
+        group = Group(self.run_id, self.node_id, self._lease, seat.round, seat.fencing_token, self)
+        self.crew = Crew(
+            around.clockwork,
+            around.chance,
+            around.fates,
+            around.referee,
+            group,
+            on_write=lambda: around.referee.writes(group, around.writable_round(group.run_id)),
+            on_failure=lambda: self._tell(core.WorkerFailed()),
+            on_success=lambda: self._tell(core.WorkersSucceeded()),
+        )
+
+    def _failure(self, round_: int) -> pb.WorkerFailure:
+        return pb.WorkerFailure(round=round_, host="host", pid=4711, exit_code=1, message="it broke")
+
+    def _leave(self, detail: str) -> None:
+        if self.membership.lease:
+            self.membership.leave(detail)
+            self.process.create_task(self._bound_leaving())
+        else:
+            self._membership_task.cancel()
+
+    async def _bound_leaving(self) -> None:
+        done, _ = await asyncio.wait({self._membership_task}, timeout=_CLOSE_TIMEOUT)
+        if not done:
+            self._membership_task.cancel()
+
+    async def _be_member(self) -> None:
+        try:
+            await self.membership.run()
+        except RendezvousUnreachable:
+            self.result = "unreachable"
+        except ServiceError as error:
+            self.result = error.reason
+        finally:
+            self._events.put_nowait(core.MembershipEnded(self.result or ""))
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                self._around.referee.note("admitted", self.process.name, event)
+                self._lease = event.lease
+                if not event.resumed:
+                    self.revision = 0
+            case LeaseEnded():
+                self._around.referee.note("lease ended", self.process.name, event.reason)
+                self._events.put_nowait(core.LeaseEnded(event.reason))
+            case _:
+                self._on_update(event.update)
+
+    def _on_update(self, update: pb.NodeUpdate) -> None:
+        self._around.referee.saw(self.run_id, self.node_id, self.revision, update)
+        self.revision = update.revision
+        self._events.put_nowait(
+            core.Updated(
+                phase=phase_value(update.phase),
+                assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,
+                restart_count=update.restart_count,
+                detail=update.last_round_end.detail,
+                exit_barrier_passed=update.exit_barrier_passed,
+            )
+        )
+
+    # ---- how it may die
+
+    def crash(self) -> None:
+        """The agent is killed; its spawner takes the workers down, and the kernel closes its connections."""
+        self.process.kill()
+        self._around.network.died(self.process, silently=False)
+        if self.crew is not None:
+            self._around.clockwork.after(self._around.chance.uniform(0.0, 0.2), self.crew.vanish)
+
+    def lose_power(self) -> None:
+        """The host is gone, and all that ran on it."""
+        self.process.kill()
+        self._around.network.died(self.process, silently=True)
+        if self.crew is not None:
+            self.crew.vanish()

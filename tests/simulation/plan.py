@@ -1,0 +1,102 @@
+"""What a seed stands for: a run's settings, its nodes, how bad the world is, and what may befall it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from simulation.workers import Fates
+
+RUN = "run"
+# After so many seconds a run without nodes is forgotten, in some seeds: longer than a node may take to find out that
+# its server has gone, or nodes would come back to a run that was closed, find none, and begin it again.
+SHORT_TTL = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Drawn from a seed."""
+
+    seed: int
+    settings: pb.RunSettings
+    node_ids: tuple[str, ...]
+    fates: Fates
+    # Only the server is in trouble: then no worker may ever be restarted.
+    server_only: bool
+    # How long there is trouble, and how long there is none between two things that happen, seconds.
+    trouble: float
+    pause: float
+    # What happens in the end, to who is left: nothing, everybody succeeds, or an operator closes the run.
+    finale: str
+    # How much is kept of the run's history, and how often a checkpoint is written.
+    limits: RendezvousLimits
+    records_per_checkpoint: int
+
+    def describe(self) -> str:
+        """One paragraph, for who reads a failure."""
+        settings = " ".join(str(self.settings).split())
+        return (
+            f"seed {self.seed}: nodes {' '.join(self.node_ids)}; "
+            f"{'trouble of the server only' if self.server_only else 'any trouble'} for {self.trouble:.0f} s, "
+            f"something every {self.pause:.1f} s; finale: {self.finale}; {self.fates}; {settings}"
+        )
+
+
+def draw_plan(seed: int) -> Plan:
+    """The plan of a seed."""
+    chance = random.Random(f"{seed}/plan")
+    server_only = chance.random() < 0.2
+    min_nodes = chance.choice([1, 2, 2, 3])
+    max_nodes = min_nodes + chance.choice([0, 0, 1, 2])
+    count = min_nodes if server_only else chance.randint(min_nodes, max_nodes + 1)
+    return Plan(
+        seed,
+        _settings(chance, min_nodes, max_nodes, patient=server_only),
+        tuple(f"node{number}" for number in chance.sample([1, 2, 3, 9, 10, 11], min(count, 6))),
+        _fates(chance, server_only),
+        server_only,
+        trouble=chance.uniform(15.0, 45.0),
+        pause=chance.choice([0.7, 1.5, 4.0]),
+        finale=chance.choice(["nothing", "success", "close"]),
+        limits=RendezvousLimits(
+            events_per_run=chance.choice([20, 50_000]),
+            run_ttl=chance.choice([7_200.0, 7_200.0, SHORT_TTL]),
+        ),
+        records_per_checkpoint=chance.choice([1, 10, 30, 1000]),
+    )
+
+
+def _settings(chance: random.Random, min_nodes: int, max_nodes: int, *, patient: bool) -> pb.RunSettings:
+    settings = pb.RunSettings(
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        max_restarts=chance.choice([0, 1, 3, 100]),
+        keep_alive_max_attempt=3,
+        scale_up_policy=chance.choice(pb.ScaleUpPolicy.values()),
+        rank_policy=chance.choice(pb.RankPolicy.values()),
+    )
+    seconds = {
+        "exit_barrier_timeout": 300.0 if patient else chance.choice([5.0, 20.0, 300.0]),
+        "scale_up_delay": chance.choice([1.0, 6.0]),
+        "join_timeout": 60.0 if patient else chance.choice([8.0, 60.0]),
+        "last_call_timeout": chance.choice([0.0, 2.0, 10.0]),
+        "confirm_timeout": 20.0 if patient else chance.choice([6.0, 20.0]),
+        "keep_alive_interval": chance.choice([1.0, 2.0, 5.0]),
+        "disconnect_grace": 2.0 if patient else chance.choice([0.0, 0.5, 2.0]),
+    }
+    for name, value in seconds.items():
+        getattr(settings, name).FromNanoseconds(round(value * 1e9))
+    return settings
+
+
+def _fates(chance: random.Random, server_only: bool) -> Fates:
+    if server_only:
+        return Fates(succeeding=chance.choice([0.0, 0.0, 0.3]), longest=120.0)
+    return Fates(
+        failing=chance.choice([0.0, 0.1, 0.4]),
+        succeeding=chance.choice([0.0, 0.2, 0.9]),
+        longest=chance.choice([3.0, 30.0]),
+        slowest_stop=chance.choice([0.1, 1.0, 30.0]),
+    )

@@ -1,0 +1,283 @@
+"""Bugs to plant in the product: each makes it wrong in one way that simulations must find."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rallypoint.agent import core as agent_core
+from rallypoint.rendezvous import engine as engines
+from rallypoint.rendezvous import recovery
+from rallypoint.rendezvous.client import Membership
+from rallypoint.rendezvous.core import apply, decide, facts, leases, snapshot
+from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.hosted_run import HostedRun, Member
+from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.serving.lag import WatchClock
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def skip_the_fence(patch: pytest.MonkeyPatch) -> None:
+    """Whoever shows any lease is taken for the node it names, at the core and at the door."""
+
+    def lax(state: RunState, node_id: str, lease: int) -> None:
+        if node_id not in state.nodes:
+            original(state, node_id, lease)
+
+    original = decide.check_lease
+    patch.setattr(decide, "check_lease", lambda state, node_id, lease: None)
+    patch.setattr(HostedRun, "holds_lease", lambda self, node_id, lease: node_id in self.state.nodes)
+    patch.setattr(engines, "check_lease", lax)
+
+
+def tell_before_commit(patch: pytest.MonkeyPatch) -> None:
+    """What happened is told while the journal still writes it."""
+    step = RendezvousEngine._step
+
+    class Rash:
+        def __init__(self, journal: Any) -> None:
+            self._journal = journal
+
+        async def append(self, entries: Sequence[Any]) -> None:
+            asyncio.get_running_loop().create_task(self._journal.append(entries))
+
+    async def rash(self: RendezvousEngine, requests: Any) -> None:
+        journal = self._journal
+        self._journal = Rash(journal)  # type: ignore[assignment]
+        try:
+            await step(self, requests)
+        finally:
+            self._journal = journal
+
+    patch.setattr(RendezvousEngine, "_step", rash)
+
+
+def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
+    """A service that starts again counts the rounds from the beginning."""
+
+    def forgetful(*args: Any) -> Any:
+        runs, expired = recover(*args)
+        for run in runs.values():
+            run.state.round = run.state.round if run.state.seats else 0
+        return runs, expired
+
+    recover = recovery.recover_runs
+    patch.setattr(engines, "recover_runs", forgetful)
+
+
+def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
+    """A round that never became FINAL leaves its number to the next."""
+
+    def thrifty(fact: facts.RoundEnded, state: RunState, now: float) -> None:
+        burnt = state.phase is Phase.FROZEN
+        ended(fact, state, now)
+        state.round -= burnt
+
+    ended = apply._apply.registry[facts.RoundEnded]
+    dispatch = apply._apply
+
+    def applied(fact: object, state: RunState, now: float) -> None:
+        (thrifty if isinstance(fact, facts.RoundEnded) else dispatch)(fact, state, now)  # type: ignore[arg-type]
+
+    patch.setattr(apply, "_apply", applied)
+
+
+def forget_the_confirm_phase(patch: pytest.MonkeyPatch) -> None:
+    """A round is FINAL as soon as it is FROZEN."""
+    patch.setitem(decide._IN_PHASE, Phase.FROZEN, lambda state, now: facts.RoundFinalized(state.round))
+
+
+def drop_the_last_record(patch: pytest.MonkeyPatch) -> None:
+    """A recovery leaves out the record that was written last."""
+
+    def careless(recovered: Recovered, *args: Any) -> Any:
+        return recover(replace(recovered, records=recovered.records[:-1]), *args)
+
+    recover = recovery.recover_runs
+    patch.setattr(engines, "recover_runs", careless)
+
+
+def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has everything but how many restarts were used up."""
+
+    def careless(taken: Any, now: float) -> RunState:
+        return restore(replace(taken, restart_count=0), now)
+
+    restore = snapshot.restore
+    patch.setattr(recovery, "restore", careless)
+
+
+def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
+    """A service that starts again takes it amiss that it heard nothing while it was away."""
+
+    def strict(state: RunState, now: float) -> None:
+        restart(state, now)
+        state.lease_queue = []
+        for node in state.nodes.values():
+            node.lease_deadline = now + 0.3
+            leases.enqueue(state, node)
+
+    restart = leases.restart_leases
+    patch.setattr(leases, "restart_leases", strict)
+
+
+def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
+    """A service that was stopped holds it against the nodes."""
+    patch.setattr(WatchClock, "observe", lambda self, now, due: 0.0)
+
+
+def lease_out_of_heartbeats(patch: pytest.MonkeyPatch) -> None:
+    """Heartbeats keep no lease alive."""
+    patch.setattr(RendezvousEngine, "renew", lambda self, member: None)
+
+
+def never_lose_a_node(patch: pytest.MonkeyPatch) -> None:
+    """A lease that ran out is honoured for ever."""
+    patch.setattr(decide, "_expired_lease", lambda state, now: None)
+
+
+def let_an_old_stream_end_the_new(patch: pytest.MonkeyPatch) -> None:
+    """A stream that ends takes the node's membership with it, though a newer stream took its place."""
+    disconnect = RendezvousEngine.disconnect
+
+    def rash(self: RendezvousEngine, member: Member) -> None:
+        run = self._runs.get(member.run_id)
+        disconnect(self, run.members.get(member.node_id, member) if run is not None else member)
+
+    patch.setattr(RendezvousEngine, "disconnect", rash)
+
+
+def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
+    """A subscriber that is slow gets the state that it waited for, and none of those since."""
+    put = Slot.put
+
+    def polite(self: Slot[Any], value: Any) -> None:
+        if self._value is None:
+            put(self, value)
+
+    patch.setattr(Slot, "put", polite)
+
+
+def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
+    """Survivors are told of the next round, and not that theirs is over."""
+    told = tuple(kind for kind in engines._TOLD_TO_NODES if kind is not facts.RoundEnded)
+    patch.setattr(engines, "_TOLD_TO_NODES", told)
+
+
+def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
+    """What was said on a stream that broke is not said again on the next."""
+    live = Membership._live
+
+    async def forgetful(self: Membership, *args: Any) -> None:
+        self._statement = self._failure = self._success = None
+        await live(self, *args)
+
+    patch.setattr(Membership, "_live", forgetful)
+
+
+def keep_the_seat_of_a_superseded_lease(patch: pytest.MonkeyPatch) -> None:
+    """A node that joins anew under its name keeps the seat of its old lease."""
+
+    def careless(fact: facts.NodeLost, state: RunState, now: float) -> None:
+        if fact.reason is LossReason.SUPERSEDED:
+            del state.nodes[fact.node_id]
+            state.departing.pop(fact.node_id, None)
+        else:
+            lost(fact, state, now)
+
+    lost = apply._apply.registry[facts.NodeLost]
+    dispatch = apply._apply
+
+    def applied(fact: object, state: RunState, now: float) -> None:
+        (careless if isinstance(fact, facts.NodeLost) else dispatch)(fact, state, now)  # type: ignore[arg-type]
+
+    patch.setattr(apply, "_apply", applied)
+
+
+def one_token_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
+    """The fencing token of a round is its run's, not its own."""
+
+    def constant(fact: facts.RoundFrozen, state: RunState, now: float) -> None:
+        frozen(fact, state, now)
+        state.fencing_token = 1
+
+    frozen = apply._apply.registry[facts.RoundFrozen]
+    dispatch = apply._apply
+
+    def applied(fact: object, state: RunState, now: float) -> None:
+        (constant if isinstance(fact, facts.RoundFrozen) else dispatch)(fact, state, now)  # type: ignore[arg-type]
+
+    patch.setattr(apply, "_apply", applied)
+
+
+def open_the_store_to_every_round(patch: pytest.MonkeyPatch) -> None:
+    """The store goes on taking writes of the first round."""
+    keep = HostedRun.keep_writable_round
+
+    def lax(self: HostedRun) -> None:
+        keep(self)
+        self.writable_round = min(self.writable_round or 0, 1)
+
+    patch.setattr(HostedRun, "keep_writable_round", lax)
+
+
+def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
+    """An agent confirms a round as soon as it hears of it."""
+    next_step = agent_core._next_step
+
+    def hasty(state: agent_core.AgentState) -> Any:
+        step = next_step(state)
+        seat = state.assignment
+        waits = step is None and seat is not None and state.phase is agent_core.Phase.FROZEN
+        if seat is not None and waits and state.confirmed != seat.round and not state.left:
+            return replace(state, confirmed=seat.round), agent_core.Confirm(seat.round)
+        return step
+
+    patch.setattr(agent_core, "_next_step", hasty)
+
+
+def keep_workers_of_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
+    """An agent whose lease ended lets its workers run on, and takes them for those of its next round."""
+    note = agent_core._note
+
+    def calm(state: agent_core.AgentState, event: agent_core.Event) -> Any:
+        if isinstance(event, agent_core.LeaseEnded):
+            return replace(state, workers=agent_core.Workers.ABSENT, confirmed=0, started=0), []
+        return note(state, event)
+
+    patch.setattr(agent_core, "_note", calm)
+
+
+_AGREE = "all live nodes agree on one FINAL round"
+_ALONE = "trouble of the server alone"
+
+# With words of the invariants that each is seen to break.
+PLANTS: dict[Plant, str] = {
+    skip_the_fence: "workers run on a participant|holder|durable",
+    tell_before_commit: "durable",
+    forget_round_numbers_in_a_crash: "a round number is never given out twice",
+    reuse_the_number_of_a_burnt_round: "a round number is never given out twice",
+    forget_the_confirm_phase: "FINAL when every participant confirmed",
+    drop_the_last_record: f"revisions are 1, 2, 3|a lease that stands is honoured|{_ALONE}",
+    forget_restarts_in_a_checkpoint: "restarts are counted",
+    give_no_new_term_to_leases: _ALONE,
+    forgive_no_pause: _ALONE,
+    lease_out_of_heartbeats: f"{_ALONE}|forms a round",
+    never_lose_a_node: f"{_AGREE}|whoever waits, waits",
+    let_an_old_stream_end_the_new: f"{_AGREE}|told at once|left open by mistake",
+    keep_the_oldest_state: f"{_AGREE}|told at once",
+    tell_no_node_that_its_round_ended: "told at once",
+    say_nothing_twice: f"{_AGREE}|a run that is over ends",
+    keep_the_seat_of_a_superseded_lease: "an assignment goes to the lease",
+    one_token_for_all_rounds: "one fencing token per round",
+    open_the_store_to_every_round: "the store takes nothing of a round that is over",
+    confirm_while_workers_stop: "has no workers",
+    keep_workers_of_a_lost_lease: "has no workers|workers of one round at a time",
+}

@@ -1,0 +1,378 @@
+"""The referee of a whole cluster: what the journal, the wire, the hosts and the workers may never show together.
+
+Of each run it keeps the `Ledger` of the core's histories, which judges durable facts and what is told of them. It
+adds what only a cluster has: whose workers run when, who writes under which token, and what a client was promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from rallypoint.rendezvous.codec import decode_record
+from rallypoint.rendezvous.core import facts
+from rallypoint.rendezvous.core.state import Outcome, Phase
+from rallypoint.rendezvous.journal.journal import Forgotten, Record
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.serving.errors import decode
+from rendezvous.core.ledger import Ledger, Violation, require
+from simulation.clockwork import SKEW
+from simulation.wire import ServerCall, Status
+
+# Virtual seconds within which a server that runs tells what is durable.
+AT_ONCE = 0.5
+# A server whose clock is fast takes fewer of the world's seconds for a timeout: by less than this factor.
+_FAST_CLOCK = 1 + 2 * SKEW
+# What a server of ours never answers.
+_NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+
+
+@dataclass(slots=True)
+class Subject:
+    """Whom a server's stream is about, and what it was told."""
+
+    run_id: str
+    node_id: str
+    lease: int = 0
+    revision: int = 0
+    admitted: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The workers of one round on one host."""
+
+    run_id: str
+    node_id: str
+    lease: int
+    round: int
+    fencing_token: int
+    agent: object
+
+
+class RunLedger(Ledger):
+    """A run's ledger that remembers how leases ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Leases whose nodes said, or can't have failed to make sure, that nothing of them runs.
+        self.given_back: set[tuple[str, int]] = set()
+        self.ended: set[tuple[str, int]] = set()
+        self.operator_closes = False
+        self.final_rounds: list[int] = []
+        # The newest whose workers ever started.
+        self.started_round = 0
+
+        self.ever_evicted: set[str] = set()
+        self.ever_closed = False
+        # It is over for good, or was until it was forgotten.
+        self.over = False
+
+    @property
+    def forgotten(self) -> bool:
+        """It expired, and has not come again."""
+        return self._begins_at > max(1, self.revision)
+
+    def _RunCreated(self, fact: facts.RunCreated) -> None:
+        super()._RunCreated(fact)
+        self.over = False
+
+    @property
+    def evicted(self) -> frozenset[str]:
+        """Nodes that an operator took out."""
+        return frozenset(self._evicted)
+
+    @property
+    def phase(self) -> Phase:
+        """Of the run, by its durable facts."""
+        return self._phase
+
+    @property
+    def round(self) -> int:
+        """The newest round, by the run's durable facts."""
+        return self._round
+
+    def record(self, revision: int, fact: facts.Fact, decided_at: float) -> None:
+        """Take note of a fact that is durable."""
+        before = dict(self.leases)
+        super().record(revision, fact, decided_at)
+        gone = {(node_id, lease) for node_id, lease in before.items() if self.leases.get(node_id) != lease}
+        self.ended |= gone
+        if isinstance(fact, facts.NodeLeft):
+            self.given_back |= gone
+        if isinstance(fact, facts.RunClosed):
+            self.ever_closed = self.over = True
+            by_operator = fact.end.outcome is Outcome.CANCELLED
+            require(self.operator_closes or not by_operator, "a run is cancelled by an operator only")
+        if isinstance(fact, facts.NodeEvicted):
+            self.ever_evicted.add(fact.node_id)
+        if isinstance(fact, facts.RoundFinalized):
+            self.final_rounds.append(fact.round)
+
+
+@dataclass(slots=True)
+class FencedResource:
+    """Shared storage that refuses a writer with an older token than it has seen."""
+
+    token: int = 0
+    round: int = 0
+
+    def write(self, group: Group) -> bool:
+        """Whether a write is taken."""
+        if group.fencing_token < self.token:
+            return False
+        require(group.round >= self.round, "no write of a round is taken after one of a newer round")
+        self.token, self.round = group.fencing_token, group.round
+        return True
+
+
+@dataclass(slots=True)
+class Referee:
+    """Watches a cluster; `violation` is the first thing that it saw."""
+
+    note: Callable[..., None]
+    # Has something done after so many virtual seconds.
+    later: Callable[..., object]
+    violation: Violation | None = None
+    ledgers: dict[str, RunLedger] = field(default_factory=dict)
+    resources: dict[str, FencedResource] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    # Streams of nodes that servers have open, in the order of opening.
+    streams: dict[ServerCall, None] = field(default_factory=dict)
+    # From here on, no worker may be stopped or started anew: only the server is in trouble.
+    undisturbed: bool = False
+
+    def ledger(self, run_id: str) -> RunLedger:
+        """That of a run."""
+        ledger = self.ledgers.get(run_id)
+        if ledger is None:
+            ledger = self.ledgers[run_id] = RunLedger()
+        return ledger
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Keep a violation to itself: product code that calls into the referee must not catch it."""
+        try:
+            yield
+        except Violation as violation:
+            self.blame(violation)
+
+    def blame(self, violation: Violation) -> None:
+        """Note a violation; the first counts."""
+        if self.violation is None:
+            self.violation = violation
+            self.note("VIOLATION", violation)
+
+    def unforeseen(self, what: str) -> None:
+        """Something failed in a process that nobody caught."""
+        self.blame(Violation(f"nothing fails unforeseen: {what}"))
+
+    def check(self) -> None:
+        """Raise the first violation, if there is one."""
+        if self.violation is not None:
+            raise self.violation
+
+    # ---- the journal
+
+    def durable(self, entry: Record, decided_at: float) -> None:
+        """A record became durable; it was decided at that virtual second."""
+        record = JournalRecord.FromString(entry.content)
+        with self.judging():
+            require(
+                (record.run_id, record.revision) == (entry.run_id, entry.revision),
+                "a record says what run and revision it is of",
+            )
+            fact = decode_record(record)
+            self.note("durable", entry.run_id, entry.revision, fact)
+            if self.undisturbed:
+                allowed = isinstance(fact, (facts.NodeSucceeded, facts.RunClosed))
+                require(allowed, "trouble of the server alone changes no membership")
+            self.ledger(entry.run_id).record(entry.revision, fact, decided_at * _FAST_CLOCK)
+            if isinstance(fact, facts.RoundEnded):
+                self.later(AT_ONCE, self._expect_told, entry.run_id, entry.revision)
+
+    def forgotten(self, entry: Forgotten) -> None:
+        """A run expired."""
+        self.note("forgotten", entry.run_id, entry.revision)
+        with self.judging():
+            ledger = self.ledger(entry.run_id)
+            require(entry.revision == ledger.revision, "a run is forgotten after its last record")
+            ledger.forget()
+
+    def _expect_told(self, run_id: str, revision: int) -> None:
+        """Whoever has a stream open, and a server that runs, was told of a round's end by now."""
+        ledger, again = self.ledger(run_id), False
+        for call in list(self.streams):
+            subject = call.subject
+            if call.done() or not call.process.alive:
+                del self.streams[call]
+            elif not call.process.awake_for(AT_ONCE):
+                again = True
+            elif (
+                subject.run_id == run_id
+                and subject.admitted
+                and (subject.node_id, subject.lease) not in ledger.ended
+                and not call.blocked
+            ):
+                with self.judging():
+                    require(
+                        subject.revision >= revision,
+                        "who is connected is told at once that its round is over",
+                    )
+        if again:
+            self.later(AT_ONCE, self._expect_told, run_id, revision)
+
+    # ---- the wire, at the server
+
+    def heard(self, call: ServerCall, message: Any) -> None:
+        """A server takes a message of a client."""
+        if not isinstance(message, pb.JoinRequest):
+            return
+        match message.WhichOneof("message"):
+            case "join":
+                call.subject = Subject(message.join.run_id, message.join.node_id)
+                self.streams[call] = None
+            case "resume":
+                resume = message.resume
+                call.subject = Subject(resume.run_id, resume.node_id, resume.lease, resume.revision)
+                self.streams[call] = None
+            case "heartbeat":
+                return
+        if call.subject is not None:
+            self.note("heard", call.subject.node_id, message)
+
+    def told(self, call: ServerCall, message: Message) -> None:
+        """A server tells a client something."""
+        with self.judging():
+            match message:
+                case pb.JoinResponse():
+                    self.note("told", call.subject.node_id, message)
+                    self._judge_answer(call.subject, message)
+                case pb.WatchRunResponse():
+                    self.ledger(message.run.run_id).check_told(message.run)
+
+    def _judge_answer(self, subject: Subject, message: pb.JoinResponse) -> None:
+        ledger = self.ledger(subject.run_id)
+        if message.HasField("lease"):
+            lease = message.lease
+            held = ledger.leases.get(subject.node_id) == lease.lease
+            ended = (subject.node_id, lease.lease) in ledger.ended
+            require(held or ended, "a lease is durable before it is told")
+            require(lease.revision <= ledger.revision, "a lease tells a revision that is durable")
+            require(subject.lease in (0, lease.lease), "who resumes keeps its lease")
+            require(lease.revision >= subject.revision, "revisions told on a stream only grow")
+            subject.lease, subject.revision, subject.admitted = lease.lease, lease.revision, True
+        if message.HasField("update"):
+            update = message.update
+            ledger.check_told(update)
+            require(update.revision >= subject.revision, "revisions told on a stream only grow")
+            subject.revision = update.revision
+            if (subject.node_id, subject.lease) not in ledger.ended:
+                ledger.check_assignment(subject.node_id, subject.lease, update)
+        if message.HasField("draining"):
+            require(message.draining.revision <= ledger.revision, "nothing is told before it is durable")
+
+    def answered(self, call: ServerCall, status: Status) -> None:
+        """A server ends a call."""
+        code, details, trailing = status
+        if code is grpc.StatusCode.OK:
+            return
+        error = decode(
+            grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details)
+        )
+        if call.subject is not None or error.reason != "RUN_NOT_FOUND":  # onlookers ask until there is one
+            self.note("refused", call.subject or call.method, error.reason, details)
+        with self.judging():
+            require(code not in _NEVER, f"a service never answers {code.name}")
+            require(error.reason != "UNEXPECTED_ERROR", "a service has no unexpected errors")
+            if call.subject is None:
+                return
+            ledger = self.ledger(call.subject.run_id)
+            held = call.subject.lease or int(error.metadata.get("lease", "0"))
+            lease = call.subject.node_id, held
+            if error.reason in ("LEASE_LOST", "JOIN_TIMED_OUT"):
+                require(lease in ledger.ended, f"a lease that stands is honoured: {details}")
+            if error.reason == "RUN_CLOSED":
+                require(ledger.ever_closed, "a run is closed before that is told")
+            if error.reason == "NODE_EVICTED":
+                require(call.subject.node_id in ledger.ever_evicted, "a node is evicted before that is told")
+            require(error.reason != "REVISION_AHEAD", "no revision is forgotten")
+
+    # ---- nodes and their workers
+
+    def saw(self, run_id: str, node_id: str, before: int, update: pb.NodeUpdate) -> None:
+        """A node reads an update; `before` is the last revision it saw on this lease."""
+        self.note("read", node_id, update)
+        with self.judging():
+            require(update.revision >= before, "revisions that a node sees only grow")
+            require(update.revision <= self.ledger(run_id).revision, "nothing is told before it is durable")
+
+    def confirms(self, agent: object, round_: int) -> None:
+        """An agent confirms a round."""
+        with self.judging():
+            mine = [group for group in self.groups if group.agent is agent]
+            require(not mine, f"who confirms round {round_} has no workers")
+
+    def started(self, group: Group) -> None:
+        """Workers start."""
+        self.note("started", group.node_id, group.round)
+        with self.judging():
+            require(not self.undisturbed, "trouble of the server alone restarts no worker")
+            ledger = self.ledger(group.run_id)
+            formed = ledger.rounds.get(group.round)
+            require(formed is not None, "workers run in a round that is durable")
+            assert formed is not None
+            require(
+                group.round in ledger.final_rounds,
+                "workers run in a round that was FINAL",
+            )
+            require(formed.leases.get(group.node_id) == group.lease, "workers run on a participant")
+            for other in self.groups:
+                if other.run_id == group.run_id:
+                    self._judge_overlap(ledger, other, group)
+            ledger.started_round = max(ledger.started_round, group.round)
+        self.groups.append(group)
+
+    def _judge_overlap(self, ledger: RunLedger, other: Group, group: Group) -> None:
+        """Two groups run at once: of one round, or one of them on a host that was lost and may not know it."""
+        older = other if other.round < group.round else group
+        require(other.agent is not group.agent, "a node runs the workers of one round at a time")
+        if other.round == group.round:
+            return
+        lease = older.node_id, older.lease
+        require(
+            lease in ledger.ended and lease not in ledger.given_back,
+            "workers of two rounds run at once on nodes that were lost only",
+        )
+
+    def stopped(self, group: Group) -> None:
+        """Workers are gone."""
+        self.note("stopped", group.node_id, group.round)
+        self.groups.remove(group)
+
+    def writes(self, group: Group, writable_round: int | None) -> None:
+        """A worker writes to shared storage, and to the service's store, which has one round that may."""
+        with self.judging():
+            ledger = self.ledger(group.run_id)
+            if writable_round == group.round:
+                current = group.round >= ledger.started_round
+                require(current, "the store takes nothing of a round that is over")
+            if not self.resources.setdefault(group.run_id, FencedResource()).write(group):
+                require(group.round < ledger.started_round, "storage fences off none but stale writers")
+                self.note("fenced off", group.node_id, group.round)
+
+    def drained_late(self, *, excused: bool) -> None:
+        """A server's grace was over before its calls had ended; excused: by a client, a disk or a pause."""
+        with self.judging():
+            require(excused, "a server that is told to end has no call left open by mistake")
+
+    def closed_by_operator(self, run_id: str) -> None:
+        """An operator was told that a run is closed."""
+        with self.judging():
+            require(self.ledger(run_id).ever_closed, "a run is closed before that is told")

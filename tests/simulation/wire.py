@@ -1,0 +1,341 @@
+"""gRPC as far as the rendezvous service and its clients use it, over the simulated network.
+
+Stubs and servicers are the generated ones, messages travel as bytes, and the chassis' own interceptor stands around
+every handler, so that errors are mapped, sent and understood as in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import grpc
+
+from simulation.clockwork import Process
+from simulation.network import Connection, Item, Link, Network
+
+# Of a call: code, details, trailing metadata.
+Status = tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]
+_CANCELLED: Status = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
+
+
+class ClientCall:
+    """A call as its client sees it: written to and read from until its status has come."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        method: str,
+        serialize: Callable[[Any], bytes],
+        deserialize: Callable[[bytes], Any],
+        wait_for_ready: bool,
+    ) -> None:
+        self.process = channel.process
+        self.link = channel.link
+        self.wait_for_ready = wait_for_ready
+        self._method = method
+        self._serialize = serialize
+        self._deserialize = deserialize
+        self._connection: Connection | None = None
+        self._sent_metadata = asyncio.Event()
+        self._inbox: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._status: Status | None = None
+        channel.network.dial(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has its status."""
+        return self._status is not None
+
+    def connected(self, connection: Connection) -> None:
+        """The connection is there."""
+        self._connection = connection
+        connection.up.send(("open", self._method))
+        connection.down.send(("connected", None))
+
+    def receive(self, item: Item) -> None:
+        """Take what arrives."""
+        kind, value = item
+        if kind == "connected":
+            self._sent_metadata.set()
+        elif kind == "data":
+            if self._status is None:
+                self._inbox.append(value)
+        elif kind == "status":
+            self._end(value)
+        else:
+            self._end((grpc.StatusCode.UNAVAILABLE, value, ()))
+        self._news.set()
+
+    def _end(self, status: Status) -> None:
+        if self._status is None:
+            self._status = status
+        self._sent_metadata.set()
+        if self._connection is not None:
+            self._connection.ended("client")
+
+    async def write(self, message: Any) -> None:
+        """Send a message."""
+        if self._status is not None and not self._inbox:
+            raise asyncio.InvalidStateError("RPC already finished.")
+        await self._sent_metadata.wait()
+        if self._status is not None:
+            self._raise_for_status()
+            return
+        assert self._connection is not None, "metadata is sent over a connection"
+        self._connection.up.send(("data", self._serialize(message)))
+        await asyncio.sleep(0)
+
+    async def done_writing(self) -> None:
+        """Send nothing more."""
+        if self._status is None and self._connection is not None:
+            self._connection.up.send(("half-close", None))
+
+    async def read(self) -> Any:
+        """The next message; EOF at an orderly end."""
+        while not self._inbox and self._status is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._inbox:
+            assert self._connection is not None, "messages come over a connection"
+            self._connection.taken()
+            return self._deserialize(self._inbox.popleft())
+        self._raise_for_status()
+        return grpc.aio.EOF
+
+    def _raise_for_status(self) -> None:
+        assert self._status is not None, "raised when there is one"
+        code, details, trailing = self._status
+        if code is not grpc.StatusCode.OK:
+            raise grpc.aio.AioRpcError(
+                code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details
+            )
+
+    def cancel(self) -> bool:
+        """End it."""
+        if self._status is not None:
+            return False
+        if self._connection is not None:
+            self._connection.up.send(("gone", None))
+        self._end(_CANCELLED)
+        self._inbox.clear()
+        self._news.set()
+        return True
+
+
+class Channel:
+    """What a stub is made with: a host's way to the service."""
+
+    def __init__(self, process: Process, link: Link, network: Network) -> None:
+        self.process = process
+        self.link = link
+        self.network = network
+
+    def stream_stream(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., ClientCall]:
+        """A method that is called with a stream and answers with one."""
+
+        def call(wait_for_ready: bool = False) -> ClientCall:
+            return ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
+
+        return call
+
+    def unary_stream(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., AsyncIterator[Any]]:
+        """A method that is called with a message and answers with a stream."""
+
+        async def answers(request: Any, wait_for_ready: bool = False) -> AsyncIterator[Any]:
+            call = ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
+            try:
+                await call.write(request)
+                await call.done_writing()
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    yield answer
+            finally:
+                call.cancel()
+
+        return answers
+
+    def unary_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Callable[..., Awaitable[Any]]:
+        """A method that is called with a message and answers with one."""
+
+        async def answer(request: Any, wait_for_ready: bool = False) -> Any:
+            call = ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
+            try:
+                await call.write(request)
+                await call.done_writing()
+                return await call.read()
+            finally:
+                call.cancel()
+
+        return answer
+
+
+class Observer(Protocol):
+    """Who looks at what a server hears and says."""
+
+    def heard(self, call: ServerCall, message: Any) -> None:
+        """A message is taken by the handler."""
+
+    def told(self, call: ServerCall, message: Any) -> None:
+        """A message leaves the server."""
+
+    def answered(self, call: ServerCall, status: Status) -> None:
+        """A status leaves the server."""
+
+
+class ServerCall:
+    """A call as its server sees it: the context of its handler, and the messages of its client."""
+
+    def __init__(self, connection: Connection, method: str, handler: Any, observer: Observer) -> None:
+        self.method = method
+        self.process = connection.server
+        # Whether a message waits until the client has room for it.
+        self.blocked = False
+        # What the observer knows of it.
+        self.subject: Any = None
+        self._connection = connection
+        self._handler = handler
+        self._observer = observer
+        self._inbox: deque[bytes] = deque()
+        self._closed = False
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._gone = False
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._trailing: tuple[Any, ...] = ()
+        self._task = self.process.create_task(self._serve())
+
+    def receive(self, item: Item) -> None:
+        """Take what arrives."""
+        kind, value = item
+        if kind == "data":
+            self._inbox.append(value)
+        elif kind == "credit":
+            self._room.set()
+            return
+        else:
+            self._closed = True
+            if kind == "gone" and not self._gone:
+                self._gone = True
+                self._connection.ended("server")
+                self._task.cancel()
+        self._news.set()
+
+    def __aiter__(self) -> ServerCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._inbox:
+            if self._closed:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        message = self._handler.request_deserializer(self._inbox.popleft())
+        self._observer.heard(self, message)
+        return message
+
+    async def _serve(self) -> None:
+        handler = self._handler
+        try:
+            request = self if handler.request_streaming else await self._request()
+            if handler.response_streaming:
+                behaviour = handler.stream_stream or handler.unary_stream
+                await behaviour(request, self)
+            else:
+                answer = await handler.unary_unary(request, self)
+                if self._code is None:
+                    self._send(answer, raw=True)
+        except grpc.aio.AbortError:
+            pass
+        except asyncio.CancelledError:
+            if not self._gone:
+                raise
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        status = self._code or grpc.StatusCode.OK, self._details, self._trailing
+        self._observer.answered(self, status)
+        self._connection.down.send(("status", status))
+        self._connection.ended("server")
+
+    async def _request(self) -> Any:
+        while not self._inbox:
+            self._news.clear()
+            await self._news.wait()
+        data = self._inbox.popleft()
+        decode = self._handler.request_deserializer
+        return decode(data) if decode is not None else data
+
+    async def write(self, message: Any) -> None:
+        """Send a message, as soon as the client has room for it."""
+        self._observer.told(self, message)
+        while self._connection.untaken >= self._connection.window:
+            self.blocked = self._connection.starved = True
+            self._room.clear()
+            await self._room.wait()
+        self.blocked = False
+        if self._gone:
+            raise grpc.aio.InternalError("the client has gone")
+        self._send(message)
+        await asyncio.sleep(0)
+
+    def _send(self, message: Any, raw: bool = False) -> None:
+        encode = self._handler.response_serializer
+        data = message if raw or encode is None else encode(message)
+        self._connection.untaken += 1
+        self._connection.down.send(("data", data))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        """End with an error."""
+        self.set_code(code)
+        self.set_details(details)
+        self.set_trailing_metadata(trailing_metadata)
+        raise grpc.aio.AbortError("Locally aborted.")
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """The code with which the call ends."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """What is said with it."""
+        self._details = details
+
+    def set_trailing_metadata(self, trailing: Any) -> None:
+        """What a program is told with it."""
+        self._trailing = tuple(trailing)
+
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        """See `set_trailing_metadata`."""
+        return self._trailing
+
+    def code(self) -> grpc.StatusCode | None:
+        """See `set_code`."""
+        return self._code
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """Nobody shows a certificate."""
+        return {}
+
+    def peer(self) -> str:
+        """Where the client is."""
+        return "ipv4:10.0.0.1:40000"
+
+    def invocation_metadata(self) -> tuple[Any, ...]:
+        """None."""
+        return ()
+
+    def done(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._gone

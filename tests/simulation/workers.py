@@ -1,0 +1,108 @@
+"""The workers of a round on one host: processes that start, run, write, end and are stopped, each in its time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from simulation.clockwork import Clockwork, Handle
+from simulation.referee import Group, Referee
+
+
+@dataclass(slots=True)
+class Fates:
+    """What becomes of workers; times in seconds."""
+
+    # Chances of a group that it fails, and, if it does not, that it succeeds.
+    failing: float = 0.0
+    succeeding: float = 0.0
+    # How long it runs before that, at most.
+    longest: float = 30.0
+    # How long it may take to stop.
+    slowest_stop: float = 1.0
+    # From now on workers run until they are stopped.
+    steady: bool = False
+    # From now on workers succeed as soon as they can.
+    finishing: bool = False
+
+
+class Crew:
+    """A group and its fate; the agent is told by the callbacks, unless it has abandoned the group."""
+
+    def __init__(
+        self,
+        clockwork: Clockwork,
+        chance: random.Random,
+        fates: Fates,
+        referee: Referee,
+        group: Group,
+        *,
+        on_write: Callable[[], None],
+        on_failure: Callable[[], None],
+        on_success: Callable[[], None],
+    ) -> None:
+        self.group = group
+        self.running = False
+        self._clockwork = clockwork
+        self._chance = chance
+        self._fates = fates
+        self._referee = referee
+        self._on_write = on_write
+        self._on_failure = on_failure
+        self._on_success = on_success
+        self._ended = False
+        self._pending: list[Handle] = [clockwork.after(chance.uniform(0.0, 0.3), self._start)]
+
+    def _start(self) -> None:
+        self.running = True
+        self._referee.started(self.group)
+        self._write()
+        chance, fates = self._chance, self._fates
+        if fates.finishing:
+            self._pending.append(self._clockwork.after(0.1, self.succeed))
+            return
+        when = chance.uniform(0.2, fates.longest)
+        if chance.random() < fates.failing:
+            self._pending.append(self._clockwork.after(when, self._end, self._on_failure))
+        elif chance.random() < fates.succeeding:
+            self._pending.append(self._clockwork.after(when, self._end, self._on_success))
+
+    def _write(self) -> None:
+        if self.running:
+            self._on_write()
+            self._pending.append(self._clockwork.after(self._chance.expovariate(0.3), self._write))
+
+    def _end(self, tell: Callable[[], None]) -> None:
+        if self._fates.steady or not self.running:
+            return
+        self.vanish()
+        tell()
+
+    def succeed(self) -> None:
+        """End with success now."""
+        if self.running:
+            self.vanish()
+            self._on_success()
+
+    def stop(self, then: Callable[[], None]) -> None:
+        """Stop the workers; `then` is called once none is alive."""
+        delay = self._chance.uniform(0.0, self._fates.slowest_stop)
+
+        def gone() -> None:
+            self.vanish()
+            then()
+
+        if not self.running:
+            self.vanish()
+            delay = 0.0
+        self._clockwork.after(delay, gone)
+
+    def vanish(self) -> None:
+        """Be gone at once, with nobody told."""
+        for handle in self._pending:
+            handle.cancel()
+        self._pending.clear()
+        if self.running:
+            self.running = False
+            self._referee.stopped(self.group)
