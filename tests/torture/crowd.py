@@ -1,0 +1,93 @@
+"""Many nodes of one run, and what they agree on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from torture.tormented_node import TormentedNode
+
+
+class Crowd:
+    """Nodes of one run; they are in once `join` was called. `changed` is set whenever one is told something."""
+
+    def __init__(self, endpoint: str, settings: pb.RunSettings, count: int, draw: random.Random) -> None:
+        """Make so many nodes."""
+        self.changed = asyncio.Event()
+        self.nodes = [
+            TormentedNode(f"node-{number}", endpoint, settings, draw, self.changed.set)
+            for number in range(count)
+        ]
+
+    def join(self) -> None:
+        """Have them all join at once."""
+        for node in self.nodes:
+            node.join()
+
+    def common_round(self) -> int:
+        """The FINAL round in which every node has its place, as each was told last; 0: there is none."""
+        rounds = {node.place.round if node.place is not None else 0 for node in self.nodes}
+        return rounds.pop() if len(rounds) == 1 else 0
+
+    async def until(self, what: str, condition: Callable[[], bool], timeout: float) -> None:
+        """Wait until something is so of what the nodes were told.
+
+        Raises:
+            AssertionError: It did not become so, or a node was refused meanwhile.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    self.check_alive()
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"waited {timeout:g} s in vain for {what}; {self.describe()}") from None
+
+    async def agree(self, timeout: float, after: int = 0) -> int:
+        """Wait until all of them have a place in one FINAL round, later than `after`; returns its number."""
+        await self.until("one FINAL round of all nodes", lambda: self.common_round() > after, timeout)
+        return self.common_round()
+
+    def check_alive(self) -> None:
+        """Raise what a node was refused with, if one was."""
+        for node in self.nodes:
+            node.check_alive()
+
+    def describe(self) -> str:
+        """How far they are, for an error."""
+        latest = [node.told[-1].update if node.told else pb.NodeUpdate() for node in self.nodes]
+        counts: dict[str, int] = {}
+        for update in latest:
+            where = f"{pb.Phase.Name(update.phase)} {update.assignment.round}"
+            counts[where] = counts.get(where, 0) + 1
+        return f"nodes were told last: {counts}"
+
+    async def die(self) -> None:
+        """End all of them without a word."""
+        await asyncio.gather(*(node.die() for node in self.nodes if node.is_in))
+
+
+@asynccontextmanager
+async def crowd(
+    endpoint: str, settings: pb.RunSettings, count: int, draw: random.Random
+) -> AsyncIterator[Crowd]:
+    """Nodes that have joined, or are about to; none is left afterwards."""
+    nodes = Crowd(endpoint, settings, count, draw)
+    nodes.join()
+    try:
+        yield nodes
+    finally:
+        await nodes.die()
+
+
+def seconds(value: float) -> Duration:
+    """A duration for settings."""
+    duration = Duration()
+    duration.FromNanoseconds(round(value * 1e9))
+    return duration

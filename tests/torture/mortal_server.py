@@ -1,0 +1,191 @@
+"""A rendezvous service that can be killed and started again at the same address, over the same journal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cli.cli_process import RALLYPOINT, clean_environment
+from rallypoint.serving.channel import open_channel
+
+PATIENCE = 60.0
+"""Seconds that are waited for what takes a moment on an idle machine."""
+
+_STARTER = Path(__file__).with_name("starter.py")
+WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+"""Before a command: the kernel kills the process should the tests die without having done it."""
+
+_LOOK = 0.005  # seconds between two looks whether it listens
+
+
+class MortalServer:
+    """One service over all its processes: one port, one journal. Its methods block.
+
+    Attributes:
+        endpoint: Where it listens, whenever it does.
+        journal: The file.
+        pid: Of the present process.
+        kills: How many processes were killed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Start nothing yet; the journal and the logs are to be in `folder`, which is made where it is missing."""
+        folder.mkdir(exist_ok=True)
+        # Nobody else is given the port meanwhile. A server can listen there: this only holds it.
+        self._reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reservation.bind(("127.0.0.1", 0))
+        self._address = self._reservation.getsockname()
+        self._folder = folder
+        self._starts = 0
+        self._process: subprocess.Popen[str] | None = None
+        self.endpoint = f"127.0.0.1:{self._address[1]}"
+        self.journal = folder / "journal.db"
+        self.pid = 0
+        self.kills = 0
+
+    def start(self) -> float:
+        """Start a process; returns, once it listens, how many seconds that took.
+
+        Raises:
+            AssertionError: It did not come to that.
+        """
+        began = time.monotonic()
+        self.spawn()
+        while not self._listens():
+            assert time.monotonic() < began + PATIENCE, f"the server does not start: {self.log()}"
+            time.sleep(_LOOK)
+        return time.monotonic() - began
+
+    def spawn(self) -> None:
+        """Start a process, and don't wait until it listens."""
+        self._starts += 1
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*WITH_US, str(RALLYPOINT), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env=clean_environment(),
+            )
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone.
+
+        Raises:
+            AssertionError: It had ended by itself.
+        """
+        os.kill(self.pid, signal.SIGKILL)
+        self.kills += 1
+        assert self._gone() == -signal.SIGKILL, f"the server ended by itself: {self.log()}"
+
+    def terminate(self) -> int:
+        """SIGTERM it, and wait until it is gone; returns its exit code."""
+        os.kill(self.pid, signal.SIGTERM)
+        return self._gone()
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        self._reservation.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(PATIENCE)
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def log(self) -> str:
+        """What the present process, or the last one, has logged."""
+        return self._log.read_text()
+
+    def complaints(self) -> list[str]:
+        """What any of its processes logged as an error, or wrote besides its log. There is to be none."""
+        return [line for log in self._folder.glob("server-*.log") for line in _complaints(log)]
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        listening = ("--port", str(self._address[1]), "--log-format", "json")
+        return ("serve", "rendezvous", *listening, "--journal", f"sqlite:{self.journal}")
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"server-{self._starts}.log"
+
+    def _gone(self) -> int:
+        """Wait for the end of the process; returns its exit code, or minus the signal that ended it."""
+        assert self._process is not None
+        return self._process.wait(PATIENCE)
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection(self._address, PATIENCE).close()
+        except OSError:
+            return False
+        return True
+
+
+class QuickServer(MortalServer):
+    """One that starts within some 30 ms, since all that it needs is imported by then; see `starter`."""
+
+    def spawn(self) -> None:
+        """See `MortalServer`."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [*WITH_US, sys.executable, str(_STARTER), *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=clean_environment(),
+            )
+        assert self._process.stdin is not None
+        self._starts += 1
+        self._process.stdin.write(f"{self._log}\n")
+        self._process.stdin.flush()
+        self.pid = int(self._told())
+
+    def _gone(self) -> int:
+        return int(self._told())
+
+    def _told(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+@asynccontextmanager
+async def serving(server: MortalServer) -> AsyncIterator[grpc.aio.Channel]:
+    """Have a server serve; yields a channel to it. No process of it is left afterwards."""
+    channel = open_channel(server.endpoint)
+    try:
+        await asyncio.to_thread(server.start)
+        yield channel
+    finally:
+        await channel.close()
+        await asyncio.to_thread(server.close)
+
+
+def _complaints(log: Path) -> list[str]:
+    *lines, last = log.read_text(errors="replace").split("\n")
+    # A process that was killed may have left half a line behind.
+    return [
+        line for line in [*lines, *([last] if not last.startswith("{") and last else [])] if _is_grave(line)
+    ]
+
+
+def _is_grave(line: str) -> bool:
+    record: dict[str, Any] = json.loads(line) if line.startswith("{") else {"level": "error"}
+    return record["level"] in ("error", "critical")

@@ -1,0 +1,198 @@
+"""Subscribers that stop reading, and go on some time later: by the contract, with nothing of our clients."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
+from torture.tormented_node import RUN
+
+_HEARTBEAT = 1.0  # seconds
+
+
+def our_channel(endpoint: str) -> grpc.aio.Channel:
+    """A channel as our clients open it: little is under way to one who does not read."""
+    return open_channel(endpoint)
+
+
+def foreign_channel(endpoint: str) -> grpc.aio.Channel:
+    """A channel with gRPC's own settings, which let megabytes be under way."""
+    return grpc.aio.insecure_channel(endpoint, options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+class Subscriber(ABC):
+    """One stream at a time of one kind, opened again where it broke.
+
+    Attributes:
+        revision: What it was told last.
+        ends: How its streams ended.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, settings: pb.RunSettings, name: str) -> None:
+        """Do nothing yet.
+
+        Args:
+            channel: For it alone.
+            settings: Of the run.
+            name: Of the node, where it is one.
+        """
+        self.revision = 0
+        self.ends: list[str] = []
+        self._stub = pb_grpc.RendezvousServiceStub(channel)
+        self._channel = channel
+        self._settings = settings
+        self._name = name
+        self._call: Any = None
+
+    async def subscribe(self) -> None:
+        """Open a stream and read its first message, and no other."""
+        await self._open()
+        self._take(await self._call.read())
+
+    async def catch_up(self, revision: int) -> None:
+        """Read again, and do as the contract says where the stream has ended, until told of a revision."""
+        while self.revision < revision:
+            try:
+                if self._call is None:
+                    await self._open()
+                message = await self._call.read()
+                assert message is not grpc.aio.EOF, "a run that goes on ends no stream in order"
+                self._take(message)
+            except grpc.aio.AioRpcError as error:
+                refusal = decode(error)
+                self.ends.append(refusal.reason)
+                self._call = None
+                self._forget(refusal.reason)
+
+    async def farewell(self) -> str:
+        """Read to the end of the stream, which an error ends; returns its reason."""
+        try:
+            while True:
+                message = await self._call.read()
+                assert message is not grpc.aio.EOF, "a run that goes on ends no stream in order"
+                self._take(message)
+        except grpc.aio.AioRpcError as error:
+            self._call = None
+            return decode(error).reason
+
+    async def close(self) -> None:
+        """Be gone."""
+        await self._channel.close()
+
+    @abstractmethod
+    async def _open(self) -> None: ...
+
+    @abstractmethod
+    def _told(self, message: Any) -> int: ...
+
+    def _forget(self, reason: str) -> None:
+        assert reason == "SUBSCRIBER_TOO_SLOW", f"nothing else ends a stream: {reason}"
+
+    def _take(self, message: Any) -> None:
+        told = self._told(message)
+        assert told >= self.revision or told == 0, "revisions only grow"
+        self.revision = max(self.revision, told)
+
+
+class RunWatcher(Subscriber):
+    """Watches the run's states."""
+
+    async def _open(self) -> None:
+        self._call = self._stub.WatchRun(pb.WatchRunRequest(run_id=RUN, revision=self.revision))
+
+    def _told(self, message: pb.WatchRunResponse) -> int:
+        return message.run.revision
+
+
+class EventWatcher(Subscriber):
+    """Watches the run's events, and must miss none."""
+
+    async def _open(self) -> None:
+        self._call = self._stub.WatchEvents(pb.WatchEventsRequest(run_id=RUN, revision=self.revision))
+
+    def _told(self, message: pb.WatchEventsResponse) -> int:
+        if self.revision:
+            told = [event.revision for event in message.events]
+            assert told == list(range(self.revision + 1, message.revision + 1)), "no event is left out"
+        return message.revision
+
+
+class Spare(Subscriber):
+    """A node that waits beside the round, and says that it is alive while it reads nothing."""
+
+    def __init__(self, channel: grpc.aio.Channel, settings: pb.RunSettings, name: str) -> None:
+        """See `Subscriber`."""
+        super().__init__(channel, settings, name)
+        self._lease = 0
+        self._heart: asyncio.Task[None] | None = None
+        self._silent = False
+
+    async def farewell(self) -> str:
+        """Read to the message that says so, after which the stream ends in order."""
+        self._silent = True  # a heartbeat that finds the stream ended would hide how it did
+        while not (message := await self._call.read()).HasField("draining"):
+            self._take(message)
+        assert message.draining.revision == self.revision, "it names what was told last"
+        assert await self._call.read() is grpc.aio.EOF
+        return "DRAINING"
+
+    async def close(self) -> None:
+        """See `Subscriber`."""
+        await self._still()
+        await super().close()
+
+    async def _open(self) -> None:
+        await self._still()
+        self._call = self._stub.Join()
+        if self._lease:
+            resume = pb.ResumeRun(run_id=RUN, node_id=self._name, lease=self._lease, revision=self.revision)
+            await self._call.write(pb.JoinRequest(resume=resume))
+        else:
+            join = pb.JoinRun(
+                run_id=RUN,
+                node_id=self._name,
+                settings=self._settings,
+                address=self._name,
+                local_world_size=1,
+            )
+            await self._call.write(pb.JoinRequest(join=join))
+        self._silent = False
+        self._heart = asyncio.create_task(self._beat(self._call))
+
+    def _told(self, message: pb.JoinResponse) -> int:
+        if message.HasField("lease"):
+            self._lease = message.lease.lease
+        return message.update.revision
+
+    def _forget(self, reason: str) -> None:
+        # It did not know that its stream was ended, so it did not resume within the disconnect grace.
+        if reason == "LEASE_LOST":
+            self._lease = 0
+        # What grpc.aio makes of the end of a stream, whatever it was, that a heartbeat was still written to.
+        elif reason != "INTERNAL":
+            super()._forget(reason)
+
+    async def _beat(self, call: Any) -> None:
+        try:
+            while not self._silent:
+                await call.write(pb.JoinRequest(heartbeat=pb.Heartbeat()))
+                await asyncio.sleep(_HEARTBEAT)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the stream has ended; who reads it learns why
+
+    async def _still(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.wait({self._heart})
+
+
+KINDS: tuple[type[Subscriber], ...] = (RunWatcher, EventWatcher, Spare)
+CHANNELS: tuple[Callable[[str], grpc.aio.Channel], ...] = (our_channel, foreign_channel)

@@ -1,0 +1,159 @@
+"""A node whose agent joins, leaves, dies and comes back, and which writes down everything it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.channel import open_channel
+
+RUN = "run-1"
+WORKERS = 2
+"""Workers of every node."""
+
+
+class Told(NamedTuple):
+    """What a node was told, and under which lease."""
+
+    lease: int
+    update: pb.NodeUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a node runs: its workers in a FINAL round, under a lease."""
+
+    round: int
+    lease: int
+
+
+class TormentedNode:
+    """One node over all its agents; each agent has a connection of its own.
+
+    Attributes:
+        name: Its node_id, the same for all its agents.
+        told: Everything that its agents were told, in order.
+        admissions: The leases that they were given.
+        departures: The leases that they gave back, and were told that it is done.
+        losses: Why a lease ended without their doing, as they were told.
+        resumptions: How often a lease was taken up again on a new stream.
+        place: What it runs; None: nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        settings: pb.RunSettings,
+        draw: random.Random,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Join nothing yet; `on_change` is called whenever it is told something."""
+        self.name = name
+        self.told: list[Told] = []
+        self.admissions: list[int] = []
+        self.departures: list[int] = []
+        self.losses: list[str] = []
+        self.resumptions = 0
+        self.place: Place | None = None
+        self._endpoint = endpoint
+        self._settings = settings
+        self._draw = draw
+        self._on_change = on_change
+        self._membership: Membership | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._leaving = False
+
+    @property
+    def lease(self) -> int:
+        """The lease that its agent holds, as far as it knows; 0: none."""
+        return self._membership.lease if self._membership is not None else 0
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it has an agent."""
+        return self._life is not None
+
+    def join(self) -> None:
+        """Start an agent."""
+        assert self._life is None, "one agent at a time"
+        self._leaving = False
+        self._life = asyncio.create_task(self._live(), name=self.name)
+
+    async def leave(self) -> None:
+        """Have the agent give its lease back; returns when it is done."""
+        assert self._membership is not None
+        assert self._life is not None
+        lease, losses = self.lease, len(self.losses)
+        self.place = None
+        self._leaving = True  # who confirms a round takes that back
+        self._membership.leave("its time has come")
+        await self._life
+        self._life = self._membership = None
+        if lease and len(self.losses) == losses:
+            self.departures.append(lease)
+
+    async def die(self) -> None:
+        """End the agent and its connection without a word."""
+        assert self._life is not None
+        self._life.cancel()
+        await asyncio.wait({self._life})
+        self._life = self._membership = self.place = None
+
+    def break_worker(self) -> None:
+        """Have the agent report that a worker failed, if one runs."""
+        if self._membership is not None and self.place is not None:
+            self._membership.report_failure(
+                pb.WorkerFailure(round=self.place.round, rank=0, exit_code=1, message="it was told to")
+            )
+
+    def check_alive(self) -> None:
+        """Raise what ended the agent, if something has."""
+        if self._life is not None and self._life.done():
+            self._life.result()
+            raise AssertionError(f"{self.name} went without being told to")
+
+    async def _live(self) -> None:
+        channel = open_channel(self._endpoint)
+        join = pb.JoinRun(
+            run_id=RUN,
+            node_id=self.name,
+            settings=self._settings,
+            address=f"{self.name}.cluster.internal",
+            local_world_size=WORKERS,
+            role="trainer",
+        )
+        # A seed of its own: what one agent draws must not depend on when the others do.
+        jitter = random.Random(self._draw.random())
+        self._membership = Membership(
+            channel, self._endpoint, join, self._on_event, connect_timeout=600.0, jitter=jitter
+        )
+        try:
+            await self._membership.run()
+        finally:
+            await channel.close()
+
+    def _on_event(self, event: Event) -> None:
+        assert self._membership is not None
+        if isinstance(event, LeaseEnded):
+            self.losses.append(event.reason)
+            self.place = None
+        elif isinstance(event, Admitted):
+            if event.resumed:
+                self.resumptions += 1
+            else:
+                self.admissions.append(event.lease)
+        else:
+            update = event.update
+            self.told.append(Told(self._membership.lease, update))
+            assigned = update.HasField("assignment") and not self._leaving
+            runs = assigned and update.phase == pb.PHASE_FINAL
+            self.place = Place(update.assignment.round, self._membership.lease) if runs else None
+            if assigned and update.phase == pb.PHASE_FROZEN:
+                self._membership.confirm(update.assignment.round, master_port=29_500)
+        self._on_change()
