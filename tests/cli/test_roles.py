@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rallypoint.cli import roles
+from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.roles import embedded_rendezvous, embedded_timer, serve_rendezvous_role
 from rallypoint.rendezvous.journal.journal import Entry, JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
@@ -37,7 +38,7 @@ async def test_a_service_whose_journal_breaks_ends_with_the_reason(monkeypatch: 
 
     monkeypatch.setattr(Server, "start", note)
     monkeypatch.setattr(roles, "open_journal", lambda url: FullDisk())
-    serving = asyncio.create_task(serve_rendezvous_role(ServerOptions(), "sqlite:x.db"))
+    serving = asyncio.create_task(serve_rendezvous_role(ServerOptions(), "sqlite:x.db", Limits()))
     server = await servers.get()
     async with open_channel(server.address) as channel:
         call = pb_grpc.RendezvousServiceStub(channel).Join()

@@ -72,6 +72,7 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
         "rdzv_endpoint": "",
         "rdzv_conf": {},
         "max_restarts": 0,
+        "topology": "",
         "role": "default",
         "log_dir": None,
         "redirects": "0",
@@ -161,7 +162,7 @@ def test_a_module_or_any_program_can_be_run(understood: Understood, monkeypatch:
         (["--standalone", "-m", "--no-python"], "--module and --no-python contradict each other"),
         (
             ["--standalone", "--shutdown-timeout", "soon"],
-            "'--shutdown-timeout' .*'soon' is not a valid float",
+            "'--shutdown-timeout' .*'soon' is not a valid number",
         ),
         (["--standalone", "--redirect", "3"], "No such option '--redirect'.* '--redirects'"),
     ],

@@ -6,15 +6,26 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 from click.testing import CliRunner
 
 from cli.cli_process import rallypoint, refusal, service
 from rallypoint.cli import serve as serve_module
+from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.main import main
+from rallypoint.rendezvous.fenced_state.core import StateLimits
+from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
+from rallypoint.serving.settings import ServerOptions
 
 
 @pytest.fixture
@@ -115,7 +126,7 @@ async def write_journal(file: Path) -> None:
     """A journal with something in it."""
     journal = SqliteJournal(file)
     await journal.open()
-    await journal.append([JournalRecord(run_id="x" * 200, revision=revision) for revision in range(1, 200)])
+    await journal.append([Record("x" * 200, revision, b"fact") for revision in range(1, 200)])
     await journal.close()
 
 
@@ -126,3 +137,128 @@ def test_two_services_can_not_share_a_journal(monkeypatch: pytest.MonkeyPatch, t
         told = refused(monkeypatch, "rendezvous", "--port", "0", "--journal", journal)
     assert "is in use by another process" in told
     assert "--journal" in told
+
+
+# Every limit that has a flag, with a value that no default has.
+LIMITS = {
+    "--max-runs": 11,
+    "--max-nodes-per-run": 12,
+    "--max-subscribers-per-run": 13,
+    "--max-events-per-run": 14,
+    "--max-event-bytes-per-run": 15,
+    "--run-ttl": 16.5,
+    "--message-rate": 17.5,
+    "--message-burst": 18,
+    "--max-store-bytes-per-run": 19,
+    "--max-store-keys-per-run": 20,
+    "--max-store-waiters-per-run": 21,
+    "--max-store-waited-keys-per-run": 22,
+    "--max-store-queued-bytes-per-run": 23,
+    "--max-states": 24,
+    "--max-state-bytes": 25,
+    "--max-state-queued-bytes": 26,
+    "--max-state-watchers": 27,
+    "--state-ttl": 28.5,
+    "--max-event-bytes": 29,
+}
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServerOptions, Limits]]:
+    """Runs `serve rendezvous` up to where it would serve; returns what it would serve with."""
+
+    def choose(*flags: str, **environment: str) -> tuple[ServerOptions, Limits]:
+        taken: list[tuple[ServerOptions, Limits]] = []
+
+        async def role(options: ServerOptions, _journal: str, limits: Limits) -> None:
+            taken.append((options, limits))
+
+        monkeypatch.setattr(serve_module, "configure_logs", lambda *_: None)
+        monkeypatch.setattr(serve_module, "serve_rendezvous_role", role)
+        result = CliRunner().invoke(main, ["serve", "rendezvous", *flags], env=environment)
+        assert result.exit_code == 0, result.stderr
+        return taken[0]
+
+    return choose
+
+
+def test_without_flags_the_limits_are_those_of_the_parts(chosen: Callable[..., Any]) -> None:
+    """Said once, where they are explained."""
+    assert chosen() == (ServerOptions(port=29400), Limits())
+
+
+def test_every_limit_can_be_set(chosen: Callable[..., Any], tmp_path: Path) -> None:
+    """By flag, in the environment, in a file; each reaches the limit that it is named for."""
+    expected = Limits(
+        RendezvousLimits(
+            runs=11,
+            nodes_per_run=12,
+            subscribers_per_run=13,
+            events_per_run=14,
+            event_bytes_per_run=15,
+            run_ttl=16.5,
+            messages_per_second=17.5,
+            message_burst=18,
+            event_bytes=29,
+        ),
+        StoreLimits(run_bytes=19, run_keys=20, waiters=21, waited_keys=22, queued_bytes=23),
+        StateLimits(states=24, state_bytes=25, queued_bytes=26, watchers=27),
+        28.5,
+    )
+    assert chosen(*(str(part) for flag in LIMITS.items() for part in flag))[1] == expected
+    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in LIMITS}
+    environment = {f"RALLYPOINT_{names[flag].upper()}": str(value) for flag, value in LIMITS.items()}
+    assert chosen(**environment)[1] == expected
+    file = tmp_path / "rallypoint.toml"
+    lines = [f"{names[flag]} = {value}" for flag, value in LIMITS.items()]
+    file.write_text("\n".join(["[serve.rendezvous]", *lines]))
+    assert chosen("--config", str(file))[1] == expected
+
+
+def test_the_rate_of_requests_can_be_set(chosen: Callable[..., Any]) -> None:
+    """Of every role, since every server has clients."""
+    options, _ = chosen("--request-rate", "0", "--request-burst", "7")
+    assert (options.request_rate, options.request_burst) == (0.0, 7)
+
+
+@pytest.mark.parametrize("flag", [*LIMITS, "--request-rate", "--request-burst"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "many", ""])
+def test_a_limit_that_is_none_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, flag: str, value: str
+) -> None:
+    """With the flag, and what is wrong with its value."""
+    told = refused(monkeypatch, "rendezvous", "--port", "0", "--journal", "memory", f"{flag}={value}")
+    assert flag in told
+    assert value in told
+
+
+async def test_limits_hold_on_the_wire() -> None:
+    """A flag is no use that nobody heeds."""
+    with service(
+        "rendezvous", "--journal", "memory", "--max-runs", "1", "--request-burst", "9", "--request-rate", "1"
+    ) as address:
+        async with open_channel(address) as channel:
+            stub = pb_grpc.RendezvousServiceStub(channel)
+            reasons = [await join_refused(stub, name) for name in ("first", "second")]
+            assert reasons == [None, "TOO_MANY_RUNS"]
+            asked = (stub.ListRuns(pb.ListRunsRequest(), timeout=20) for _ in range(9))
+            results = await asyncio.gather(*asked, return_exceptions=True)
+            told = [decode(result).reason for result in results if isinstance(result, grpc.aio.AioRpcError)]
+            assert told
+            assert set(told) == {"TOO_MANY_REQUESTS"}
+
+
+async def join_refused(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> str | None:
+    """The reason for which a node is refused; None: it got its lease."""
+    call = stub.Join(timeout=20)
+    join = pb.JoinRun(run_id=run_id, node_id="n", address="n", local_world_size=1)
+    join.settings.min_nodes = join.settings.max_nodes = 1
+    await call.write(pb.JoinRequest(join=join))
+    try:
+        response = await call.read()
+    except grpc.aio.AioRpcError as error:
+        return decode(error).reason
+    assert isinstance(response, pb.JoinResponse)
+    assert response.lease.lease > 0
+    call.cancel()
+    return None

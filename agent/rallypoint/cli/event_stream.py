@@ -11,6 +11,7 @@ import grpc
 from rallypoint.cli.operator import refusal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.attempts import GONE
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.settings import ClientTLS, SettingError
@@ -20,13 +21,7 @@ _PAGE = 10_000  # the most that a page may have
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
 # After these the same stream may be opened again.
-_RETRYABLE = {
-    grpc.StatusCode.CANCELLED,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.UNKNOWN,
-}
+_RETRYABLE = GONE | {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
 async def last_events(

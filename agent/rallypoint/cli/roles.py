@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from rallypoint.agent.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
+from rallypoint.cli.limit_options import Limits
 from rallypoint.rendezvous.errors import translate as translate_rendezvous
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
@@ -18,7 +19,7 @@ from rallypoint.timer.errors import translate as translate_timer
 from rallypoint.timer.service import timer_registration
 
 
-async def serve_rendezvous_role(options: ServerOptions, journal_url: str) -> None:
+async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits: Limits) -> None:
     """Serve rendezvous until a signal, or until its journal breaks.
 
     Raises:
@@ -32,7 +33,14 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str) -> Non
         stopping.append(asyncio.create_task(server.stop()))
 
     try:
-        async with rendezvous_services(open_journal(journal_url), on_failure=stop) as services:
+        async with rendezvous_services(
+            open_journal(journal_url),
+            limits=limits.rendezvous,
+            store_limits=limits.store,
+            state_limits=limits.state,
+            state_ttl=limits.state_ttl,
+            on_failure=stop,
+        ) as services:
             server = Server(options, services=services, translate=translate_rendezvous)
             await server.serve_until_signal()
     except JournalError as error:

@@ -70,6 +70,12 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
     help="Restarts of failed workers, over the whole run.",
 )
 @_flag("--role", type=Text(), default="default", help="Role of the workers.")
+@_flag(
+    "--topology",
+    type=Text(),
+    default="",
+    help="Where this host is, outermost place first, as in hall2/rack7; for --rdzv-conf rank_policy=topology.",
+)
 @_flag("-m", "--module", "module", is_flag=True, help="PROGRAM is a Python module.")
 @_flag("--no-python", is_flag=True, help="PROGRAM is an executable, not a Python script.")
 @_flag("--log-dir", type=click.Path(path_type=Path), help="Folder for logs; without it, a new temporary one.")

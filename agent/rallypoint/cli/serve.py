@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from rallypoint.cli.limit_options import Limits, limit_options
 from rallypoint.cli.roles import serve_agent_role, serve_rendezvous_role, serve_timer_role
 from rallypoint.serving.logs import configure_logs
 from rallypoint.serving.loop import run
@@ -29,9 +30,10 @@ def serve() -> None:
     metavar="JOURNAL",
     help="Where runs outlive the process: sqlite:PATH, or memory to forget them.",
 )
-def rendezvous(options: ServerOptions, journal: str) -> None:
+@limit_options
+def rendezvous(options: ServerOptions, journal: str, limits: Limits) -> None:
     """Serve membership, rounds and the key-value store of runs."""
-    _serve(options, serve_rendezvous_role(options, journal))
+    _serve(options, serve_rendezvous_role(options, journal, limits))
 
 
 @serve.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def status(
     run_id: str | None, rdzv_endpoint: str, as_json: bool, timeout: float, tls: ClientTLS | None
 ) -> None:
     """Show all runs, or RUN_ID with its nodes."""
-    from google.protobuf.json_format import MessageToJson  # noqa: PLC0415 (slow, and not for --help)
+    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.cli.operator import ask  # noqa: PLC0415
     from rallypoint.cli.pages import all_runs, whole_run  # noqa: PLC0415
@@ -42,7 +43,9 @@ def status(
     else:
         response = ask(rdzv_endpoint, tls, timeout, partial(whole_run, run_id))
     if as_json:
-        click.echo(MessageToJson(response, always_print_fields_with_no_presence=True))
+        fields = MessageToDict(response, always_print_fields_with_no_presence=True)
+        del fields["nextPageToken"]  # all pages are in it
+        click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
         _print_run(response.run)
     else:

@@ -1,0 +1,50 @@
+"""What comes in pages is shown as one, however many pages there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rallypoint.cli.pages import all_runs, whole_run
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+class Service:
+    """Answers with two runs, and two nodes, to a page; between two pages something changes."""
+
+    def __init__(self, nodes: list[list[str]]) -> None:
+        self.runs = [f"run-{number}" for number in range(5)]
+        self.nodes = nodes
+
+    def stub(self) -> Any:
+        """It, as the stub that it stands in for."""
+        return self
+
+    async def ListRuns(self, request: pb.ListRunsRequest) -> pb.ListRunsResponse:
+        page = [name for name in self.runs if name > request.page_token][:2]
+        more = page[-1] != self.runs[-1]
+        return pb.ListRunsResponse(
+            runs=[pb.Run(run_id=name) for name in page], next_page_token=page[-1] if more else ""
+        )
+
+    async def GetRun(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
+        page = int(request.page_token or 0)
+        run = pb.Run(
+            run_id=request.run_id, revision=10 + page, nodes=[pb.Node(node_id=n) for n in self.nodes[page]]
+        )
+        return pb.GetRunResponse(run=run, next_page_token=str(page + 1) if page + 1 < len(self.nodes) else "")
+
+
+async def test_all_runs_are_there() -> None:
+    """Each once, in order."""
+    service = Service([])
+    whole = await all_runs(service.stub())
+    assert [run.run_id for run in whole.runs] == service.runs
+    assert whole.next_page_token == ""
+
+
+async def test_all_nodes_are_there() -> None:
+    """With the run as it was first; a node that moved from one page to the next while it was read is there once."""
+    whole = await whole_run("digits", Service([["a", "b"], ["b", "c"], ["d"]]).stub())
+    assert (whole.run.run_id, whole.run.revision) == ("digits", 10)
+    assert [node.node_id for node in whole.run.nodes] == ["a", "b", "c", "d"]
+    assert whole.next_page_token == ""

@@ -1,0 +1,119 @@
+"""Sends hostile requests, and says how each of them ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from hostile.requests import Request
+from rallypoint.serving.channel import CLIENT_ARGUMENTS
+from rallypoint.serving.errors import decode
+
+# What the client's library says, with INTERNAL, when it writes to a stream that the server has just ended and it hasn't
+# read the status yet. The status itself is lost then.
+_OWN_WORDS = "Internal error from Core"
+# Past its deadline a call must end by itself; a client that hangs longer has found a bug, in whosever library.
+_OVERDUE = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended."""
+
+    code: grpc.StatusCode
+    reason: str = ""
+    """Of the error's ErrorInfo; empty: it has none, as what gRPC itself says has not."""
+    message: str = ""
+    gone: bool = False
+    """Whether the sender went away before it was over."""
+    answers: int = 0
+    """How many messages came."""
+
+
+class Attacker:
+    """Some connections to a server. Anything may be sent on them; nothing is checked before it is sent."""
+
+    def __init__(self, address: str, connections: int) -> None:
+        # An honest client refuses by itself to send what the server wouldn't take.
+        options = (*CLIENT_ARGUMENTS, ("grpc.max_send_message_length", -1))
+        self._channels = [grpc.aio.insecure_channel(address, options) for _ in range(connections)]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels:
+            await channel.close()
+
+    async def send(self, request: Request) -> Outcome:
+        """Send a request; return when it is over, one way or the other.
+
+        Raises:
+            TimeoutError: It is not, long after its deadline.
+        """
+        call = _start(self._channels[request.number % len(self._channels)], request)
+        try:
+            async with asyncio.timeout(request.timeout + _OVERDUE):
+                return await _followed_for_a_while(call, request)
+        finally:
+            call.cancel()
+
+
+def _start(channel: grpc.aio.Channel, request: Request) -> Any:
+    method = request.method
+    kind = "unary_unary"
+    if method is not None and method.server_streaming:
+        kind = "stream_stream" if method.client_streaming else "unary_stream"
+    # Without serializers: bytes go out as they are.
+    begin = getattr(channel, kind)(request.path)
+    messages = () if kind == "stream_stream" else request.messages[:1]
+    return begin(*messages, timeout=request.timeout)
+
+
+async def _followed_for_a_while(call: Any, request: Request) -> Outcome:
+    if request.cancel_after is None:
+        return await _followed(call, request)
+    try:
+        async with asyncio.timeout(request.cancel_after):
+            return await _followed(call, request)
+    except TimeoutError:
+        return Outcome(grpc.StatusCode.CANCELLED, gone=True)
+
+
+async def _followed(call: Any, request: Request) -> Outcome:
+    answers = 0
+    try:
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            await call
+            return Outcome(grpc.StatusCode.OK, answers=1)
+        if isinstance(call, grpc.aio.StreamStreamCall):
+            await _say(call, request)
+        while answers < request.most_answers:
+            if await call.read() is grpc.aio.EOF:
+                return Outcome(await call.code(), answers=answers)
+            answers += 1
+        if not request.half_close:
+            return Outcome(grpc.StatusCode.OK, gone=True, answers=answers)
+        while await call.read() is not grpc.aio.EOF:
+            answers += 1
+        return Outcome(await call.code(), answers=answers)
+    except grpc.aio.AioRpcError as error:
+        if error.details() == _OWN_WORDS:
+            return Outcome(grpc.StatusCode.CANCELLED, gone=True, answers=answers)
+        decoded = decode(error)
+        known = decoded.reason != decoded.code.name
+        # Where a reason has the name of its code, INVALID_ARGUMENT, the details tell it from gRPC's own words.
+        ours = known or bool(decoded.field_violations)
+        return Outcome(decoded.code, decoded.reason if ours else "", decoded.message, answers=answers)
+
+
+async def _say(call: Any, request: Request) -> None:
+    # Whether the server listens to the end is its own affair: how the call ended is read afterwards.
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.BaseError):
+        for data in request.messages:
+            await call.write(data)
+        if request.half_close:
+            await call.done_writing()

@@ -1,0 +1,90 @@
+"""A job that has nothing to do with the attack, on the same server: it must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.rendezvous.client import Event, LeaseEnded, Membership, Updated
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+
+PATIENCE = 30.0
+_NODES = ("left", "right")
+
+
+class Bystander:
+    """A job of two nodes that do as agents do, each on a connection of its own."""
+
+    def __init__(self, address: str, run_id: str) -> None:
+        self.run_id = run_id
+        self.lost: list[str] = []
+        """What the nodes were told when they lost their leases."""
+        self._address = address
+        self._channels = [open_channel(address) for _ in _NODES]
+        self.stub = pb_grpc.RendezvousServiceStub(self._channels[0])
+        self._started: dict[str, int] = {}
+        self._rounds: asyncio.Queue[int] = asyncio.Queue()
+        self._members: dict[str, Membership] = {}
+        self._running: list[asyncio.Task[None]] = []
+
+    async def begin(self) -> int:
+        """Join with both nodes; return the round that they form."""
+        for node_id, channel in zip(_NODES, self._channels, strict=True):
+            # A machine on which much else goes on may need a while to connect again.
+            settings = pb.RunSettings(min_nodes=2, max_nodes=2, disconnect_grace=Duration(seconds=15))
+            join = pb.JoinRun(
+                run_id=self.run_id, node_id=node_id, settings=settings, address=node_id, role="w"
+            )
+            join.local_world_size = 1
+            member = Membership(channel, self._address, join, partial(self._obey, node_id))
+            self._members[node_id] = member
+            self._running.append(asyncio.create_task(member.run()))
+        return await self.formed()
+
+    async def formed(self) -> int:
+        """Wait until both nodes start their workers in one round; return it.
+
+        Raises:
+            TimeoutError: They don't.
+        """
+        async with asyncio.timeout(PATIENCE):
+            numbers = {await self._rounds.get() for _ in _NODES}
+        assert len(numbers) == 1, numbers
+        return numbers.pop()
+
+    def check(self) -> None:
+        """Raise what ended a node, if one ended; and say so if a round was formed that nobody asked for."""
+        for node in self._running:
+            if node.done():
+                node.result()
+        assert not any(node.done() for node in self._running), f"a node of {self.run_id} was sent away"
+        assert self.lost == []
+        assert self._rounds.empty(), f"{self.run_id} had to form round {self._rounds.get_nowait()}"
+
+    async def close(self) -> None:
+        """Let the nodes go without a word."""
+        for node in self._running:
+            node.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for channel in self._channels[1:]:
+            await channel.close()
+
+    async def hang_up(self) -> None:
+        """Close what `stub` needs, too."""
+        await self._channels[0].close()
+
+    def _obey(self, node_id: str, event: Event) -> None:
+        if isinstance(event, LeaseEnded):
+            self.lost.append(f"{node_id}: {event.reason}")
+        if not isinstance(event, Updated) or not event.update.HasField("assignment"):
+            return
+        round_ = event.update.assignment.round
+        if event.update.phase == pb.PHASE_FROZEN:
+            self._members[node_id].confirm(round_, 29_500)
+        elif event.update.phase == pb.PHASE_FINAL and self._started.get(node_id) != round_:
+            self._started[node_id] = round_
+            self._rounds.put_nowait(round_)

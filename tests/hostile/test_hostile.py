@@ -1,0 +1,33 @@
+"""Whatever is sent to a rendezvous service, it answers by its contract, keeps within its limits, and serves others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hostile.campaign import attack, log_faults
+from hostile.contract import documented_reasons
+from hostile.requests import METHODS
+from hostile.target import target
+
+SEED = 1
+COUNT = 10_000
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(180)
+async def test_a_server_bears_ten_thousand_hostile_requests(tmp_path: Path) -> None:
+    """No UNKNOWN, no INTERNAL, no bug, no error that the contract doesn't know; nothing left open; nobody starved.
+
+    And the requests were worth sending: every method was reached, and most reasons to refuse were given.
+    """
+    with target(tmp_path, "sqlite:journal.db") as server:
+        report = await attack(server, SEED, COUNT)
+        server.stop()
+        assert report.faults + log_faults(server) == []
+    assert report.sent == COUNT
+    documented = documented_reasons()
+    ours = {path for path, method in METHODS.items() if method.containing_service.full_name in documented}
+    assert ours - set(report.answered) == set()
+    assert len([reason for service, *reason in report.refused if service in documented]) >= 25

@@ -1,0 +1,54 @@
+"""What is wrong with the way a request ended, if anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+
+from hostile.attacker import Outcome
+from hostile.contract import Reasons
+from hostile.requests import Request
+from rallypoint.serving.channel import MAX_MESSAGE_BYTES
+
+Code = grpc.StatusCode
+
+
+def fault(request: Request, outcome: Outcome, documented: Mapping[str, Reasons]) -> str | None:
+    """Say what the server did wrong; None: nothing.
+
+    Args:
+        request: What was sent.
+        outcome: What came back.
+        documented: The errors of each service, by its full name.
+    """
+    if outcome.code in (Code.UNKNOWN, Code.INTERNAL):
+        return f"{outcome.code.name}: {outcome.message}"
+    if outcome.reason == "UNEXPECTED_ERROR":
+        return f"a bug of the server: {outcome.message}"
+    if outcome.code is Code.OK or outcome.gone:
+        return None
+    if request.method is None:
+        return None if outcome.code is Code.UNIMPLEMENTED else f"{outcome.code.name} of a method that is none"
+    if not outcome.reason:
+        return _without_details(request, outcome)
+    service = request.method.containing_service.full_name
+    if service in documented and (outcome.code.name, outcome.reason) not in documented[service]:
+        return f"{outcome.code.name} {outcome.reason} is not in the table of {service}"
+    return None
+
+
+def _without_details(request: Request, outcome: Outcome) -> str | None:
+    """What gRPC says by itself, and when it may."""
+    told = f"{outcome.code.name} without ErrorInfo: {outcome.message}"
+    if outcome.code is Code.DEADLINE_EXCEEDED:
+        return None if request.may_time_out else f"{told}: nobody answered"
+    if outcome.code is Code.RESOURCE_EXHAUSTED:
+        large = any(len(data) > MAX_MESSAGE_BYTES for data in request.messages)
+        return None if large else told
+    if outcome.code is Code.CANCELLED:
+        return None if request.cancel_after is not None else told
+    if request.path.startswith("/grpc."):  # health and reflection have errors of their own
+        allowed = (Code.NOT_FOUND, Code.UNIMPLEMENTED, Code.INVALID_ARGUMENT)
+        return None if outcome.code in allowed else told
+    return told
