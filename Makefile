@@ -55,6 +55,21 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 test: $(VENV)/.ready ## the whole suite, with what it needs
 	$(BIN)/pytest
 
+# SEED=123 replays one with its whole trace; SEEDS=10000 [FIRST=0] plays a range (docs/simulation.md).
+.PHONY: simulate
+simulate: $(VENV)/.ready ## simulated clusters with every kind of trouble: SEEDS=10000, or SEED=123 to replay one
+	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
+
+# SEED=7 sends others; SEED=7 ONLY=1234 sends that one alone, and shows what comes (docs/limits.md).
+.PHONY: hostile
+hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a rendezvous service; COUNT=10000 sends fewer
+	PYTHONPATH=tests $(BIN)/python -m hostile $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(ONLY),--only $(ONLY))
+
+# ONLY=storm runs those of which the name matches (docs/survival.md).
+.PHONY: torture
+torture: $(VENV)/.ready ## real servers killed, stalled, drained and cut off, at full length; prints figures
+	RALLYPOINT_TORTURE=full $(BIN)/pytest -s tests/torture $(if $(ONLY),-k "$(ONLY)")
+
 TORCH := $(VENV)/torch
 $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
@@ -63,6 +78,10 @@ $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 
 test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
 	$(TORCH)/bin/pytest -m torch
+
+.PHONY: bench
+bench: $(VENV)/.ready ## figures beside their floors, also in bench.json; ONLY=rendezvous N=1024 narrows (docs/benchmarks.md)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks $(if $(ONLY),--only "$(ONLY)") $(if $(N),--n "$(N)") $(if $(TRIALS),--trials $(TRIALS))
 
 wheel: $(VENV)/.ready ## dist/rallypoint-*.whl
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .

@@ -1,0 +1,95 @@
+"""The peer: torch's c10d, measured where an interpreter has torch."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.clients.c10d_order import C10dOrder, C10dResult
+from benchmarks.processes import WITH_US, BenchmarkError, DidNotFinish, client_command, driven
+from benchmarks.session import Session
+from benchmarks.trials import median
+
+# Seconds. At 256 nodes some rendezvous take 11, and some go on for ever.
+PATIENCE = 120.0
+_MOST_UNFINISHED = 2  # then there is no more to learn
+# Past it no rendezvous has been seen to come to an end.
+MOST_NODES = 256
+
+# c10d looks up a name for the address of every connection. Where the look-up goes to a name server, that is what
+# would be measured; so it sees a machine that knows the names of its own files only.
+_LOCAL_NAMES = "hosts: files\n"
+_SCRIPT = 'mount --bind "$0" /etc/nsswitch.conf && exec "$@"'
+
+
+def find_torch(root: Path) -> Path | None:
+    """An interpreter that has torch: this one, or that of `make test-torch`."""
+    candidates = (Path(sys.executable), root / ".venv" / "torch" / "bin" / "python")
+    return next((each for each in candidates if each.exists() and _has_torch(each)), None)
+
+
+def _has_torch(python: Path) -> bool:
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    return subprocess.run([str(python), "-c", probe], check=False).returncode == 0
+
+
+def c10d_rendezvous(session: Session, nodes: int) -> tuple[float | None, str]:
+    """Seconds until the last knows its rank, the median of the runs that came to an end; and a note.
+
+    Where none came to an end, PATIENCE, which is less than they would have taken; the note says so.
+    """
+    if session.torch is None or nodes > MOST_NODES:
+        return None, ""
+    seconds: list[float] = []
+    unfinished, order = 0, C10dOrder("rendezvous", nodes)
+    for trial in range(1, session.trials + 1):
+        doing = f"c10d rendezvous n={nodes} {trial}/{session.trials}"
+        try:
+            seconds.append(_run(session, session.torch, order).last)
+            session.say(f"{doing}: ranks {seconds[-1]:.3f} s")
+        except DidNotFinish:
+            unfinished += 1
+            session.say(f"{doing}: not finished in {PATIENCE:g} s")
+            if unfinished == _MOST_UNFINISHED:
+                break
+        except BenchmarkError as error:
+            session.say(f"{doing}: {error}")
+            return None, "c10d: failed"
+    note = (
+        f"c10d: {unfinished} of {unfinished + len(seconds)} not finished in {PATIENCE:g} s"
+        if unfinished
+        else ""
+    )
+    return statistics.median(seconds or [PATIENCE]), note
+
+
+def c10d_calls(session: Session, kind: str, members: int, each: int = 1) -> C10dResult | None:
+    """Seconds until the first and the last member had done their calls, medians; None where they could not."""
+    if session.torch is None:
+        return None
+    order = C10dOrder(kind, members, each)
+    try:
+        result = median(_run(session, session.torch, order) for _ in range(session.trials))
+    except BenchmarkError as error:
+        session.say(f"c10d store {kind} members={members}: {error}")
+        return None
+    session.say(f"c10d store {kind} members={members}: first {result.first:.3f} s, last {result.last:.3f} s")
+    return result
+
+
+def _run(session: Session, python: Path, order: C10dOrder) -> C10dResult:
+    names = session.folder / "nsswitch.conf"
+    names.write_text(_LOCAL_NAMES)
+    command = [*_with_local_names(names), *client_command("c10d", order, python)]
+    return C10dResult(**driven(command, session.folder / "client-c10d.log", PATIENCE))
+
+
+def _with_local_names(names: Path) -> list[str]:
+    """What goes before a command, so that names are looked up nowhere but in the machine's own files."""
+    # setpriv again: what the kernel does at our death is forgotten where a process gets other rights.
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    prefix = [*unshare, "sh", "-c", _SCRIPT, str(names), *WITH_US]
+    allowed = subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode == 0
+    return prefix if allowed else []

@@ -1,0 +1,143 @@
+"""The peer, run by a Python that has torch: what torch's c10d does of the same work.
+
+    python -m benchmarks.clients.c10d '{"kind": "rendezvous", "members": 64}'
+
+This process holds the store, which is torch's server. Each member is a thread with a store connection of its
+own, in one of a few further processes, since Python threads share a core.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from benchmarks.clients.c10d_order import C10dOrder, C10dResult
+
+_RUN_ID = "benchmark"
+_HOST = "127.0.0.1"
+_VALUE = "v" * 100
+_GO, _READY, _AWAITED = "go", "ready", "awaited"
+# On two cores 4 processes were fastest; with all threads in one, the interpreter's lock is what is measured.
+_PROCESSES = 4
+_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+_TO_WAIT = 1.0  # seconds that all who wait for a key take to begin
+
+
+def _connect(port: int) -> dist.TCPStore:
+    return dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
+
+
+def _join(order: C10dOrder, number: int) -> Callable[[], None]:
+    """From the first connect until the rank is known, as ours is measured."""
+
+    def join() -> None:
+        store = _connect(order.port)
+        handler = DynamicRendezvousHandler.from_backend(
+            _RUN_ID,
+            store,
+            C10dRendezvousBackend(store, _RUN_ID),
+            min_nodes=order.members,
+            max_nodes=order.members,
+            local_addr=_HOST,
+        )
+        handler.next_rendezvous()
+
+    return join
+
+
+def _call(call: Callable[[dist.TCPStore, str], object]) -> Callable[[C10dOrder, int], Callable[[], None]]:
+    """Calls one after another, on a connection that is open."""
+
+    def prepare(order: C10dOrder, number: int) -> Callable[[], None]:
+        store, key = _connect(order.port), f"{order.port}/{os.getpid()}/{number}"
+        store.set(key, _VALUE)
+
+        def call_on() -> None:
+            for _ in range(order.each):
+                call(store, key)
+            # A set is not answered; a key that is asked for is there, so all before it is done.
+            store.get(key)
+
+        return call_on
+
+    return prepare
+
+
+KINDS: dict[str, Callable[[C10dOrder, int], Callable[[], None]]] = {
+    "rendezvous": _join,
+    "set": _call(lambda store, key: store.set(key, _VALUE)),
+    "get": _call(lambda store, key: store.get(key)),
+    "add": _call(lambda store, key: store.add("sum/" + key, 1)),
+    "wait": _call(lambda store, key: store.get(_AWAITED)),
+}
+"""What a member does: prepares, before the clock runs, and then what is measured."""
+
+
+def hold(order: C10dOrder) -> C10dResult:
+    """Hold the store, and have all members start at once."""
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    shares = [len(range(first, order.members, _PROCESSES)) for first in range(min(_PROCESSES, order.members))]
+    children = []
+    for share in shares:
+        part = json.dumps(asdict(replace(order, port=store.port, share=share)))
+        command = [*_WITH_US, sys.executable, "-m", "benchmarks.clients.c10d", part]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    store.wait([f"{_READY}/{number}" for number in range(1, len(shares) + 1)])
+    began = time.perf_counter()
+    store.set(_GO, "")
+    if order.kind == "wait":
+        time.sleep(_TO_WAIT)
+        began = time.perf_counter()
+        store.set(_AWAITED, _VALUE)
+    # The clock is one for all processes of a machine.
+    results = [C10dResult(**json.loads(child.communicate()[0])) for child in children]
+    return C10dResult(
+        min(result.first for result in results) - began, max(result.last for result in results) - began
+    )
+
+
+def take_part(order: C10dOrder) -> C10dResult:
+    """Do it with one process's share of the members; returns when the first and the last had done it."""
+    ends: list[float] = []
+    go = threading.Event()
+    prepared = threading.Barrier(order.share + 1)
+
+    def member(number: int) -> None:
+        work = KINDS[order.kind](order, number)
+        prepared.wait()
+        go.wait()
+        work()
+        ends.append(time.perf_counter())
+
+    threads = [threading.Thread(target=member, args=(number,), daemon=True) for number in range(order.share)]
+    for thread in threads:
+        thread.start()
+    prepared.wait()
+    store = _connect(order.port)
+    store.set(f"{_READY}/{store.add(_READY, 1)}", "")
+    store.wait([_GO])
+    go.set()
+    for thread in threads:
+        thread.join()
+    if len(ends) != order.share:
+        raise SystemExit(f"{len(ends)} of {order.share} members came to an end")
+    return C10dResult(min(ends), max(ends))
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    _order = C10dOrder(**json.loads(sys.argv[1]))
+    sys.stdout.write(json.dumps(asdict(take_part(_order) if _order.share else hold(_order))) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # keep-alive threads would go on

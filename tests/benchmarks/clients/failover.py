@@ -1,0 +1,66 @@
+"""Client process of `failover`: the survivors, which see one node's process killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from benchmarks.clients.command import carry_out
+from benchmarks.clients.swarm import FINAL, Swarm, join_requests, ready
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+_JOINABLE = (pb.PHASE_JOINABLE, 0)
+_REPLACED = (pb.PHASE_FROZEN, 2)
+_CALM = 1.0  # seconds between the round's start and the kill, so that the one does not disturb the other
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverOrder:
+    """What to do.
+
+    Attributes:
+        endpoint: of the server.
+        victim: process id of who holds the one other node.
+        places: how many nodes the round takes, the victim's among them.
+        spare: whether one node more joins, to take the victim's place.
+        timeout: seconds until it counts as failed.
+    """
+
+    endpoint: str
+    victim: int
+    places: int
+    spare: bool
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverResult:
+    """Seconds from the SIGKILL until the first and the last survivor were told."""
+
+    first: float
+    last: float
+
+
+async def failover(order: FailoverOrder) -> FailoverResult:
+    """Carry it out.
+
+    Raises:
+        SwarmError: Somebody was not told.
+    """
+    await ready(order.endpoint)
+    own = range(1, order.places + (1 if order.spare else 0))
+    swarm = Swarm(order.endpoint, join_requests(own, places=order.places))
+    swarm.start()
+    await swarm.reached(FINAL, order.timeout, count=order.places - 1)
+    await asyncio.sleep(_CALM)
+    began = time.perf_counter()
+    os.kill(order.victim, signal.SIGKILL)
+    told = await swarm.reached(_REPLACED if order.spare else _JOINABLE, order.timeout)
+    return FailoverResult(told.first - began, told.last - began)
+
+
+if __name__ == "__main__":
+    carry_out(FailoverOrder, failover)

@@ -1,0 +1,46 @@
+"""Client process of `failover` that is going to be killed: it holds one node, and says so on stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from typing import NoReturn
+
+from benchmarks.clients.command import carry_out
+from benchmarks.clients.swarm import JOINED, Swarm, join_requests, ready
+
+
+@dataclass(frozen=True, slots=True)
+class VictimOrder:
+    """What to do.
+
+    Attributes:
+        endpoint: of the server.
+        places: how many nodes a round takes.
+        timeout: seconds to join.
+    """
+
+    endpoint: str
+    places: int
+    timeout: float
+
+
+async def hold(order: VictimOrder) -> NoReturn:
+    """Join, and hold the node until killed.
+
+    Raises:
+        SwarmError: It could not join.
+    """
+    await ready(order.endpoint)
+    swarm = Swarm(order.endpoint, join_requests(range(1), places=order.places))
+    swarm.start()
+    await swarm.reached(JOINED, order.timeout)
+    sys.stdout.write("joined\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+    raise AssertionError("an event that nobody sets")
+
+
+if __name__ == "__main__":
+    carry_out(VictimOrder, hold)

@@ -1,0 +1,169 @@
+"""The processes that a benchmark runs: started, waited for, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RALLYPOINT = Path(sys.executable).with_name("rallypoint")
+# The kernel kills the process should this one die without having done it: killed itself, or interrupted while it
+# was just starting the other.
+WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+# What is set for other programs is none of a benchmark's business.
+_FOREIGN = ("RALLYPOINT_", "PET_", "GRPC_", "TORCHELASTIC_")
+_LOG_TAIL = 2_000  # characters
+
+
+class BenchmarkError(Exception):
+    """Something could not be measured; the message says what, and all that is known of the cause."""
+
+
+class DidNotFinish(BenchmarkError):
+    """A process took longer than it was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server process that somebody measures."""
+
+    pid: int
+    endpoint: str
+    log: Path
+
+    def log_tail(self) -> str:
+        """The end of its log, for an error."""
+        return tail(self.log)
+
+
+def raise_open_files(needed: int) -> None:
+    """Let this process, and those it starts, hold so many files open.
+
+    Raises:
+        BenchmarkError: The machine does not allow that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise BenchmarkError(
+            f"{needed} open files are needed and {hard} allowed: raise `ulimit -Hn`, or measure fewer nodes (--n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+@contextmanager
+def our_server(folder: Path, journal: str) -> Iterator[Server]:
+    """The rendezvous service, as its users start it, until the context ends.
+
+    Args:
+        folder: For its log, and for a journal that is a file.
+        journal: "memory", or "sqlite" for a new file in a folder of its own.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix="journal-") as place:
+        url = f"sqlite:{place}/journal.db" if journal == "sqlite" else journal
+        command = [str(RALLYPOINT), "serve", "rendezvous", "--journal", url]
+        with _server(folder / f"rendezvous-{journal}.log", command) as server:
+            yield server
+
+
+@contextmanager
+def floor_server(folder: Path, behaviour: str, size: int = 200) -> Iterator[Server]:
+    """A bare server without any logic, until the context ends.
+
+    Args:
+        folder: For its log.
+        behaviour: What it does; see `benchmarks.floor_server`.
+        size: Bytes of what it tells everybody, where it does that.
+    """
+    command = [sys.executable, "-m", "benchmarks.floor_server", "--behaviour", behaviour, "--size", str(size)]
+    with _server(folder / f"floor-{behaviour}.log", command) as server:
+        yield server
+
+
+@contextmanager
+def _server(log: Path, command: Sequence[str]) -> Iterator[Server]:
+    with _free_port() as port, running([*command, "--port", str(port)], log) as process:
+        yield Server(process.pid, f"127.0.0.1:{port}", log)
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process for as long as the context lasts; then it is killed. What it writes to stderr goes to `log`."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*WITH_US, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout or stderr,
+            stderr=stderr,
+            text=True,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is ours to handle, and its end is that of this context
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def client_command(module: str, order: Any, python: Path | str = sys.executable) -> list[str]:
+    """The command that has a module of `benchmarks.clients` carry out an order, which is a dataclass."""
+    return [str(python), "-m", f"benchmarks.clients.{module}", json.dumps(asdict(order))]
+
+
+def driven(command: Sequence[str], log: Path, timeout: float) -> dict[str, Any]:
+    """Run a client process to its end; returns the JSON object that it prints.
+
+    Args:
+        command: See `client_command`.
+        log: For what it writes to stderr.
+        timeout: Seconds until it is killed.
+
+    Raises:
+        DidNotFinish: It did not come to an end.
+        BenchmarkError: It failed.
+    """
+    with running(command, log, subprocess.PIPE) as process:
+        try:
+            answer, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise DidNotFinish(f"no result within {timeout:g} s: {tail(log)}") from None
+        code = process.returncode
+    if code != 0:
+        raise BenchmarkError(f"a client process ended with exit code {code}: {tail(log)}")
+    result: dict[str, Any] = json.loads(answer.splitlines()[-1])
+    return result
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for an error."""
+    return log.read_text(errors="replace")[-_LOG_TAIL:].strip() or "it wrote nothing"
+
+
+def _environment() -> Mapping[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    places = [str(Path(__file__).parent.parent), *filter(None, [ours.get("PYTHONPATH")])]
+    return ours | {"PYTHONPATH": os.pathsep.join(places)}
+
+
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """A port that the kernel gives to nobody else meanwhile. A server can listen there: this only holds it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]

@@ -1,0 +1,90 @@
+"""`rendezvous`: N nodes connect at once; until the last knows its ranks, and until it knows that all confirmed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from benchmarks.c10d import c10d_rendezvous
+from benchmarks.clients.storm import StormOrder, StormResult
+from benchmarks.figures import Figure
+from benchmarks.processes import BenchmarkError, raise_open_files
+from benchmarks.session import Session
+from benchmarks.trials import FLOOR, JOURNALS, Start, floor, in_turns, measured, ours
+
+SIZES = (64, 256, 1024, 4096)
+
+_SAME_MESSAGES = "floor, same messages"
+_TIMEOUT = 120.0  # seconds; the slowest takes some five
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Storm:
+    """The numbers of a StormResult."""
+
+    ranks: float
+    final: float
+    memory: float
+    cpu: float
+
+
+def rendezvous(session: Session) -> Iterator[Figure]:
+    """Measure; see docs/benchmarks.md."""
+    for nodes in session.sizes_or(SIZES):
+        raise_open_files(nodes + 256)
+        storms = _Storms(session, nodes)
+        variants = {FLOOR: partial(storms.measure, FLOOR, floor("one-message"), "FROZEN")}
+        for name in JOURNALS:
+            variants[name] = partial(storms.measure, name, ours(name), "FINAL")
+        variants[_SAME_MESSAGES] = partial(storms.measure, _SAME_MESSAGES, floor("same-messages"), "FINAL")
+        results = in_turns(session, f"rendezvous n={nodes}", variants, _show)
+        peer = c10d_rendezvous(session, nodes)
+        for name in JOURNALS:
+            note = f"in {session.trials} storms"
+            yield Figure(f"rendezvous.{name}.lost", nodes, storms.lost[name], "calls", note=note)
+            if {name, FLOOR, _SAME_MESSAGES} <= results.keys():
+                yield from _figures(name, nodes, results, peer)
+
+
+class _Storms:
+    """Storms of one size; `lost`: by variant, the streams that ended in them although nobody ended them."""
+
+    def __init__(self, session: Session, nodes: int) -> None:
+        self.lost: Counter[str] = Counter()
+        self._session = session
+        self._nodes = nodes
+
+    def measure(self, variant: str, start: Start, until: str) -> _Storm:
+        """One storm, on a server of its own."""
+        with start(self._session.folder) as server:
+            order = StormOrder(server.endpoint, server.pid, self._nodes, until, _TIMEOUT)
+            result = measured(self._session, server, "storm", order, StormResult)
+        self.lost[variant] += sum(result.lost.values())
+        if result.lost or result.failure:
+            raise BenchmarkError(result.failure or f"streams lost: {result.lost}")
+        return _Storm(result.ranks, result.final, result.memory, result.cpu)
+
+
+def _show(storm: _Storm) -> str:
+    return f"ranks {storm.ranks:.3f} s, last {storm.final:.3f} s, server {storm.cpu:.2f} s of CPU"
+
+
+def _figures(
+    name: str, nodes: int, results: Mapping[str, _Storm], peer: tuple[float | None, str]
+) -> Iterator[Figure]:
+    def figure(what: str, value: float, floor: float, unit: str, note: str) -> Figure:
+        return Figure(f"rendezvous.{name}.{what}", nodes, value, unit, floor, note=note)
+
+    storm, least, same = results[name], results[FLOOR], results[_SAME_MESSAGES]
+    yield replace(figure("ranks", storm.ranks, least.ranks, "s", peer[1]), peer=peer[0])
+    yield figure("final", storm.final, least.ranks, "s", "")
+    as_many = "floor with as many messages as ours"
+    yield figure("ranks.same-messages", storm.ranks, same.ranks, "s", as_many)
+    yield figure("final.same-messages", storm.final, same.final, "s", as_many)
+    yield figure("memory", storm.memory / _MIB, least.memory / _MIB, "MiB", "growth of the server")
+    each = 1e6 / nodes
+    yield figure("cpu", storm.cpu * each, least.cpu * each, "µs/node", "server, to the last FINAL")
+    yield figure("cpu.same-messages", storm.cpu * each, same.cpu * each, "µs/node", as_many)

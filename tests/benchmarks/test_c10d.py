@@ -1,0 +1,71 @@
+"""The peer does its work where torch is, and spoils nobody's figures where it is not, or does not come to an end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import c10d
+from benchmarks.session import Session
+
+
+def _session(folder: Path, torch: Path | None, trials: int = 3) -> Session:
+    return Session(folder, (), trials, torch, lambda line: None)
+
+
+def _stand_in(folder: Path, script: str) -> Path:
+    """An interpreter that does something else."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_without_torch_there_is_no_peer(tmp_path: Path) -> None:
+    """Most who measure have no torch."""
+    session = _session(tmp_path, None)
+    assert c10d.c10d_rendezvous(session, 8) == (None, "")
+    assert c10d.c10d_calls(session, "set", 8) is None
+
+
+def test_a_rendezvous_without_an_end_is_given_up_and_counts_as_what_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some c10d rendezvous never end; that is a figure, not a reason to wait for ever or to fail."""
+    monkeypatch.setattr(c10d, "PATIENCE", 0.3)
+    session = _session(tmp_path, _stand_in(tmp_path, "exec sleep 60"))
+    assert c10d.c10d_rendezvous(session, 8) == (0.3, "c10d: 2 of 2 not finished in 0.3 s")
+    assert session.failures == []
+
+
+def test_the_median_is_of_those_that_came_to_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs does not make the others slower."""
+    monkeypatch.setattr(c10d, "PATIENCE", 2.0)
+    hang_once = 'mkdir "$0.hung" 2>/dev/null && exec sleep 60\necho \'{"first": 1, "last": 3}\''
+    session = _session(tmp_path, _stand_in(tmp_path, hang_once))
+    assert c10d.c10d_rendezvous(session, 8) == (3, "c10d: 1 of 3 not finished in 2 s")
+
+
+def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
+    """A broken torch is told of, and ours are measured all the same."""
+    session = _session(tmp_path, _stand_in(tmp_path, "exit 3"))
+    assert c10d.c10d_rendezvous(session, 8) == (None, "c10d: failed")
+    assert c10d.c10d_calls(session, "set", 8) is None
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(240)  # torch is imported nine times
+def test_torch_does_the_work(tmp_path: Path) -> None:
+    """The peer is torch itself: its members meet, and its store answers."""
+    pytest.importorskip("torch")
+    session = _session(tmp_path, Path(sys.executable), trials=1)
+    seconds, note = c10d.c10d_rendezvous(session, 2)
+    assert seconds is not None
+    assert 0 < seconds < 30
+    assert note == ""
+    for kind in ("set", "wait"):
+        calls = c10d.c10d_calls(session, kind, members=2, each=3)
+        assert calls is not None
+        assert 0 < calls.first <= calls.last

@@ -1,0 +1,178 @@
+"""The command measures what it is asked for, writes it down, says what went wrong, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import __main__ as command
+from benchmarks.figures import Figure
+from benchmarks.processes import BenchmarkError
+from benchmarks.session import Session
+from process_probe import fresh_marker, gone, wait_until
+
+TESTS = Path(__file__).parent.parent
+KEYS = {"name", "n", "value", "unit", "floor", "peer", "note", "ratio_to_floor", "ratio_to_peer"}
+JOURNALS = ("memory", "sqlite")
+STORM = (
+    "lost",
+    "ranks",
+    "final",
+    "ranks.same-messages",
+    "final.same-messages",
+    "memory",
+    "cpu",
+    "cpu.same-messages",
+)
+
+# What each benchmark tells of when it is asked for a size of 8.
+FIGURES = {
+    "rendezvous": [f"rendezvous.{journal}.{what}" for journal in JOURNALS for what in STORM],
+    "fanout": [f"fanout.{journal}.{what}" for journal in JOURNALS for what in ("first", "last")],
+    "failover": [f"failover.{journal}.{what}" for journal in JOURNALS for what in ("told", "replaced")],
+    "heartbeat": ["heartbeat.burst", "heartbeat.paced", "heartbeat.burst.fleet", "heartbeat.paced.fleet"],
+    "store": [
+        f"store.{journal}.{what}"
+        for journal in JOURNALS
+        for what in ("set", "get", "add", "waited.first", "waited.last")
+    ],
+    "journal": ["journal.sqlite"],
+}
+
+
+def _command(folder: Path, *arguments: str) -> list[str]:
+    places = ["--folder", str(folder / "work"), "--json", str(folder / "bench.json")]
+    return [sys.executable, "-m", "benchmarks", "--no-peer", "--trials", "1", *places, *arguments]
+
+
+def _environment(**more: str) -> Mapping[str, str]:
+    return os.environ | {"PYTHONPATH": str(TESTS)} | more
+
+
+def _figures(folder: Path) -> list[dict[str, Any]]:
+    figures: list[dict[str, Any]] = json.loads((folder / "bench.json").read_text())
+    return figures
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", FIGURES)
+def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path) -> None:
+    """Every figure is there, is a number, and has a floor; no call is lost."""
+    done = subprocess.run(
+        _command(tmp_path, "--only", name, "--n", "8"),
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = _figures(tmp_path)
+    assert sorted(figure["name"] for figure in figures) == sorted(FIGURES[name])
+    for figure in figures:
+        assert set(figure) == KEYS
+        assert figure["name"] in done.stdout
+        assert figure["unit"] in done.stdout
+        if figure["name"].endswith(".lost"):
+            assert figure["value"] == 0
+        elif not figure["name"].endswith(".memory"):  # so few nodes fit into what a server has already
+            assert figure["ratio_to_floor"] == pytest.approx(figure["value"] / figure["floor"])
+            assert figure["value"] > 0, figure
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--only", "rendevous"], f"no benchmark 'rendevous'; there are {', '.join(FIGURES)}"),
+        (["--n", "many"], "'many' is no number from 2 to 100000"),
+        (["--n", "1"], "'1' is no number from 2 to 100000"),
+        (["--trials", "0"], "0 is not in the range 1<=x<=100"),
+        (["--torch", "/nowhere/python"], "'/nowhere/python' does not exist"),
+        (["--folder", "/dev/null/work"], "cannot make the folder /dev/null/work"),
+    ],
+)
+def test_a_mistake_is_told_of_before_anything_is_measured(arguments: list[str], sentence: str) -> None:
+    """A benchmark takes minutes; whoever mistyped its name wants to know at once, and which there are."""
+    result = CliRunner().invoke(command.main, arguments)
+    assert result.exit_code in {1, 2}
+    assert sentence in result.output
+
+
+def test_names_and_sizes_come_one_by_one_or_as_a_list(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`make bench ONLY="fanout store" N="8 16"` hands over one word each."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(name: str) -> Any:
+        def measure(session: Session) -> Iterator[Figure]:
+            seen.append((name, session.sizes))
+            yield Figure(name, 8, 1.0, "s")
+
+        return measure
+
+    monkeypatch.setattr(command, "BENCHMARKS", {name: note(name) for name in FIGURES})
+    places = ["--no-peer", "--folder", str(tmp_path), "--json", str(tmp_path / "bench.json")]
+    result = CliRunner().invoke(
+        command.main, [*places, "--only", "fanout store", "--only", "journal", "--n", "8,16", "--n", "32"]
+    )
+    assert result.exit_code == 0
+    assert seen == [(name, (8, 16, 32)) for name in ("fanout", "store", "journal")]
+
+
+def test_what_failed_is_in_the_exit_code_and_what_was_measured_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A lost call must turn a build red, and must not take the other figures with it."""
+
+    def lossy(session: Session) -> Iterator[Figure]:
+        yield Figure("storm.lost", 8, 3, "calls")
+        session.fail("3 streams lost")
+        raise BenchmarkError("no server")
+
+    def fine(_: Session) -> Iterator[Figure]:
+        yield Figure("fine", 8, 1.0, "s")
+
+    monkeypatch.setattr(command, "BENCHMARKS", {"lossy": lossy, "fine": fine})
+    places = ["--no-peer", "--folder", str(tmp_path), "--json", str(tmp_path / "bench.json")]
+    result = CliRunner().invoke(command.main, places)
+    assert result.exit_code == 1
+    assert "FAILED: 3 streams lost" in result.output
+    assert "FAILED: lossy: no server" in result.output
+    assert [figure["name"] for figure in _figures(tmp_path)] == ["storm.lost", "fine"]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    """Whoever interrupts a benchmark is not left with its servers; after Ctrl-C the figures so far are kept."""
+    with fresh_marker() as marker:
+        process = subprocess.Popen(
+            _command(tmp_path, "--only", "rendezvous", "--n", "16", "--trials", "100"),
+            env=_environment(BENCHMARK_MARKER=marker),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        with process, process.stderr:
+            assert "rendezvous n=16 floor 1/100" in process.stderr.readline()
+            wait_until(lambda: not gone(marker, besides=process.pid), "processes that are measured")
+            process.send_signal(number)
+            said = process.stderr.read()
+            code = process.wait(timeout=20)
+        wait_until(lambda: gone(marker), "everybody to be gone")
+    if number == signal.SIGINT:
+        assert code == 130
+        assert "interrupted" in said
+        assert _figures(tmp_path) == []
