@@ -27,7 +27,7 @@ OF_GRPC = {
     "grpc.reflection.v1alpha.ServerReflection",
 }
 SERVICES = {
-    "rendezvous": {"rallypoint.rendezvous.v1.RendezvousService", "rallypoint.rendezvous.v1.StoreService"},
+    "rendezvous": {f"rallypoint.rendezvous.v1.{name}Service" for name in ("Rendezvous", "Store", "State")},
     "timer": {"rallypoint.timer.v1.TimerService"},
     "agent": {"rallypoint.agent.v1.SupervisorService"},
 }

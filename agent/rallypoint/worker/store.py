@@ -333,7 +333,7 @@ def _error(error: Mapping[str, Any]) -> StoreError:
     reason, message = error["reason"], error["message"]
     if reason == "KEY_WAIT_TIMED_OUT":
         return StoreTimeoutError(message)
-    if reason == "ROUND_OVER":
+    if reason in ("ROUND_OVER", "LEASE_LOST"):  # either way others go on, and without this worker
         return RoundOverError(message, error.get("current_round"))
     if error["code"] == "UNAVAILABLE":
         return StoreUnavailableError(message)
