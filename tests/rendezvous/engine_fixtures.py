@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
+from rallypoint.rendezvous.core.state import RunSettings, RunState, WorkerFailure
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import (
@@ -25,6 +25,7 @@ from rallypoint.rendezvous.journal.journal import (
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.views import run_summary
 from rallypoint.serving.lag import LagSettings
 
 T = TypeVar("T")
@@ -158,6 +159,14 @@ class Stage:
     async def leave(self, member: Member) -> None:
         command = commands.Leave(member.node_id, member.lease.lease, "told to stop")
         await self.engine.execute(RUN, command)
+
+    async def list_runs(self) -> list[pb.Run]:
+        """All runs without their nodes, by name, as they are durable; on the way the engine looks at the clock."""
+
+        def summaries(states: Iterable[RunState]) -> list[pb.Run]:
+            return [run_summary(state) for state in sorted(states, key=lambda state: state.run_id)]
+
+        return await self.engine.read_runs(summaries)
 
     async def later(self, seconds: float) -> pb.Run:
         """Time passes and the engine looks at the clock; returns the run as it is then."""

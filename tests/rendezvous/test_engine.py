@@ -57,7 +57,7 @@ async def test_nothing_is_told_or_read_before_it_is_durable(stage: Stage) -> Non
         *await begun(first.updates.take()),
         *await begun(watcher.take()),
         *await begun(stage.engine.get_run(RUN)),
-        *await begun(stage.engine.list_runs()),
+        *await begun(stage.list_runs()),
         *await begun(stage.engine.watch(RUN, 0)),
     ]
     assert not any(task.done() for task in tasks)
@@ -586,7 +586,7 @@ async def test_runs_are_listed_by_name_without_their_nodes(stage: Stage) -> None
     """A line for each."""
     for run_id in ("b", "a", "c"):
         await stage.join("n", run_id)
-    listed = [(run.run_id, run.node_count, len(run.nodes)) for run in await stage.engine.list_runs()]
+    listed = [(run.run_id, run.node_count, len(run.nodes)) for run in await stage.list_runs()]
     assert listed == [("a", 1, 0), ("b", 1, 0), ("c", 1, 0)]
 
 
@@ -601,7 +601,7 @@ async def test_a_run_that_is_not_there_is_not_made_by_asking(stage: Stage) -> No
         with pytest.raises(RunNotFound, match="there is no run 'other'"):
             await question
     assert stage.engine.writable_round("other") is None
-    assert await stage.engine.list_runs() == []
+    assert await stage.list_runs() == []
 
 
 async def test_a_watcher_sees_the_present_and_then_the_latest(stage: Stage) -> None:

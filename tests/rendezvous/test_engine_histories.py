@@ -158,7 +158,7 @@ class Story:
             self.stage.now += 1.0
             if alive:
                 self.beat()
-        self.ask(self.stage.engine.list_runs())  # the engine looks at the clock
+        self.ask(self.stage.list_runs())  # the engine looks at the clock
 
     def hold_or_release(self) -> None:
         (self.stage.journal.hold if self.draw.random() < 0.5 else self.stage.journal.release)()
@@ -173,7 +173,7 @@ class Story:
             if outcome is not None and not isinstance(outcome, asyncio.CancelledError):
                 raise outcome
         self.tasks = []
-        await self.stage.engine.list_runs()
+        await self.stage.list_runs()
 
     async def check(self) -> None:
         """With nothing under way, all that is due has happened, and all that happened is told."""
@@ -247,7 +247,7 @@ class Story:
                         await self.check()
                 await self.check()
                 assert stage.engine._broken is None
-                listed = await stage.engine.list_runs()
+                listed = await stage.list_runs()
             self.stage = Stage(durable=stage.journal.durable, limits=LIMITS, **self.settings)
             self.watchers = []  # and the members may come back
             assert [run.run_id for run in listed] == sorted(self.stage.engine._runs)

@@ -29,8 +29,8 @@ async def stage() -> AsyncIterator[Stage]:
 async def known(stage: Stage, after: float = 0.0) -> list[str]:
     """The names of the runs that there are, so many seconds later."""
     stage.now += after
-    await stage.engine.list_runs()  # what is due by now happens in the step that this is read in
-    return [run.run_id for run in await stage.engine.list_runs()]
+    await stage.list_runs()  # what is due by now happens in the step that this is read in
+    return [run.run_id for run in await stage.list_runs()]
 
 
 async def ended_run(stage: Stage) -> pb.Run:
@@ -105,7 +105,7 @@ async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
     await ended_run(stage)
     stage.journal.hold()
     stage.now += TTL
-    (reading,) = await begun(stage.engine.list_runs())
+    (reading,) = await begun(stage.list_runs())
     await stage.journal.held()
     assert stage.expired_runs == []
     assert not reading.done()

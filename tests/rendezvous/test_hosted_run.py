@@ -78,7 +78,7 @@ async def test_the_last_state_is_told_though_nothing_more_happens(stage: Stage) 
     assert deadline <= stage.now + PACE
     told = await seen(watcher)
     stage.now = deadline
-    await stage.engine.list_runs()
+    await stage.list_runs()
     assert told.revision < (await seen(watcher)).revision == (await stage.engine.get_run(RUN)).revision
 
 
@@ -262,7 +262,7 @@ async def test_members_are_told_that_the_exit_barrier_is_over() -> None:
         await stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.lease, 1))
         (waiting,) = await begun(a.updates.take())
         stage.now += 10
-        await stage.engine.list_runs()
+        await stage.list_runs()
         told = await waiting
         assert told is not None
         assert (told.phase, told.exit_barrier_passed) == (pb.PHASE_FINAL, True)
@@ -280,7 +280,7 @@ async def test_a_heartbeat_after_a_restart_may_bring_a_deadline_nearer() -> None
     async with staged(Stage(keep_alive_interval=0.5)) as first:
         members = await first.running("a", "b")
     async with staged(Stage(durable=first.journal.durable, keep_alive_interval=0.5)) as second:
-        await second.engine.list_runs()
+        await second.list_runs()
         revision = (await second.engine.get_run(RUN)).revision
         resumed = [
             await second.engine.resume(RUN, each.node_id, each.lease.lease, revision) for each in members
@@ -291,7 +291,7 @@ async def test_a_heartbeat_after_a_restart_may_bring_a_deadline_nearer() -> None
         second.engine.renew(resumed[0])
         assert second.engine._schedule.next() == second.now + 0.5
         second.now += 0.5
-        await second.engine.list_runs()
+        await second.list_runs()
         run = await second.engine.get_run(RUN)
         assert [node.node_id for node in run.nodes] == ["a"]
 

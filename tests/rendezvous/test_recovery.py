@@ -163,7 +163,7 @@ async def test_a_run_that_expired_is_numbers_only() -> None:
         await stage.engine.close_run(RUN, "enough")
         last = await stage.engine.get_run(RUN)
         stage.now += 10
-        await stage.engine.list_runs()
+        await stage.list_runs()
         runs, expired = recover_runs(stage.journal.kept(), lambda: History(9, 999), 5.0)
         assert (runs, expired) == ({}, {RUN: Numbers(last.revision, last.round)})
         await stage.join("a")

@@ -397,7 +397,7 @@ async def test_a_bad_field_of_the_first_message_is_named(
     stream = served.stream()
     await stream.say(**message)
     assert field_of(await stream.ended()) == field
-    assert await served.stage.engine.list_runs() == []
+    assert await served.stage.list_runs() == []
 
 
 @pytest.mark.parametrize(

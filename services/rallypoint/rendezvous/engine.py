@@ -466,10 +466,6 @@ class RendezvousEngine:
         """What `view` makes of all runs as they are durable."""
         return await self._submit(lambda _: view(run.state for run in self._runs.values()))
 
-    async def list_runs(self) -> list[pb.Run]:
-        """All runs without their nodes, by name."""
-        return await self._submit(lambda _: [run_summary(run.state) for _, run in sorted(self._runs.items())])
-
     async def watch(self, run_id: str, revision: int) -> Slot[pb.Run]:
         """A slot that gets the run's state: now, if it is past `revision`, and after every change."""
 
