@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import secrets
+from collections.abc import Awaitable, Coroutine
+from typing import Any
 
 import grpc.aio
 import pytest
 
 from rallypoint.rendezvous.core.refusals import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.fenced_state.core import SetState
+from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import (
     rendezvous_service_pb2_grpc,
@@ -22,7 +30,8 @@ from rallypoint.rendezvous.v1.store_service_pb2 import SetRequest, StoreWriter
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import decode
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.engine_fixtures import RUN, Stage, begun, staged
+from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged
+from rendezvous.store.store_fakes import TestJournal
 
 PATIENCE = 20.0
 
@@ -50,6 +59,38 @@ async def test_the_engine_refuses_by_its_latest_facts() -> None:
         await stage.engine.close_run(RUN, "enough")
         with pytest.raises(RunIsClosed):
             check(RUN, "a", a.lease.lease)
+
+
+@pytest.mark.parametrize("kind", ["store", "states"])
+async def test_a_refusal_waits_until_its_cause_is_durable(kind: str) -> None:
+    """Nobody is told of what may still not have happened: a server that is killed now has lost nobody."""
+    async with staged(Stage()) as stage:
+        _, b = await stage.running("a", "b")
+        engine, writer = stage.engine, Writer("b", b.lease.lease)
+        stage.journal.hold()
+        (leaving,) = await begun(stage.leave(b))
+        await stage.journal.held()
+        guard: dict[str, Any] = {"check_lease": engine.check_lease, "settled": engine.settled}
+        if kind == "store":
+            store = StoreService(TestJournal(), engine.writable_round, **guard)
+            write: Coroutine[Any, Any, object] = store.write(
+                RUN, Set(round=0, key="k", value=b"", writer=writer)
+            )
+        else:
+            states = FencedStateService(
+                TestJournal(), clock=lambda: stage.now, draw=secrets.token_bytes, **guard
+            )
+            serving = asyncio.create_task(states.serve())
+            write = states.set(SetState(run_id=RUN, state=b"", writer=writer))
+        (writing,) = await begun(write)
+        await idle()
+        assert not writing.done()
+        stage.journal.release()
+        with pytest.raises(LeaseLost):
+            await writing
+        await leaving
+        if kind == "states":
+            serving.cancel()
 
 
 async def reason_of(call: Awaitable[object]) -> str | None:

@@ -542,6 +542,10 @@ class RendezvousEngine:
         run = self._runs.get(run_id)
         return None if run is None else run.writable_round
 
+    async def settled(self) -> None:
+        """Return when everything is durable that is decided by now."""
+        await self._submit(lambda _: None)
+
     def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
         """Refuse who does not hold the lease it shows; by the latest facts, durable or not.
 

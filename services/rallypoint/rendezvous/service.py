@@ -99,6 +99,7 @@ async def rendezvous_services(
         limits=store_limits,
         on_journal_failure=on_failure,
         check_lease=engine.check_lease,
+        settled=engine.settled,
     )
     states = FencedStateService(
         journal,
@@ -106,6 +107,7 @@ async def rendezvous_services(
         clock=clock,
         draw=draw,
         check_lease=engine.check_lease,
+        settled=engine.settled,
         limits=state_limits,
         ttl=state_ttl,
     )

@@ -24,7 +24,14 @@ from rallypoint.rendezvous.fenced_state.refusals import StateBusy, TooManyWatche
 from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.slot import Slot
-from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
+from rallypoint.rendezvous.store.ports import (
+    LEASE_REFUSALS,
+    CheckLease,
+    Settled,
+    StoreChange,
+    StoreJournal,
+    at_once,
+)
 from rallypoint.rendezvous.store.refusals import JournalFailed
 from rallypoint.serving.logs import get_logger
 
@@ -75,6 +82,7 @@ class FencedStateService:
         clock: Callable[[], float],
         draw: Callable[[int], bytes],
         check_lease: CheckLease = lambda run_id, node_id, lease: None,
+        settled: Settled = at_once,
         limits: StateLimits | None = None,
         ttl: float = DEFAULT_TTL,
     ) -> None:
@@ -86,6 +94,7 @@ class FencedStateService:
             clock: Monotonic seconds.
             draw: Returns so many random bytes, never the same ones again: the fence stands on it.
             check_lease: Refuses a node that doesn't hold its lease. Asked when a set that names a writer is decided.
+            settled: Returns when what a lease was refused for is durable: nobody is told of it before.
             limits: Bounds of the service.
             ttl: How long a state is kept that nobody reads, sets or watches, seconds.
 
@@ -96,6 +105,7 @@ class FencedStateService:
         self._clock = clock
         self._draw = draw
         self._check_lease = check_lease
+        self._settled = settled
         self._limits = limits or StateLimits()
         try:
             self._states = States.restore(entries)
@@ -161,7 +171,11 @@ class FencedStateService:
         self._queue.append(_Pending(request, answer))
         self._queued_bytes += request.queued_bytes
         self._wake.set()
-        return await answer
+        try:
+            return await answer
+        except LEASE_REFUSALS:
+            await self._settled()
+            raise
 
     def watch(self, run_id: str, token: bytes | None) -> Slot[StateView]:
         """Return a slot that gets the state of a run: now, unless `token` is its token, and after every change.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, RunIsClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,17 @@ class StoreJournal(Protocol):
         there without its write, nor the write without its record. Later entries of a key replace earlier
         ones. When this raises, whether they are durable is unknown, and the journal takes no more.
         """
+
+
+LEASE_REFUSALS = (RunIsClosed, NodeIsEvicted, LeaseLost)
+"""What a lease that is not held is refused with."""
+
+Settled: TypeAlias = Callable[[], Awaitable[None]]
+"""Waits until everything is durable that `CheckLease` has gone by so far."""
+
+
+async def at_once() -> None:
+    """Nothing is on its way to be durable."""
 
 
 class CheckLease(Protocol):

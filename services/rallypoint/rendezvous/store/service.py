@@ -11,7 +11,14 @@ from rallypoint.rendezvous.core.refusals import RunNotFound
 from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
+from rallypoint.rendezvous.store.ports import (
+    LEASE_REFUSALS,
+    CheckLease,
+    Settled,
+    StoreChange,
+    StoreJournal,
+    at_once,
+)
 from rallypoint.rendezvous.store.refusals import AnswerTooLarge
 from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.sizes import FRAME_BYTES, MAX_MULTI_BYTES
@@ -34,6 +41,7 @@ class StoreService:
         *,
         limits: StoreLimits | None = None,
         check_lease: CheckLease = lambda run_id, node_id, lease: None,
+        settled: Settled = at_once,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Build the store from what its journal holds; to be called in the event loop that it is served by.
@@ -46,9 +54,11 @@ class StoreService:
                 deleted from it: a store that was killed may have left them behind.
             limits: Bounds of each run.
             check_lease: Refuses a node that may not write: it doesn't hold the lease. Asked when a write is decided.
+            settled: Returns when what a lease was refused for is durable: nobody is told of it before.
             on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
         """
         self._current_round = current_round
+        self._settled = settled
         self._open_run = partial(
             RunStore,
             journal=journal,
@@ -82,7 +92,11 @@ class StoreService:
         Raises:
             Refused: It was refused; JournalFailed leaves the outcome unknown.
         """
-        return await self._run(run_id).write(write)
+        try:
+            return await self._run(run_id).write(write)
+        except LEASE_REFUSALS:
+            await self._settled()
+            raise
 
     async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
         """Return the value of a key, waiting for it up to `timeout` seconds.
