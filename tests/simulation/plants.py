@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.agent import core as agent_core
-from rallypoint.rendezvous import engine as engines
-from rallypoint.rendezvous import recovery
+from rallypoint.rendezvous import engine, recovery, runs
 from rallypoint.rendezvous.client import Membership
 from rallypoint.rendezvous.core import apply, decide, facts, leases, snapshot
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
@@ -34,7 +33,7 @@ def skip_the_fence(patch: pytest.MonkeyPatch) -> None:
     original = decide.check_lease
     patch.setattr(decide, "check_lease", lambda state, node_id, lease: None)
     patch.setattr(HostedRun, "holds_lease", lambda self, node_id, lease: node_id in self.state.nodes)
-    patch.setattr(engines, "check_lease", lax)
+    patch.setattr(engine, "check_lease", lax)
 
 
 def tell_before_commit(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,7 @@ def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
         return runs, expired
 
     recover = recovery.recover_runs
-    patch.setattr(engines, "recover_runs", forgetful)
+    patch.setattr(runs, "recover_runs", forgetful)
 
 
 def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +100,7 @@ def drop_the_last_record(patch: pytest.MonkeyPatch) -> None:
         return recover(replace(recovered, records=recovered.records[:-1]), *args)
 
     recover = recovery.recover_runs
-    patch.setattr(engines, "recover_runs", careless)
+    patch.setattr(runs, "recover_runs", careless)
 
 
 def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
@@ -167,8 +166,8 @@ def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
 
 def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
     """Survivors are told of the next round, and not that theirs is over."""
-    told = tuple(kind for kind in engines._TOLD_TO_NODES if kind is not facts.RoundEnded)
-    patch.setattr(engines, "_TOLD_TO_NODES", told)
+    told = tuple(kind for kind in runs._TOLD_TO_NODES if kind is not facts.RoundEnded)
+    patch.setattr(runs, "_TOLD_TO_NODES", told)
 
 
 def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
