@@ -45,6 +45,7 @@ async def run(spawner: Spawner, **flags: Any) -> int:
         "rdzv_conf": {"read_timeout": "0.2"},
         "max_restarts": 0,
         "role": "default",
+        "topology": "",
         "log_dir": None,
         "redirects": "0",
         "tee": "0",
