@@ -135,13 +135,14 @@ class HostedRun:
 
     def add_watcher(self, watcher: Slot[pb.Run], revision: int) -> None:
         """Take a watcher in, which has seen `revision`; it is told at once if there is something newer."""
-        message = run_message(self.state, end=NODES_PER_MESSAGE)
-        if self._told < self.state.revision:
-            for other in self.watchers:
-                other.put(message)
-            self._told = self.state.revision
+        due = [*self.watchers] if self._told < self.state.revision else []
         if self.state.revision > revision:
-            watcher.put(message)
+            due.append(watcher)
+        if due:
+            message = run_message(self.state, end=NODES_PER_MESSAGE)
+            for each in due:
+                each.put(message)
+        self._told = self.state.revision
         self.watchers.add(watcher)
 
     def tell_watchers(self, now: float) -> None:
