@@ -13,7 +13,7 @@ _log = get_logger("rallypoint.rendezvous")
 
 # In a run of more nodes than this, what every node does in every round is logged as debug only: n lines a round drown
 # the one that matters, and writing them costs the server as much as the joining. ListEvents has them all.
-_MANY_NODES = 64
+_MANY_NODES = 16
 _ROUTINE = (facts.NodeJoined, facts.NodeConfirmed, facts.NodeSucceeded)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 
 import grpc
 
+from rallypoint.serving.bounded import bounded
 from rallypoint.serving.errors import ServiceError
 
 # Seconds, before the subscriber's stream is ended. It loses nothing by that: it comes back, and is told the latest.
@@ -24,8 +24,7 @@ async def in_time(writing: Awaitable[object], timeout: float) -> None:
         ServiceError: SUBSCRIBER_TOO_SLOW: it was not, and the stream is to be ended.
     """
     try:
-        async with asyncio.timeout(timeout):
-            await writing
+        await bounded(writing, timeout)
     except TimeoutError:
         raise ServiceError(
             grpc.StatusCode.UNAVAILABLE,

@@ -182,9 +182,10 @@ class DurableRuns:
         if deadline is not None and self._stopped_at is None:
             # However far the deadline: only who looks often can tell that it was paused in between.
             timeout = min(max(0.0, deadline - self._now()), self._lag.pulse)
-        with contextlib.suppress(TimeoutError):  # a deadline of the core is due
-            async with asyncio.timeout(timeout):
-                await self._wake.wait()
+        if not self._wake.is_set():
+            with contextlib.suppress(TimeoutError):  # a deadline of the core is due
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
         self._wake.clear()
         now = self._clock()
         if deadline is not None and (paused := self._watch.observe(now, self._looked + self._lag.pulse)):

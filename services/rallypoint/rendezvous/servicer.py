@@ -28,6 +28,7 @@ from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_p
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.bounded import bounded
 from rallypoint.serving.errors import invalid
 
 # How long a stream may take to say what it is for, seconds.
@@ -245,7 +246,6 @@ def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 async def _first(requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
     try:
-        async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):
-            return await anext(requests)
+        return await bounded(anext(requests), _FIRST_MESSAGE_TIMEOUT)
     except (TimeoutError, StopAsyncIteration):
         raise invalid("message", f"expected join or resume within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
