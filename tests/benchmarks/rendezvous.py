@@ -38,14 +38,16 @@ def rendezvous(session: Session) -> Iterator[Figure]:
         storms = _Storms(session, nodes)
         variants = {FLOOR: partial(storms.measure, FLOOR, floor("one-message"), "FROZEN")}
         for name in JOURNALS:
+            # Nobody confirms in these, so that the clients have as much to do as with the floor.
+            variants[_to_ranks(name)] = partial(storms.measure, name, ours(name), "FROZEN")
             variants[name] = partial(storms.measure, name, ours(name), "FINAL")
         variants[_SAME_MESSAGES] = partial(storms.measure, _SAME_MESSAGES, floor("same-messages"), "FINAL")
         results = in_turns(session, f"rendezvous n={nodes}", variants, _show)
         peer = c10d_rendezvous(session, nodes)
         for name in JOURNALS:
-            note = f"in {session.trials} storms"
+            note = f"in {2 * session.trials} storms"
             yield Figure(f"rendezvous.{name}.lost", nodes, storms.lost[name], "calls", note=note)
-            if {name, FLOOR, _SAME_MESSAGES} <= results.keys():
+            if {name, _to_ranks(name), FLOOR, _SAME_MESSAGES} <= results.keys():
                 yield from _figures(name, nodes, results, peer)
 
 
@@ -68,6 +70,10 @@ class _Storms:
         return _Storm(result.ranks, result.final, result.memory, result.cpu)
 
 
+def _to_ranks(name: str) -> str:
+    return f"{name}, to its ranks"
+
+
 def _show(storm: _Storm) -> str:
     return f"ranks {storm.ranks:.3f} s, last {storm.final:.3f} s, server {storm.cpu:.2f} s of CPU"
 
@@ -79,7 +85,7 @@ def _figures(
         return Figure(f"rendezvous.{name}.{what}", nodes, value, unit, floor, note=note)
 
     storm, least, same = results[name], results[FLOOR], results[_SAME_MESSAGES]
-    yield replace(figure("ranks", storm.ranks, least.ranks, "s", peer[1]), peer=peer[0])
+    yield replace(figure("ranks", results[_to_ranks(name)].ranks, least.ranks, "s", peer[1]), peer=peer[0])
     yield figure("final", storm.final, least.ranks, "s", "")
     as_many = "floor with as many messages as ours"
     yield figure("ranks.same-messages", storm.ranks, same.ranks, "s", as_many)
