@@ -58,7 +58,10 @@ def following(endpoint: str, folder: Path) -> Iterator[Follower]:
     command = (str(RALLYPOINT), "events", RUN, "--follow", "--json", "--rdzv-endpoint", endpoint)
     with printed.open("w") as file:
         process = subprocess.Popen(
-            [*WITH_US, *command, "--timeout", str(PATIENCE)], stdout=file, env=clean_environment()
+            # While it is stopped its own patience runs on: it must be longer than any stop.
+            [*WITH_US, *command, "--timeout", str(2 * PATIENCE)],
+            stdout=file,
+            env=clean_environment(),
         )
     try:
         yield Follower(process, printed)
