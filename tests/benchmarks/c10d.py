@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.clients.c10d_order import C10dOrder, C10dResult
-from benchmarks.processes import WITH_US, BenchmarkError, DidNotFinish, client_command, driven
+from benchmarks.processes import BenchmarkError, DidNotFinish, client_command, driven
 from benchmarks.session import Session
 from benchmarks.trials import median
+from mortal import MORTAL_ONCE_MORE
 
 # Seconds. At 256 nodes some rendezvous take 11, and some go on for ever.
 PATIENCE = 120.0
@@ -88,8 +89,7 @@ def _run(session: Session, python: Path, order: C10dOrder) -> C10dResult:
 
 def _with_local_names(names: Path) -> list[str]:
     """What goes before a command, so that names are looked up nowhere but in the machine's own files."""
-    # setpriv again: what the kernel does at our death is forgotten where a process gets other rights.
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
-    prefix = [*unshare, "sh", "-c", _SCRIPT, str(names), *WITH_US]
+    prefix = [*unshare, "sh", "-c", _SCRIPT, str(names), *MORTAL_ONCE_MORE]
     allowed = subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode == 0
     return prefix if allowed else []

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mortal import mortal
+
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
-# The kernel kills the process should this one die without having done it: killed itself, or interrupted while it
-# was just starting the other.
-WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 # What is set for other programs is none of a benchmark's business.
 _FOREIGN = ("RALLYPOINT_", "PET_", "GRPC_", "TORCHELASTIC_")
 _LOG_TAIL = 2_000  # characters
@@ -102,7 +101,7 @@ def running(command: Sequence[str], log: Path, stdout: int | None = None) -> Ite
     """A process for as long as the context lasts; then it is killed. What it writes to stderr goes to `log`."""
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [*WITH_US, *command],
+            mortal(*command),
             stdin=subprocess.DEVNULL,
             stdout=stdout or stderr,
             stderr=stderr,

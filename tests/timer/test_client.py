@@ -230,7 +230,8 @@ async def test_a_new_lease_is_no_trouble(
 async def test_closing_tells_the_service_that_no_worker_is_left(service: Service, node: Node) -> None:
     """Nothing is left there to run out."""
     node.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    # The table alone would not do: whoever closes before the client heard of the service does not wait for it.
+    await eventually(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     node.client.acquire("1@1", "s", 60.0)
     await node.client.close(grace=30)
     assert len(service.watchdog.table) == 0

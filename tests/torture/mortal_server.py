@@ -18,15 +18,13 @@ from typing import Any
 import grpc
 
 from cli.cli_process import RALLYPOINT, clean_environment
+from mortal import mortal
 from rallypoint.serving.channel import open_channel
 
 PATIENCE = 60.0
 """Seconds that are waited for what takes a moment on an idle machine."""
 
 _STARTER = Path(__file__).with_name("starter.py")
-WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
-"""Before a command: the kernel kills the process should the tests die without having done it."""
-
 _LOOK = 0.005  # seconds between two looks whether it listens
 
 
@@ -74,7 +72,7 @@ class MortalServer:
         self._starts += 1
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [*WITH_US, str(RALLYPOINT), *self._arguments],
+                mortal(str(RALLYPOINT), *self._arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -145,7 +143,7 @@ class QuickServer(MortalServer):
         """See `MortalServer`."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [*WITH_US, sys.executable, str(_STARTER), *self._arguments],
+                mortal(sys.executable, str(_STARTER), *self._arguments),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

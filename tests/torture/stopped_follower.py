@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from torture.mortal_server import PATIENCE, WITH_US
+from mortal import mortal
+from torture.mortal_server import PATIENCE
 from torture.tormented_node import RUN
 
 _LOOK = 0.02  # seconds between two looks at what it has printed
@@ -59,7 +60,7 @@ def following(endpoint: str, folder: Path) -> Iterator[Follower]:
     with printed.open("w") as file:
         process = subprocess.Popen(
             # While it is stopped its own patience runs on: it must be longer than any stop.
-            [*WITH_US, *command, "--timeout", str(2 * PATIENCE)],
+            mortal(*command, "--timeout", str(2 * PATIENCE)),
             stdout=file,
             env=clean_environment(),
         )

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import clean_environment
+from mortal import mortal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from torture import lone_node
 from torture.chronicle import check_one_membership_a_round, read_chronicle
 from torture.crowd import Crowd, crowd, seconds
 from torture.length import ordinarily
-from torture.mortal_server import PATIENCE, WITH_US, MortalServer, serving
+from torture.mortal_server import PATIENCE, MortalServer, serving
 from torture.tormented_node import Told, TormentedNode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
@@ -70,7 +71,7 @@ class Lookout:
 async def victim(endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process that holds one node of the run."""
     process = await asyncio.create_subprocess_exec(
-        *(*WITH_US, sys.executable, lone_node.__file__, endpoint, VICTIM),
+        *mortal(sys.executable, lone_node.__file__, endpoint, VICTIM),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=clean_environment(PYTHONPATH=str(TESTS)),

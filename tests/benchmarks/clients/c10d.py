@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from benchmarks.clients.c10d_order import C10dOrder, C10dResult
+from mortal import mortal
 
 _RUN_ID = "benchmark"
 _HOST = "127.0.0.1"
@@ -30,7 +31,6 @@ _VALUE = "v" * 100
 _GO, _READY, _AWAITED = "go", "ready", "awaited"
 # On two cores 4 processes were fastest; with all threads in one, the interpreter's lock is what is measured.
 _PROCESSES = 4
-_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 _TO_WAIT = 1.0  # seconds that all who wait for a key take to begin
 
 
@@ -91,7 +91,7 @@ def hold(order: C10dOrder) -> C10dResult:
     children = []
     for share in shares:
         part = json.dumps(asdict(replace(order, port=store.port, share=share)))
-        command = [*_WITH_US, sys.executable, "-m", "benchmarks.clients.c10d", part]
+        command = mortal(sys.executable, "-m", "benchmarks.clients.c10d", part)
         children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     store.wait([f"{_READY}/{number}" for number in range(1, len(shares) + 1)])
     began = time.perf_counter()
