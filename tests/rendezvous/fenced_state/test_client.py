@@ -165,6 +165,25 @@ class Watches:
         return await self._asked.get()
 
 
+class Calls:
+    """The watches that a client has called."""
+
+    def __init__(self, client: FencedStateClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._last: Any = None
+        call = client._stub.WatchState
+
+        def noting(*args: Any, **options: Any) -> Any:
+            self._last = call(*args, **options)
+            return self._last
+
+        monkeypatch.setattr(client._stub, "WatchState", noting)
+
+    async def stand(self) -> None:
+        """Wait until the client, too, knows that its last one stands."""
+        await self._last.initial_metadata()
+        await asyncio.sleep(0)
+
+
 async def test_a_watch_goes_on_over_restarts_and_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +192,7 @@ async def test_a_watch_goes_on_over_restarts_and_drains(
     journal, path, offset = TestJournal(), f"{tmp_path}/state.sock", 0.0
     async with channel_to(path) as channel:
         client = FencedStateClient(channel, RUN, pace=Pace(clock=lambda: loop_time() + offset))
+        calls = Calls(client, monkeypatch)
         async with aclosing(watched(client, timeout=30.0)) as told:
             async with serving(open_states(journal), path):
                 assert await anext(told) is None
@@ -185,6 +205,7 @@ async def test_a_watch_goes_on_over_restarts_and_drains(
             watches = Watches(states, monkeypatch)
             async with serving(states, path) as server:
                 assert await watches.next() == first.current.token
+                await calls.stand()
                 offset += 3600.0
                 await server.drain(30.0)
             states = open_states(journal)
