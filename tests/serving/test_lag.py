@@ -18,6 +18,12 @@ def test_ordinary_lateness_forgives_nothing() -> None:
     assert clock.read(10.1) == 10.1
 
 
+def test_a_busy_machine_is_forgiven_its_lag_and_no_more() -> None:
+    """It comes again and again: expiries must not become later and later by twice as much."""
+    clock = WatchClock(0.0, SETTINGS)
+    assert clock.observe(10.2, due=10.0) == pytest.approx(0.2)
+
+
 @given(
     began=st.floats(0, 1e6),
     asleep=st.floats(2 * SETTINGS.pulse, 1e4),

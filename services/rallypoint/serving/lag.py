@@ -11,6 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+# Seconds by which sums of floats may be off.
+_ROUNDING = 1e-6
+
+
 @dataclass(frozen=True, slots=True)
 class LagSettings:
     """How lag is measured and forgiven. All in seconds."""
@@ -22,8 +26,9 @@ class LagSettings:
     # The watchdog wakes at least this often while it has timers, only to notice whether it was stopped.
     # Default 0.25: four wake-ups a second cost nothing. A pause is noticed short by at most this much.
     pulse: float = 0.25
-    # What is forgiven beyond the measured lag, though never more than the lag itself: the part of a pause that
-    # the pulse did not see, and time to read what waits in the sockets. Default 1.
+    # What is forgiven beyond a measured lag of at least the pulse, though never more than the lag itself: the part
+    # of a pause that the pulse did not see, and time to read what waits in the sockets. Default 1. A shorter lag is
+    # a busy machine, not a pause, and comes again: doubled, it would make expiries late for nothing.
     settle: float = 1.0
 
 
@@ -31,7 +36,7 @@ class WatchClock:
     """Monotonic seconds, less those in which the watchdog was not watching.
 
     A pause of at least twice the pulse is left out whole: of its length P the pulse hides h, at most half of P;
-    P - h is measured, and forgiven twice or with `settle` on top, each of which makes at least P.
+    P - h is measured, at least a pulse, and forgiven twice or with `settle` on top, each of which makes at least P.
 
     It may step back, by at most `settle`. It always gets on: of the time really watched, `settle` takes back at
     most half, so a worker that hangs is accused even by a watchdog that stumbles for ever.
@@ -56,8 +61,10 @@ class WatchClock:
         lag = now - due
         if lag <= self._settings.tolerance:
             return 0.0
-        watched = self.read(due) - self._settled_at
-        grace = max(0.0, min(self._settings.settle, lag, watched / 2))
+        grace = 0.0
+        if lag >= self._settings.pulse - _ROUNDING:
+            watched = self.read(due) - self._settled_at
+            grace = max(0.0, min(self._settings.settle, lag, watched / 2))
         self._forgiven += lag + grace
         self._settled_at = self.read(now)
         return lag + grace
