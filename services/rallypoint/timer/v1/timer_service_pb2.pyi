@@ -34,6 +34,8 @@ class _TimerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TimerState
     """It ran out; its agent has been told and has not acknowledged yet."""
     TIMER_STATE_UNCLAIMED: _TimerState.ValueType  # 3
     """It ran out, and no agent is subscribed for its node."""
+    TIMER_STATE_LEARNING: _TimerState.ValueType  # 4
+    """How long it may take is still being learned: it cannot run out."""
 
 class TimerState(_TimerState, metaclass=_TimerStateEnumTypeWrapper):
     """TimerState says how far a timer has come."""
@@ -46,6 +48,8 @@ TIMER_STATE_OFFERED: TimerState.ValueType  # 2
 """It ran out; its agent has been told and has not acknowledged yet."""
 TIMER_STATE_UNCLAIMED: TimerState.ValueType  # 3
 """It ran out, and no agent is subscribed for its node."""
+TIMER_STATE_LEARNING: TimerState.ValueType  # 4
+"""How long it may take is still being learned: it cannot run out."""
 Global___TimerState: _TypeAlias = TimerState  # noqa: Y015
 
 @_typing.final
@@ -84,6 +88,9 @@ class SuperviseAction(_message.Message):
     CLEAR_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
+    OBSERVE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    LEARNED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def subscribe(self) -> Global___Subscribe:
         """First action of a stream, and only there."""
@@ -108,6 +115,18 @@ class SuperviseAction(_message.Message):
     def registered(self) -> Global___Registered:
         """All timers that the node's workers hold have been sent on this stream."""
 
+    @_builtins.property
+    def observe(self) -> Global___Observe:
+        """Workers left scopes of which the service is to learn."""
+
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """A worker has come further."""
+
+    @_builtins.property
+    def learned(self) -> Global___Learned:
+        """What an earlier service said it had learned; between `subscribe` and `registered` only."""
+
     def __init__(
         self,
         *,
@@ -117,12 +136,15 @@ class SuperviseAction(_message.Message):
         clear: Global___Clear | None = ...,
         acknowledge: Global___Acknowledge | None = ...,
         registered: Global___Registered | None = ...,
+        observe: Global___Observe | None = ...,
+        progress: Global___Progress | None = ...,
+        learned: Global___Learned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "acquire", b"acquire", "action", b"action", "clear", b"clear", "registered", b"registered", "release", b"release", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "acquire", b"acquire", "action", b"action", "clear", b"clear", "learned", b"learned", "observe", b"observe", "progress", b"progress", "registered", b"registered", "release", b"release", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "acquire", b"acquire", "action", b"action", "clear", b"clear", "registered", b"registered", "release", b"release", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "acquire", b"acquire", "action", b"action", "clear", b"clear", "learned", b"learned", "observe", b"observe", "progress", b"progress", "registered", b"registered", "release", b"release", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["subscribe", "acquire", "release", "clear", "acknowledge", "registered"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["subscribe", "acquire", "release", "clear", "acknowledge", "registered", "observe", "progress", "learned"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -139,6 +161,7 @@ class Subscribe(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    STALL_AFTER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -147,16 +170,23 @@ class Subscribe(_message.Message):
     """The node's lease from the rendezvous service; grows over the life of a run. A lease older than one that was
     seen already is refused with LEASE_LOST. Zero: the node has none, which is the oldest of all.
     """
+    @_builtins.property
+    def stall_after(self) -> _duration_pb2.Duration:
+        """Report the run when none of its workers advanced for so long; zero: never. Not set: the service's own
+        `stall_after`. The newest subscriber of the run decides for it.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         node_id: _builtins.str = ...,
         lease: _builtins.int = ...,
+        stall_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stall_after", b"stall_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "stall_after", b"stall_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,6 +203,7 @@ class Acquire(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    LEARNED_AS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker; opaque, chosen by the agent, best not used twice."""
     scope: _builtins.str
@@ -181,9 +212,13 @@ class Acquire(_message.Message):
     """Number by which the client knows this acquisition; more than zero, and another one for each acquisition. It
     comes back in Expired. Sending one again with the number that the timer has already changes nothing.
     """
+    learned_as: _builtins.str
+    """Not empty: the service finds out how long it may take, from what it learns under this name; 1 to 512 bytes.
+    Several timers may learn as one: those of all workers, and of nested blocks and threads.
+    """
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it may take."""
+        """How long it may take; not set if `learned_as` is."""
 
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
@@ -197,10 +232,11 @@ class Acquire(_message.Message):
         after: _duration_pb2.Duration | None = ...,
         elapsed: _duration_pb2.Duration | None = ...,
         sequence: _builtins.int = ...,
+        learned_as: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "elapsed", b"elapsed", "scope", b"scope", "sequence", b"sequence", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "elapsed", b"elapsed", "learned_as", b"learned_as", "scope", b"scope", "sequence", b"sequence", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,8 +269,114 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
+class Observe(_message.Message):
+    """Observe says that workers of this node have left a scope, each time some duration after they had entered it.
+    Sent at most once for each time, so that none is counted twice: what is in a message that gets lost is not seen.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_FIELD_NUMBER: _builtins.int
+    scope: _builtins.str
+    """Acquire.learned_as."""
+    count: _builtins.int
+    """How many times they have left it since the last Observe of this scope; at least 1."""
+    @_builtins.property
+    def longest(self) -> _duration_pb2.Duration:
+        """The longest that this agent ever saw it take, earlier times included; at least zero."""
+
+    def __init__(
+        self,
+        *,
+        scope: _builtins.str = ...,
+        count: _builtins.int = ...,
+        longest: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["longest", b"longest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "longest", b"longest", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Observe: _TypeAlias = Observe  # noqa: Y015
+
+@_typing.final
+class Learned(_message.Message):
+    """Learned is what a run has learned of a scope."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_FIELD_NUMBER: _builtins.int
+    scope: _builtins.str
+    """Acquire.learned_as."""
+    count: _builtins.int
+    """How many completions were seen. Zero, from the service: it was told to forget; the agent forgets it as well."""
+    @_builtins.property
+    def longest(self) -> _duration_pb2.Duration:
+        """The longest of them."""
+
+    def __init__(
+        self,
+        *,
+        scope: _builtins.str = ...,
+        count: _builtins.int = ...,
+        longest: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["longest", b"longest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "longest", b"longest", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Learned: _TypeAlias = Learned  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """Progress says which step a worker has come to. It advances when the step is another one than before. Only a
+    worker's latest is of interest.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name of the worker."""
+    rank: _builtins.int
+    """Its global rank."""
+    step: _builtins.int
+    """The step, as the worker counts."""
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration:
+        """How long ago it came to it."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        step: _builtins.int = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "rank", b"rank", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
 class Clear(_message.Message):
-    """Clear ends all timers of a worker, and takes back its expiries. A worker without timers is no error."""
+    """Clear ends all timers of a worker, takes back its expiries, and forgets its progress. A worker without timers
+    is no error.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -281,7 +423,7 @@ Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
 @_typing.final
 class Registered(_message.Message):
     """Registered ends the list of timers with which a stream begins. Timers that an earlier stream of the node
-    acquired and this one has not are dropped.
+    acquired and this one has not are dropped, and so is the progress of workers of which this one told none.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -331,6 +473,8 @@ class SuperviseEvent(_message.Message):
     EXPIRED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LEARNED_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def subscribed(self) -> Global___Subscribed:
         """First event of a stream."""
@@ -347,6 +491,14 @@ class SuperviseEvent(_message.Message):
     def draining(self) -> Global___Draining:
         """The server is going away and ends the stream: reconnect, with jitter, here or elsewhere."""
 
+    @_builtins.property
+    def learned(self) -> Global___Learned:
+        """The run has learned of a scope. To be kept, and to be sent on later streams, so that it outlives the service."""
+
+    @_builtins.property
+    def stalled(self) -> Global___Stalled:
+        """The run stalls, or does so no more."""
+
     def __init__(
         self,
         *,
@@ -354,12 +506,14 @@ class SuperviseEvent(_message.Message):
         expired: Global___Expired | None = ...,
         refused: Global___Refused | None = ...,
         draining: Global___Draining | None = ...,
+        learned: Global___Learned | None = ...,
+        stalled: Global___Stalled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "event", b"event", "expired", b"expired", "refused", b"refused", "subscribed", b"subscribed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "event", b"event", "expired", b"expired", "learned", b"learned", "refused", b"refused", "stalled", b"stalled", "subscribed", b"subscribed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "event", b"event", "expired", b"expired", "refused", b"refused", "subscribed", b"subscribed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "event", b"event", "expired", b"expired", "learned", b"learned", "refused", b"refused", "stalled", b"stalled", "subscribed", b"subscribed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["subscribed", "expired", "refused", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["subscribed", "expired", "refused", "draining", "learned", "stalled"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -401,6 +555,7 @@ class Expired(_message.Message):
     AFTER_FIELD_NUMBER: _builtins.int
     LATE_BY_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    LEARNED_FIELD_NUMBER: _builtins.int
     expiry_id: _builtins.int
     """Number to acknowledge; the same each time the expiry is told on a stream."""
     worker_id: _builtins.str
@@ -411,11 +566,15 @@ class Expired(_message.Message):
     """Acquire.sequence. Zero: the timer was acquired by AcquireTimer; the agent knows nothing of it."""
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it was to take."""
+        """How long it was to take; for one that learns, what was learned until now."""
 
     @_builtins.property
     def late_by(self) -> _duration_pb2.Duration:
         """How long after the deadline this message was made."""
+
+    @_builtins.property
+    def learned(self) -> Global___Learned:
+        """Set if the timer's duration was learned: from what."""
 
     def __init__(
         self,
@@ -426,10 +585,11 @@ class Expired(_message.Message):
         after: _duration_pb2.Duration | None = ...,
         late_by: _duration_pb2.Duration | None = ...,
         sequence: _builtins.int = ...,
+        learned: Global___Learned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "late_by", b"late_by"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "late_by", b"late_by", "learned", b"learned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "expiry_id", b"expiry_id", "late_by", b"late_by", "scope", b"scope", "sequence", b"sequence", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "expiry_id", b"expiry_id", "late_by", b"late_by", "learned", b"learned", "scope", b"scope", "sequence", b"sequence", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -489,6 +649,88 @@ class Draining(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Draining: _TypeAlias = Draining  # noqa: Y015
+
+@_typing.final
+class Stalled(_message.Message):
+    """Stalled says that no worker of the run has advanced for a while, once, and when one does again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVER_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    AT_SAME_STEP_FIELD_NUMBER: _builtins.int
+    over: _builtins.bool
+    """Whether one advances again."""
+    workers: _builtins.int
+    """How many workers of the run have told progress."""
+    at_same_step: _builtins.int
+    """How many of them are at the same step as `first`, itself included."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """How long none has advanced, or had not."""
+
+    @_builtins.property
+    def first(self) -> Global___WorkerProgress:
+        """Who stopped first: of the workers with the lowest step, the one that came to it first."""
+
+    def __init__(
+        self,
+        *,
+        over: _builtins.bool = ...,
+        idle: _duration_pb2.Duration | None = ...,
+        first: Global___WorkerProgress | None = ...,
+        workers: _builtins.int = ...,
+        at_same_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_same_step", b"at_same_step", "first", b"first", "idle", b"idle", "over", b"over", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stalled: _TypeAlias = Stalled  # noqa: Y015
+
+@_typing.final
+class WorkerProgress(_message.Message):
+    """WorkerProgress is how far a worker has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Name of its node."""
+    worker_id: _builtins.str
+    """Name of the worker."""
+    rank: _builtins.int
+    """Its global rank."""
+    step: _builtins.int
+    """Its step."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """How long it has been at it."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        step: _builtins.int = ...,
+        idle: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "node_id", b"node_id", "rank", b"rank", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerProgress: _TypeAlias = WorkerProgress  # noqa: Y015
 
 @_typing.final
 class AcquireTimerRequest(_message.Message):
@@ -618,6 +860,164 @@ class ReleaseTimerResponse(_message.Message):
 Global___ReleaseTimerResponse: _TypeAlias = ReleaseTimerResponse  # noqa: Y015
 
 @_typing.final
+class RegisterTimersRequest(_message.Message):
+    """RegisterTimersRequest brings actions on timers of one node."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    node_id: _builtins.str
+    """Name of the node whose agent is to reap the workers."""
+    lease: _builtins.int
+    """As in AcquireTimerRequest."""
+    @_builtins.property
+    def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimerAction]:
+        """In order; at most 1,000."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        lease: _builtins.int | None = ...,
+        actions: _abc.Iterable[Global___TimerAction] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "actions", b"actions", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
+    _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease) -> _WhichOneofReturnType__lease | None: ...
+
+Global___RegisterTimersRequest: _TypeAlias = RegisterTimersRequest  # noqa: Y015
+
+@_typing.final
+class TimerAction(_message.Message):
+    """TimerAction is one of the actions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACQUIRE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    CLEAR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def acquire(self) -> Global___Acquire:
+        """Start a timer; `sequence` and `learned_as` stay unset, they are for agents."""
+
+    @_builtins.property
+    def release(self) -> Global___Release:
+        """End a timer."""
+
+    @_builtins.property
+    def clear(self) -> Global___Clear:
+        """End all timers of a worker."""
+
+    def __init__(
+        self,
+        *,
+        acquire: Global___Acquire | None = ...,
+        release: Global___Release | None = ...,
+        clear: Global___Clear | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "action", b"action", "clear", b"clear", "release", b"release"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "action", b"action", "clear", b"clear", "release", b"release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["acquire", "release", "clear"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___TimerAction: _TypeAlias = TimerAction  # noqa: Y015
+
+@_typing.final
+class RegisterTimersResponse(_message.Message):
+    """RegisterTimersResponse says which actions were not taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refused]:
+        """Actions that were refused, in order; of a `clear`, `scope` is empty."""
+
+    def __init__(
+        self,
+        *,
+        refused: _abc.Iterable[Global___Refused] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterTimersResponse: _TypeAlias = RegisterTimersResponse  # noqa: Y015
+
+@_typing.final
+class ClearTimersRequest(_message.Message):
+    """ClearTimersRequest names a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    node_id: _builtins.str
+    """Name of the node."""
+    worker_id: _builtins.str
+    """Name of the worker."""
+    lease: _builtins.int
+    """As in AcquireTimerRequest."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        lease: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease", b"_lease", "lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lease: _TypeAlias = _typing.Literal["lease"]  # noqa: Y015
+    _WhichOneofArgType__lease: _TypeAlias = _typing.Literal["_lease", b"_lease"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lease) -> _WhichOneofReturnType__lease | None: ...
+
+Global___ClearTimersRequest: _TypeAlias = ClearTimersRequest  # noqa: Y015
+
+@_typing.final
+class ClearTimersResponse(_message.Message):
+    """ClearTimersResponse says what was there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLEARED_FIELD_NUMBER: _builtins.int
+    cleared: _builtins.int
+    """How many timers it had."""
+    def __init__(
+        self,
+        *,
+        cleared: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearTimersResponse: _TypeAlias = ClearTimersResponse  # noqa: Y015
+
+@_typing.final
 class ListTimersRequest(_message.Message):
     """ListTimersRequest chooses timers."""
 
@@ -627,6 +1027,7 @@ class ListTimersRequest(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Only this run's; empty: every run's."""
     node_id: _builtins.str
@@ -634,7 +1035,11 @@ class ListTimersRequest(_message.Message):
     page_size: _builtins.int
     """Most timers in one answer; 0: 1,000, which is also the most."""
     page_token: _builtins.str
-    """Where to go on: next_page_token of the answer before, for the same run_id and node_id."""
+    """Where to go on: next_page_token of the answer before, for the same run_id, node_id and states."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___TimerState.ValueType]:
+        """Only timers in one of these states; empty: in any. OFFERED and UNCLAIMED are those that ran out."""
+
     def __init__(
         self,
         *,
@@ -642,10 +1047,11 @@ class ListTimersRequest(_message.Message):
         node_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        states: _abc.Iterable[Global___TimerState.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,6 +1099,7 @@ class Timer(_message.Message):
     REMAINING_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     OFFERS_FIELD_NUMBER: _builtins.int
+    LEARNED_AS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -705,13 +1112,15 @@ class Timer(_message.Message):
     """How far it has come."""
     offers: _builtins.int
     """How many times its expiry has been told."""
+    learned_as: _builtins.str
+    """Acquire.learned_as."""
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it may take."""
+        """How long it may take; not set while it is being learned."""
 
     @_builtins.property
     def remaining(self) -> _duration_pb2.Duration:
-        """How long is left; negative once it has run out."""
+        """How long is left; negative once it has run out; not set while that is being learned."""
 
     def __init__(
         self,
@@ -724,11 +1133,258 @@ class Timer(_message.Message):
         remaining: _duration_pb2.Duration | None = ...,
         state: Global___TimerState.ValueType = ...,
         offers: _builtins.int = ...,
+        learned_as: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "node_id", b"node_id", "offers", b"offers", "remaining", b"remaining", "run_id", b"run_id", "scope", b"scope", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "learned_as", b"learned_as", "node_id", b"node_id", "offers", b"offers", "remaining", b"remaining", "run_id", b"run_id", "scope", b"scope", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timer: _TypeAlias = Timer  # noqa: Y015
+
+@_typing.final
+class ListScopesRequest(_message.Message):
+    """ListScopesRequest chooses scopes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Only this run's; empty: every run's."""
+    page_size: _builtins.int
+    """Most scopes in one answer; 0: 1,000, which is also the most."""
+    page_token: _builtins.str
+    """Where to go on: next_page_token of the answer before, for the same run_id."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScopesRequest: _TypeAlias = ListScopesRequest  # noqa: Y015
+
+@_typing.final
+class ListScopesResponse(_message.Message):
+    """ListScopesResponse is one page of scopes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WARM_UP_FIELD_NUMBER: _builtins.int
+    FACTOR_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Not empty: there is more."""
+    warm_up: _builtins.int
+    """Completions that have to be seen before a timer can run out."""
+    factor: _builtins.float
+    """What the longest is multiplied by."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Scope]:
+        """The scopes."""
+
+    @_builtins.property
+    def least(self) -> _duration_pb2.Duration:
+        """The shortest that a learned duration can be."""
+
+    def __init__(
+        self,
+        *,
+        scopes: _abc.Iterable[Global___Scope] | None = ...,
+        next_page_token: _builtins.str = ...,
+        warm_up: _builtins.int = ...,
+        factor: _builtins.float = ...,
+        least: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["least", b"least"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["factor", b"factor", "least", b"least", "next_page_token", b"next_page_token", "scopes", b"scopes", "warm_up", b"warm_up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScopesResponse: _TypeAlias = ListScopesResponse  # noqa: Y015
+
+@_typing.final
+class Scope(_message.Message):
+    """Scope is what a run has learned of a scope."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    LONGEST_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    TIMERS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    scope: _builtins.str
+    """Name of the scope."""
+    count: _builtins.int
+    """How many completions were seen."""
+    timers: _builtins.int
+    """How many timers learn under this name now."""
+    @_builtins.property
+    def longest(self) -> _duration_pb2.Duration:
+        """The longest of them."""
+
+    @_builtins.property
+    def after(self) -> _duration_pb2.Duration:
+        """How long it may take; not set until enough was seen."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        scope: _builtins.str = ...,
+        count: _builtins.int = ...,
+        longest: _duration_pb2.Duration | None = ...,
+        after: _duration_pb2.Duration | None = ...,
+        timers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "longest", b"longest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "count", b"count", "longest", b"longest", "run_id", b"run_id", "scope", b"scope", "timers", b"timers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scope: _TypeAlias = Scope  # noqa: Y015
+
+@_typing.final
+class ForgetScopesRequest(_message.Message):
+    """ForgetScopesRequest names what to forget."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    scope: _builtins.str
+    """Name of the scope; empty: all of the run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        scope: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetScopesRequest: _TypeAlias = ForgetScopesRequest  # noqa: Y015
+
+@_typing.final
+class ForgetScopesResponse(_message.Message):
+    """ForgetScopesResponse says what was there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
+    forgotten: _builtins.int
+    """How many scopes were forgotten."""
+    def __init__(
+        self,
+        *,
+        forgotten: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetScopesResponse: _TypeAlias = ForgetScopesResponse  # noqa: Y015
+
+@_typing.final
+class GetProgressRequest(_message.Message):
+    """GetProgressRequest names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run."""
+    most: _builtins.int
+    """Most workers in the answer; 0: 10; at most 1,000."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProgressRequest: _TypeAlias = GetProgressRequest  # noqa: Y015
+
+@_typing.final
+class GetProgressResponse(_message.Message):
+    """GetProgressResponse is how far a run has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    LOWEST_STEP_FIELD_NUMBER: _builtins.int
+    HIGHEST_STEP_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
+    STALL_AFTER_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    """How many of its workers have told progress."""
+    lowest_step: _builtins.int
+    """The lowest step of any of them."""
+    highest_step: _builtins.int
+    """The highest."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """How long no worker has advanced."""
+
+    @_builtins.property
+    def stalled(self) -> Global___Stalled:
+        """Set while the run stalls, with who stopped first."""
+
+    @_builtins.property
+    def slowest(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerProgress]:
+        """The slowest: those with the lowest step, and of equal ones who came to it first."""
+
+    @_builtins.property
+    def stall_after(self) -> _duration_pb2.Duration:
+        """After how long without advance the run counts as stalled; not set: never."""
+
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+        lowest_step: _builtins.int = ...,
+        highest_step: _builtins.int = ...,
+        idle: _duration_pb2.Duration | None = ...,
+        stalled: Global___Stalled | None = ...,
+        slowest: _abc.Iterable[Global___WorkerProgress] | None = ...,
+        stall_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "stall_after", b"stall_after", "stalled", b"stalled"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_step", b"highest_step", "idle", b"idle", "lowest_step", b"lowest_step", "slowest", b"slowest", "stall_after", b"stall_after", "stalled", b"stalled", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProgressResponse: _TypeAlias = GetProgressResponse  # noqa: Y015

@@ -35,6 +35,14 @@ class TimerServiceStub(object):
     Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
     restarted they register them again with the time that has passed, and nothing is lost.
 
+    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
+    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
+    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
+    kept for the run's next start, by the service and by its agents.
+
+    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
+
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
@@ -61,6 +69,11 @@ class TimerServiceStub(object):
                 request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseResponse.FromString,
                 _registered_method=True)
+        self.RegisterTimers = channel.unary_unary(
+                '/rallypoint.timer.v1.TimerService/RegisterTimers',
+                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersResponse.FromString,
+                _registered_method=True)
         self.AcquireTimer = channel.unary_unary(
                 '/rallypoint.timer.v1.TimerService/AcquireTimer',
                 request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.AcquireTimerRequest.SerializeToString,
@@ -71,10 +84,30 @@ class TimerServiceStub(object):
                 request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ReleaseTimerRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ReleaseTimerResponse.FromString,
                 _registered_method=True)
+        self.ClearTimers = channel.unary_unary(
+                '/rallypoint.timer.v1.TimerService/ClearTimers',
+                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ClearTimersRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ClearTimersResponse.FromString,
+                _registered_method=True)
         self.ListTimers = channel.unary_unary(
                 '/rallypoint.timer.v1.TimerService/ListTimers',
                 request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListTimersRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListTimersResponse.FromString,
+                _registered_method=True)
+        self.ListScopes = channel.unary_unary(
+                '/rallypoint.timer.v1.TimerService/ListScopes',
+                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListScopesRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListScopesResponse.FromString,
+                _registered_method=True)
+        self.ForgetScopes = channel.unary_unary(
+                '/rallypoint.timer.v1.TimerService/ForgetScopes',
+                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ForgetScopesRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ForgetScopesResponse.FromString,
+                _registered_method=True)
+        self.GetProgress = channel.unary_unary(
+                '/rallypoint.timer.v1.TimerService/GetProgress',
+                request_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.GetProgressRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.GetProgressResponse.FromString,
                 _registered_method=True)
 
 
@@ -87,6 +120,14 @@ class TimerServiceServicer(object):
 
     Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
     restarted they register them again with the time that has passed, and nothing is lost.
+
+    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
+    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
+    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
+    kept for the run's next start, by the service and by its agents.
+
+    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
@@ -123,6 +164,14 @@ class TimerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RegisterTimers(self, request, context):
+        """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
+        AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AcquireTimer(self, request, context):
         """AcquireTimer starts one timer, for callers that are no agent. It replaces the timer of that name, if there
         is one. When it runs out, the node's agent is told to reap the worker. It isn't kept over a restart of the
@@ -139,9 +188,41 @@ class TimerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearTimers(self, request, context):
+        """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+        without timers is no error. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTimers(self, request, context):
         """ListTimers lists timers that count down, and expiries that no agent has acknowledged yet, ordered by
         run_id, node_id, worker_id and scope.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListScopes(self, request, context):
+        """ListScopes lists what was learned of scopes, ordered by run_id and scope.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetScopes(self, request, context):
+        """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
+        they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
+        it, and brings what it knows back when it comes. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetProgress(self, request, context):
+        """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
+        that told no progress is no error: it has no workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,6 +236,11 @@ def add_TimerServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseRequest.FromString,
                     response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseResponse.SerializeToString,
             ),
+            'RegisterTimers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterTimers,
+                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersRequest.FromString,
+                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersResponse.SerializeToString,
+            ),
             'AcquireTimer': grpc.unary_unary_rpc_method_handler(
                     servicer.AcquireTimer,
                     request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.AcquireTimerRequest.FromString,
@@ -165,10 +251,30 @@ def add_TimerServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ReleaseTimerRequest.FromString,
                     response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ReleaseTimerResponse.SerializeToString,
             ),
+            'ClearTimers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearTimers,
+                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ClearTimersRequest.FromString,
+                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ClearTimersResponse.SerializeToString,
+            ),
             'ListTimers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTimers,
                     request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListTimersRequest.FromString,
                     response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListTimersResponse.SerializeToString,
+            ),
+            'ListScopes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScopes,
+                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListScopesRequest.FromString,
+                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListScopesResponse.SerializeToString,
+            ),
+            'ForgetScopes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetScopes,
+                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ForgetScopesRequest.FromString,
+                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ForgetScopesResponse.SerializeToString,
+            ),
+            'GetProgress': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProgress,
+                    request_deserializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.GetProgressRequest.FromString,
+                    response_serializer=rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.GetProgressResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -187,6 +293,14 @@ class TimerService(object):
 
     Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
     restarted they register them again with the time that has passed, and nothing is lost.
+
+    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
+    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
+    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
+    kept for the run's next start, by the service and by its agents.
+
+    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
@@ -220,6 +334,33 @@ class TimerService(object):
             '/rallypoint.timer.v1.TimerService/Supervise',
             rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseRequest.SerializeToString,
             rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.SuperviseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterTimers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.timer.v1.TimerService/RegisterTimers',
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersRequest.SerializeToString,
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.RegisterTimersResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -285,6 +426,33 @@ class TimerService(object):
             _registered_method=True)
 
     @staticmethod
+    def ClearTimers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.timer.v1.TimerService/ClearTimers',
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ClearTimersRequest.SerializeToString,
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ClearTimersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListTimers(request,
             target,
             options=(),
@@ -301,6 +469,87 @@ class TimerService(object):
             '/rallypoint.timer.v1.TimerService/ListTimers',
             rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListTimersRequest.SerializeToString,
             rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListTimersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScopes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.timer.v1.TimerService/ListScopes',
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListScopesRequest.SerializeToString,
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ListScopesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetScopes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.timer.v1.TimerService/ForgetScopes',
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ForgetScopesRequest.SerializeToString,
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.ForgetScopesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProgress(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.timer.v1.TimerService/GetProgress',
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.GetProgressRequest.SerializeToString,
+            rallypoint_dot_timer_dot_v1_dot_timer__service__pb2.GetProgressResponse.FromString,
             options,
             channel_credentials,
             insecure,

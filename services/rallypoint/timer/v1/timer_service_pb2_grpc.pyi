@@ -36,6 +36,14 @@ class TimerServiceStub:
     Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
     restarted they register them again with the time that has passed, and nothing is lost.
 
+    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
+    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
+    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
+    kept for the run's next start, by the service and by its agents.
+
+    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
+
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
@@ -71,6 +79,10 @@ class TimerServiceStub:
     any end of the stream but FAILED_PRECONDITION and ABORTED as retryable, with jitter, and start over with
     `subscribe`. A node that does not come back is forgotten an hour after its last timer ran out.
     """
+    RegisterTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]
+    """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
+    AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+    """
     AcquireTimer: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.AcquireTimerRequest, _timer_service_pb2.AcquireTimerResponse]
     """AcquireTimer starts one timer, for callers that are no agent. It replaces the timer of that name, if there
     is one. When it runs out, the node's agent is told to reap the worker. It isn't kept over a restart of the
@@ -78,9 +90,24 @@ class TimerServiceStub:
     """
     ReleaseTimer: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ReleaseTimerRequest, _timer_service_pb2.ReleaseTimerResponse]
     """ReleaseTimer ends one timer, counting or run out. A timer that does not exist is no error. Safe to repeat."""
+    ClearTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ClearTimersRequest, _timer_service_pb2.ClearTimersResponse]
+    """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+    without timers is no error. Safe to repeat.
+    """
     ListTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ListTimersRequest, _timer_service_pb2.ListTimersResponse]
     """ListTimers lists timers that count down, and expiries that no agent has acknowledged yet, ordered by
     run_id, node_id, worker_id and scope.
+    """
+    ListScopes: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ListScopesRequest, _timer_service_pb2.ListScopesResponse]
+    """ListScopes lists what was learned of scopes, ordered by run_id and scope."""
+    ForgetScopes: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ForgetScopesRequest, _timer_service_pb2.ForgetScopesResponse]
+    """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
+    they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
+    it, and brings what it knows back when it comes. Safe to repeat.
+    """
+    GetProgress: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.GetProgressRequest, _timer_service_pb2.GetProgressResponse]
+    """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
+    that told no progress is no error: it has no workers.
     """
 
 @_typing.type_check_only
@@ -93,6 +120,14 @@ class TimerServiceAsyncStub(TimerServiceStub):
 
     Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
     restarted they register them again with the time that has passed, and nothing is lost.
+
+    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
+    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
+    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
+    kept for the run's next start, by the service and by its agents.
+
+    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
@@ -126,6 +161,10 @@ class TimerServiceAsyncStub(TimerServiceStub):
     any end of the stream but FAILED_PRECONDITION and ABORTED as retryable, with jitter, and start over with
     `subscribe`. A node that does not come back is forgotten an hour after its last timer ran out.
     """
+    RegisterTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]  # type: ignore[assignment]
+    """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
+    AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+    """
     AcquireTimer: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.AcquireTimerRequest, _timer_service_pb2.AcquireTimerResponse]  # type: ignore[assignment]
     """AcquireTimer starts one timer, for callers that are no agent. It replaces the timer of that name, if there
     is one. When it runs out, the node's agent is told to reap the worker. It isn't kept over a restart of the
@@ -133,9 +172,24 @@ class TimerServiceAsyncStub(TimerServiceStub):
     """
     ReleaseTimer: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ReleaseTimerRequest, _timer_service_pb2.ReleaseTimerResponse]  # type: ignore[assignment]
     """ReleaseTimer ends one timer, counting or run out. A timer that does not exist is no error. Safe to repeat."""
+    ClearTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ClearTimersRequest, _timer_service_pb2.ClearTimersResponse]  # type: ignore[assignment]
+    """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+    without timers is no error. Safe to repeat.
+    """
     ListTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ListTimersRequest, _timer_service_pb2.ListTimersResponse]  # type: ignore[assignment]
     """ListTimers lists timers that count down, and expiries that no agent has acknowledged yet, ordered by
     run_id, node_id, worker_id and scope.
+    """
+    ListScopes: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ListScopesRequest, _timer_service_pb2.ListScopesResponse]  # type: ignore[assignment]
+    """ListScopes lists what was learned of scopes, ordered by run_id and scope."""
+    ForgetScopes: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ForgetScopesRequest, _timer_service_pb2.ForgetScopesResponse]  # type: ignore[assignment]
+    """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
+    they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
+    it, and brings what it knows back when it comes. Safe to repeat.
+    """
+    GetProgress: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.GetProgressRequest, _timer_service_pb2.GetProgressResponse]  # type: ignore[assignment]
+    """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
+    that told no progress is no error: it has no workers.
     """
 
 class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -147,6 +201,14 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
     restarted they register them again with the time that has passed, and nothing is lost.
+
+    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
+    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
+    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
+    kept for the run's next start, by the service and by its agents.
+
+    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
@@ -186,6 +248,16 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RegisterTimers(
+        self,
+        request: _timer_service_pb2.RegisterTimersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_timer_service_pb2.RegisterTimersResponse, _abc.Awaitable[_timer_service_pb2.RegisterTimersResponse]]:
+        """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
+        AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+        """
+
+    @_abc_1.abstractmethod
     def AcquireTimer(
         self,
         request: _timer_service_pb2.AcquireTimerRequest,
@@ -205,6 +277,16 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         """ReleaseTimer ends one timer, counting or run out. A timer that does not exist is no error. Safe to repeat."""
 
     @_abc_1.abstractmethod
+    def ClearTimers(
+        self,
+        request: _timer_service_pb2.ClearTimersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_timer_service_pb2.ClearTimersResponse, _abc.Awaitable[_timer_service_pb2.ClearTimersResponse]]:
+        """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+        without timers is no error. Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
     def ListTimers(
         self,
         request: _timer_service_pb2.ListTimersRequest,
@@ -212,6 +294,35 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_timer_service_pb2.ListTimersResponse, _abc.Awaitable[_timer_service_pb2.ListTimersResponse]]:
         """ListTimers lists timers that count down, and expiries that no agent has acknowledged yet, ordered by
         run_id, node_id, worker_id and scope.
+        """
+
+    @_abc_1.abstractmethod
+    def ListScopes(
+        self,
+        request: _timer_service_pb2.ListScopesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_timer_service_pb2.ListScopesResponse, _abc.Awaitable[_timer_service_pb2.ListScopesResponse]]:
+        """ListScopes lists what was learned of scopes, ordered by run_id and scope."""
+
+    @_abc_1.abstractmethod
+    def ForgetScopes(
+        self,
+        request: _timer_service_pb2.ForgetScopesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_timer_service_pb2.ForgetScopesResponse, _abc.Awaitable[_timer_service_pb2.ForgetScopesResponse]]:
+        """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
+        they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
+        it, and brings what it knows back when it comes. Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def GetProgress(
+        self,
+        request: _timer_service_pb2.GetProgressRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_timer_service_pb2.GetProgressResponse, _abc.Awaitable[_timer_service_pb2.GetProgressResponse]]:
+        """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
+        that told no progress is no error: it has no workers.
         """
 
 def add_TimerServiceServicer_to_server(servicer: TimerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
