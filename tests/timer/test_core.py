@@ -1,246 +1,23 @@
-"""The timer table against a dictionary: who held a timer past its deadline is accused, and nobody else is.
-
-Times are multiples of 1/8 s, so sums of floats are exact.
-"""
+"""The timer table by example. test_core_model.py holds it against a model."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
 
 from rallypoint.serving.lag import LagSettings
 from rallypoint.timer.core import MAX_AFTER, TimerTable
 from rallypoint.timer.refusals import InvalidField, LeaseLost, Refused, StreamReplaced, TooMany
-from rallypoint.timer.values import Expiry, Subscription, TimerName, TimerSettings, TimerState
+from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings, TimerState
 
-SETTINGS = TimerSettings(
-    reoffer_interval=5.0, retention=60.0, lag=LagSettings(tolerance=0.125, pulse=0.5, settle=1.0)
-)
-NODES = st.sampled_from(["a", "b"])
-WORKERS = st.sampled_from(["0@1", "1@1"])
-SCOPES = st.sampled_from(["train.py#1", "train.py#2"])
-AFTER = st.integers(1, 80).map(lambda eighths: eighths / 8)
-
-
-@dataclass
-class Held:
-    """A timer of the model. `when` is its deadline, the next offer, or the end of its retention."""
-
-    when: float
-    sequence: int
-    stream: int
-    expired: bool = False
-    expiry_id: int = 0
-
-
-class Against(RuleBasedStateMachine):
-    """Every rule does the same to the table and to `held`; after each, both must show the same."""
-
-    subscriptions = Bundle("subscriptions")
-
-    @initialize()
-    def begin(self) -> None:
-        self.now = 1000.0
-        self.table = TimerTable(self.now, SETTINGS)
-        self.held: dict[TimerName, Held] = {}
-        self.current: dict[str, Subscription] = {}
-        self.leases: Counter[str] = Counter()
-        self.sequence = 0
-        self.expiries: list[Expiry] = []
-
-    def in_force(self, subscription: Subscription) -> bool:
-        return (
-            self.current.get(subscription.node_id) == subscription
-            and subscription.lease >= self.leases[subscription.node_id]
-        )
-
-    @rule(target=subscriptions, node=NODES, newer=st.integers(0, 1))
-    def subscribe(self, node: str, newer: int) -> Subscription:
-        lease = self.leases[node] + newer
-        subscription = self.table.subscribe("run", node, lease, self.now)
-        self.current[node], self.leases[node] = subscription, lease
-        for name, timer in self.held.items():
-            if name.node_id == node and timer.expired:
-                timer.when = self.now
-        return subscription
-
-    @rule(subscription=consumes(subscriptions))
-    def unsubscribe(self, subscription: Subscription) -> None:
-        self.table.unsubscribe(subscription, self.now)
-        if self.current.get(subscription.node_id) == subscription:
-            del self.current[subscription.node_id]
-            for name, timer in self.held.items():
-                if name.node_id == subscription.node_id and timer.expired:
-                    timer.when = self.now + SETTINGS.retention
-
-    @rule(
-        subscription=subscriptions,
-        worker=WORKERS,
-        scope=SCOPES,
-        after=AFTER,
-        elapsed=st.integers(0, 16).map(lambda eighths: eighths / 8),
-        again=st.booleans(),
-    )
-    def register(
-        self,
-        subscription: Subscription,
-        *,
-        worker: str,
-        scope: str,
-        after: float,
-        elapsed: float,
-        again: bool,
-    ) -> None:
-        name = TimerName("run", subscription.node_id, worker, scope)
-        former = self.held.get(name)
-        self.sequence += 1
-        number = former.sequence if again and former and former.sequence else self.sequence
-
-        def take() -> None:
-            self.table.register(
-                subscription, worker, scope, after, self.now, sequence=number, elapsed=elapsed
-            )
-
-        if not self.in_force(subscription):
-            with pytest.raises((StreamReplaced, LeaseLost)):
-                take()
-            return
-        take()
-        if former and former.sequence == number:
-            former.stream = subscription.number
-        else:
-            self.held[name] = Held(self.now + after - elapsed, number, subscription.number)
-
-    @rule(subscription=subscriptions, worker=WORKERS, scope=SCOPES)
-    def end(self, subscription: Subscription, worker: str, scope: str) -> None:
-        if self.in_force(subscription):
-            self.table.end(subscription, worker, scope)
-            self.held.pop(TimerName("run", subscription.node_id, worker, scope), None)
-        else:
-            with pytest.raises((StreamReplaced, LeaseLost)):
-                self.table.end(subscription, worker, scope)
-
-    @rule(subscription=subscriptions, worker=WORKERS)
-    def clear(self, subscription: Subscription, worker: str) -> None:
-        if self.in_force(subscription):
-            self.table.clear(subscription, worker)
-            gone = [n for n in self.held if (n.node_id, n.worker_id) == (subscription.node_id, worker)]
-            for name in gone:
-                del self.held[name]
-
-    @rule(subscription=subscriptions)
-    def registered(self, subscription: Subscription) -> None:
-        if self.in_force(subscription):
-            self.table.registered(subscription)
-            for name, timer in list(self.held.items()):
-                if name.node_id == subscription.node_id and 0 < timer.stream < subscription.number:
-                    del self.held[name]
-
-    @rule(node=NODES, worker=WORKERS, scope=SCOPES, after=AFTER, newer=st.integers(-1, 1) | st.none())
-    def acquire(self, node: str, worker: str, scope: str, after: float, newer: int | None) -> None:
-        name = TimerName("run", node, worker, scope)
-        lease = None if newer is None else max(0, self.leases[node] + newer)
-        if lease is not None and lease < self.leases[node]:
-            with pytest.raises(LeaseLost):
-                self.table.acquire(name, after, self.now, lease=lease)
-            return
-        self.table.acquire(name, after, self.now, lease=lease)
-        self.leases[node] = max(self.leases[node], lease or 0)
-        self.held[name] = Held(self.now + after, 0, 0)
-
-    @rule(node=NODES, worker=WORKERS, scope=SCOPES)
-    def release(self, node: str, worker: str, scope: str) -> None:
-        name = TimerName("run", node, worker, scope)
-        assert self.table.release(name, self.now) == (self.held.pop(name, None) is not None)
-
-    @precondition(lambda self: self.expiries)
-    @rule(data=st.data())
-    def acknowledge(self, data: st.DataObject) -> None:
-        """Of any expiry ever told, those of timers that were replaced since included."""
-        expiry = data.draw(st.sampled_from(self.expiries))
-        subscription = self.current.get(expiry.name.node_id)
-        if subscription and self.in_force(subscription):
-            self.table.acknowledge(subscription, expiry.expiry_id)
-            timer = self.held.get(expiry.name)
-            if timer and timer.expiry_id == expiry.expiry_id:
-                del self.held[expiry.name]
-
-    @rule(eighths=st.integers(0, 60), late=st.integers(0, 40))
-    def advance(self, eighths: int, late: int) -> None:
-        due = self.now + eighths / 8
-        self.now = due + late / 8
-        advance = self.table.advance(self.now, due)
-        lag = late / 8
-        if lag <= SETTINGS.lag.tolerance:
-            assert advance.forgiven == 0
-        else:
-            assert lag <= advance.forgiven <= lag + min(lag, SETTINGS.lag.settle)
-        for timer in self.held.values():
-            timer.when += advance.forgiven
-        expected = []
-        for name, timer in sorted(self.held.items(), key=lambda item: item[1].when):
-            if timer.when > self.now + 1e-6:
-                continue
-            if name.node_id in self.current:
-                expected.append((timer.when, name, timer.sequence))
-                timer.expired, timer.when = True, self.now + SETTINGS.reoffer_interval
-            elif timer.expired:
-                del self.held[name]
-            else:
-                timer.expired, timer.when = True, self.now + SETTINGS.retention
-        when = {name: when for when, name, _ in expected}
-        told = [(when[expiry.name], expiry.name, expiry.sequence) for expiry in advance.expiries]
-        assert sorted(told) == sorted(expected)
-        assert [at for at, _, _ in told] == sorted(when.values()), "not in the order of their deadlines"
-        for expiry in advance.expiries:
-            assert self.held[expiry.name].expiry_id in (0, expiry.expiry_id), "told again under another id"
-            self.held[expiry.name].expiry_id = expiry.expiry_id
-        self.expiries.extend(advance.expiries)
-
-    @invariant()
-    def shows_the_same(self) -> None:
-        shown = {view.name: view for view in self.table.timers(self.now)}
-        assert list(shown) == sorted(self.held)
-        assert len(self.table) == len(self.held)
-        for name, timer in self.held.items():
-            if not timer.expired:
-                assert shown[name].state is TimerState.COUNTING
-                assert shown[name].remaining == timer.when - self.now
-            else:
-                claimed = name.node_id in self.current
-                assert shown[name].state is (TimerState.OFFERED if claimed else TimerState.UNCLAIMED)
-
-    @invariant()
-    def wakes_in_time(self) -> None:
-        wake = self.table.next_wake(self.now)
-        for timer in self.held.values():
-            assert wake is not None
-            assert self.now <= wake <= max(self.now, timer.when)
-            assert wake <= self.now + SETTINGS.lag.pulse
-
-
-TestAgainst = Against.TestCase
-TestAgainst.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-
+LAG = LagSettings(tolerance=0.125, pulse=0.5, settle=1.0)
 
 RUN = "run"
 
 
 def table(**changes: float) -> TimerTable:
-    return TimerTable(0.0, TimerSettings(**{"lag": SETTINGS.lag, **changes}))  # type: ignore[arg-type]
+    return TimerTable(0.0, TimerSettings(**{"lag": LAG, **changes}))  # type: ignore[arg-type]
 
 
 def test_a_release_that_waited_through_a_pause_is_taken_before_anybody_is_accused() -> None:
@@ -274,7 +51,7 @@ def test_lateness_counts_from_the_deadline_that_the_worker_was_given() -> None:
 
 def test_a_deadline_survives_a_restart_of_the_service() -> None:
     """Registered with a new service with the time that has passed, a timer keeps its deadline."""
-    timers = TimerTable(500.0, SETTINGS)
+    timers = TimerTable(500.0, TimerSettings(lag=LAG))
     agent = timers.subscribe(RUN, "a", 0, 500.0)
     timers.register(agent, "0@1", "s", 10.0, 500.0, sequence=7, elapsed=6.0)
     assert timers.advance(503.875, due=503.875).expiries == []
@@ -355,7 +132,7 @@ def test_a_duration_that_makes_no_sense_is_refused(after: float) -> None:
     timers = table()
     with pytest.raises(InvalidField, match="after"):
         timers.acquire(TimerName(RUN, "a", "0@1", "s"), after, 0.0)
-    assert timers._nodes == {}
+    assert len(timers._nodes) == 0
 
 
 @pytest.mark.parametrize(
@@ -412,3 +189,252 @@ def test_listing_goes_on_from_a_name() -> None:
     assert [view.name for view in timers.timers(0.0, run_id="s", node_id="a")] == [
         name for name in names if name[:2] == ("s", "a")
     ]
+
+
+def test_listing_by_state() -> None:
+    """What ran out can be found among what did not, and what waits for an agent among what was told."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    timers.register(agent, "w", "told", 1.0, 0.0, sequence=1)
+    timers.register(agent, "w", "counts", 60.0, 0.0, sequence=2)
+    timers.register(agent, "w", "learns", 0.0, 0.0, sequence=3, learned_as="step")
+    timers.acquire(TimerName(RUN, "b", "w", "waits"), 1.0, 0.0)
+    timers.advance(1.0, due=1.0)
+
+    def scopes(*states: TimerState) -> list[str]:
+        return [view.name.scope for view in timers.timers(1.0, states=frozenset(states))]
+
+    assert scopes(TimerState.OFFERED) == ["told"]
+    assert scopes(TimerState.UNCLAIMED) == ["waits"]
+    assert scopes(TimerState.COUNTING) == ["counts"]
+    assert scopes(TimerState.LEARNING) == ["learns"]
+    assert scopes(TimerState.OFFERED, TimerState.UNCLAIMED) == ["told", "waits"]
+    assert scopes() == ["counts", "learns", "told", "waits"]
+
+
+def test_clearing_a_worker_by_a_single_call() -> None:
+    """Takes its timers, run out or not, and nobody else's; a caller with an old lease may not."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 2, 0.0)
+    timers.register(agent, "gone", "1", 1.0, 0.0, sequence=1)
+    timers.register(agent, "gone", "2", 60.0, 0.0, sequence=2)
+    timers.register(agent, "stays", "1", 60.0, 0.0, sequence=3)
+    timers.advance(1.0, due=1.0)
+    with pytest.raises(LeaseLost):
+        timers.clear_worker(RUN, "a", "gone", 1.0, lease=1)
+    assert timers.clear_worker(RUN, "a", "gone", 1.0, lease=2) == 2
+    assert timers.clear_worker(RUN, "a", "gone", 1.0) == 0
+    assert timers.clear_worker(RUN, "nobody", "gone", 1.0) == 0
+    assert [view.name.worker_id for view in timers.timers(1.0)] == ["stays"]
+
+
+def warm(timers: TimerTable, agent: Subscription, longest: float, count: int = 20) -> None:
+    timers.observe(agent, "step", count, longest, 0.0)
+
+
+@pytest.mark.parametrize("account", ["observed", "brought by an agent", "kept in a file"])
+def test_a_worker_that_hung_while_its_scope_was_learned_runs_out_at_once(account: str) -> None:
+    """As soon as enough is known from whatever source; its deadline is what it would have been."""
+    timers = table()
+    hung, others = (timers.subscribe(RUN, node, 0, 0.0) for node in "ab")
+    timers.register(hung, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
+    warm(timers, others, 4.0, count=19)
+    assert timers.advance(1000.0, due=1000.0).expiries == []
+    if account == "observed":
+        timers.observe(others, "step", 1, 4.0, 1000.0)
+    elif account == "brought by an agent":
+        timers.learn(others, "step", 20, 4.0, 1000.0)
+    else:
+        timers.restore(RUN, Learned("step", 20, 4.0), 1000.0)
+    assert timers.next_wake(1000.0) == 1000.0
+    (expiry,) = timers.advance(1000.0, due=1000.0).expiries
+    assert (expiry.name.node_id, expiry.after, expiry.late_by) == ("a", 20.0, 980.0)
+    assert expiry.learned == Learned("step", 20, 4.0)
+
+
+def test_who_leaves_just_as_enough_was_seen_is_not_accused() -> None:
+    """Its release comes between the last completion that was needed and the watchdog's next wake-up."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    timers.register(agent, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
+    timers.register(agent, "v", "s", 0.0, 0.0, sequence=2, learned_as="step")
+    timers.observe(agent, "step", 20, 4.0, 1000.0)
+    timers.end(agent, "w", "s")
+    timers.register(agent, "v", "s", 0.0, 1000.0, sequence=3, learned_as="step")
+    assert timers.advance(1000.0, due=1000.0).expiries == []
+    assert [expiry.sequence for expiry in timers.advance(1020.0, due=1020.0).expiries] == [3]
+
+
+def test_a_longer_completion_moves_the_deadlines_of_all_that_run() -> None:
+    """None is accused by what was known when it began."""
+    timers = table()
+    slow, others = (timers.subscribe(RUN, node, 0, 0.0) for node in "ab")
+    warm(timers, others, 4.0)
+    timers.register(slow, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
+    assert timers.advance(19.0, due=19.0).expiries == []
+    timers.observe(others, "step", 1, 10.0, 19.0)
+    assert timers.advance(49.875, due=49.875).expiries == []
+    assert [view.remaining for view in timers.timers(49.875, node_id="a")] == [0.125]
+    (expiry,) = timers.advance(50.0, due=50.0).expiries
+    assert (expiry.after, expiry.late_by) == (50.0, 0.0)
+
+
+def test_what_ran_out_is_told_again_by_what_it_ran_out_by() -> None:
+    """Though longer was seen since, or all was forgotten: the report must not contradict itself."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    warm(timers, agent, 4.0)
+    timers.register(agent, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
+    (first,) = timers.advance(20.0, due=20.0).expiries
+    warm(timers, agent, 100.0)
+    timers.forget_scopes(RUN, "", 20.0)
+    warm(timers, agent, 1.0)
+    assert timers.advance(24.875, due=24.875).expiries == [], "told again before its time"
+    (again,) = timers.advance(25.0, due=25.0).expiries
+    assert (again.after, again.learned) == (first.after, first.learned) == (20.0, Learned("step", 20, 4.0))
+
+
+def test_forgetting_lets_those_that_run_learn_anew() -> None:
+    """Longer or shorter than before: neither what was forgotten nor the deadline of then counts."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    warm(timers, agent, 100.0)
+    timers.register(agent, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
+    assert timers.forget_scopes(RUN, "step", 0.0) == 1
+    assert [view.state for view in timers.timers(0.0)] == [TimerState.LEARNING]
+    assert timers.advance(600.0, due=600.0).expiries == []
+    timers.register(agent, "w", "s", 0.0, 600.0, sequence=2, learned_as="step")
+    warm(timers, agent, 4.0)
+    assert timers.advance(619.875, due=619.875).expiries == []
+    (expiry,) = timers.advance(620.0, due=620.0).expiries
+    assert expiry.after == 20.0
+
+
+def test_runs_learn_apart() -> None:
+    """A scope of the same name in another run is another scope."""
+    timers = table()
+    agent, other = timers.subscribe(RUN, "a", 0, 0.0), timers.subscribe("other", "a", 0, 0.0)
+    warm(timers, agent, 4.0)
+    timers.register(other, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
+    assert [view.state for view in timers.timers(0.0)] == [TimerState.LEARNING]
+
+
+def test_a_flood_that_is_learned_at_once_is_given_its_deadlines_in_portions() -> None:
+    """So that the event loop is not held up; each runs out, once."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    for number in range(5000):
+        timers.register(agent, f"w{number}", "s", 0.0, 0.0, sequence=number + 1, learned_as="step")
+    warm(timers, agent, 1.0)
+    told: list[int] = []
+    while timers.next_wake(100.0) == 100.0:
+        expiries = timers.advance(100.0, due=100.0).expiries
+        assert len(expiries) <= 2000
+        told += [expiry.sequence for expiry in expiries]
+    assert sorted(told) == list(range(1, 5001))
+
+
+@pytest.mark.parametrize(
+    ("after", "learned_as", "field"),
+    [(1.0, "step", "after"), (0.0, "", "after"), (0.0, "s" * 513, "learned_as"), (-1.0, "step", "after")],
+)
+def test_a_timer_has_a_duration_or_learns_it(after: float, learned_as: str, field: str) -> None:
+    """Not both, not neither; what is refused leaves the timer of that name as it was."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    timers.register(agent, "w", "s", 60.0, 0.0, sequence=1)
+    with pytest.raises(InvalidField) as refusal:
+        timers.register(agent, "w", "s", after, 0.0, sequence=2, learned_as=learned_as)
+    assert refusal.value.field == field
+    assert [view.after for view in timers.timers(0.0)] == [60.0]
+    assert list(timers.scopes()) == []
+
+
+@pytest.mark.parametrize(
+    ("scope", "count", "longest", "field"),
+    [
+        ("", 1, 1.0, "scope"),
+        ("s" * 513, 1, 1.0, "scope"),
+        ("s", 0, 1.0, "count"),
+        ("s", 1, -1.0, "longest"),
+        ("s", 1, float("nan"), "longest"),
+        ("s", 1, float("inf"), "longest"),
+        ("s", 1, MAX_AFTER * 2, "longest"),
+    ],
+)
+def test_what_can_not_have_been_seen_is_refused(scope: str, count: int, longest: float, field: str) -> None:
+    """From an agent's observation, from its memory, and from a file."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    brought: list[Callable[[], None]] = [
+        lambda: timers.observe(agent, scope, count, longest, 0.0),
+        lambda: timers.learn(agent, scope, count, longest, 0.0),
+        lambda: timers.restore(RUN, Learned(scope, count, longest), 0.0),
+    ]
+    for bring in brought:
+        with pytest.raises(InvalidField) as refusal:
+            bring()
+        assert refusal.value.field == field
+    assert list(timers.scopes()) == []
+
+
+@pytest.mark.parametrize("elapsed", [-1.0, float("nan"), float("inf")])
+def test_time_that_can_not_have_passed_is_refused(elapsed: float) -> None:
+    """On a stream and by a single call."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    with pytest.raises(InvalidField, match="elapsed"):
+        timers.register(agent, "w", "s", 1.0, 0.0, sequence=1, elapsed=elapsed)
+    with pytest.raises(InvalidField, match="elapsed"):
+        timers.acquire(TimerName(RUN, "a", "w", "s"), 1.0, 0.0, elapsed=elapsed)
+
+
+def test_one_scope_too_many_is_refused_and_the_timer_of_that_name_goes_on() -> None:
+    """A number in a scope's name fills its own run's book and nothing else."""
+    timers = table(max_scopes_per_run=2)
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    for number in range(2):
+        timers.register(agent, "w", f"{number}", 0.0, 0.0, sequence=number + 1, learned_as=f"step {number}")
+    with pytest.raises(TooMany):
+        timers.register(agent, "w", "1", 0.0, 0.0, sequence=3, learned_as="step 2")
+    assert [view.learned_as for view in timers.timers(0.0)] == ["step 0", "step 1"]
+    timers.end(agent, "w", "0")
+    timers.register(agent, "w", "1", 0.0, 0.0, sequence=4, learned_as="step 2")
+    assert [view.learned_as for view in timers.timers(0.0)] == ["step 2"]
+
+
+def test_a_single_call_with_a_newer_lease_supersedes_the_stream() -> None:
+    """Whoever holds that lease acts for the node now, on whatever way it came."""
+    timers = table()
+    agent = timers.subscribe(RUN, "a", 1, 0.0)
+    timers.acquire(TimerName(RUN, "a", "w", "s"), 60.0, 0.0, lease=2)
+    with pytest.raises(LeaseLost) as refusal:
+        timers.end(agent, "w", "s")
+    assert refusal.value.current == 2
+    assert len(timers) == 1
+
+
+def test_who_is_superseded_teaches_nothing() -> None:
+    """What an agent tells on a stream that was replaced may be counted on the newer one."""
+    timers = table()
+    stale = timers.subscribe(RUN, "a", 0, 0.0)
+    timers.subscribe(RUN, "a", 0, 0.0)
+    with pytest.raises(StreamReplaced):
+        timers.observe(stale, "step", 1, 1.0, 0.0)
+    with pytest.raises(StreamReplaced):
+        timers.learn(stale, "step", 1, 1.0, 0.0)
+    assert timers.learned_of(RUN) == []
+
+
+def test_what_was_learned_outlives_the_run_s_nodes_for_a_while() -> None:
+    """So that a job that is started again need not learn anew; and then the watchdog has nothing to wake for."""
+    timers = table(learned_retention=1000.0)
+    agent = timers.subscribe(RUN, "a", 0, 0.0)
+    warm(timers, agent, 4.0)
+    timers.unsubscribe(agent, 100.0)
+    assert timers.next_wake(100.0) == 1100.0
+    timers.advance(1099.0, due=1099.0)
+    assert timers.learned_of(RUN) == [Learned("step", 20, 4.0)]
+    timers.advance(1100.0, due=1100.0)
+    assert timers.learned_of(RUN) == []
+    assert timers.next_wake(1100.0) is None

@@ -61,9 +61,10 @@ class TooMany(Refused):
     reason: ClassVar[str] = "TOO_MANY_TIMERS"
     what: str
     limit: int
+    mend: str = "release some first"
 
     def __str__(self) -> str:
-        return f"{self.what}: the service holds at most {self.limit:,}; release some first"
+        return f"{self.what}: the service holds at most {self.limit:,}; {self.mend}"
 
 
 class Draining(Refused):

@@ -26,6 +26,31 @@ class TimerSettings:
     max_timers: int = 1_000_000
     # Most nodes known at once. Default 100,000.
     max_nodes: int = 100_000
+    # Completions of a scope, over all workers of its run, before a timer that learns can run out. Default 20: a
+    # worker's first times (compiling, filling caches) should be among them. Higher guards later, lower judges by
+    # less.
+    learn_warm_up: int = 20
+    # A timer that learns runs out after so many times the longest completion. Default 5: a step that shares its
+    # disk or network with another job takes two or three times as long and must live. A hang costs this much.
+    learn_factor: float = 5.0
+    # The shortest duration that is learned, in seconds. Default 10: where a step takes milliseconds, a garbage
+    # collection or a page fault is many times that. Lower finds hangs of short scopes sooner.
+    learn_least: float = 10.0
+    # Most scopes of which one run may learn. Default 4,096: a program has some dozens; one that puts a number
+    # into a scope's name has no end of them.
+    max_scopes_per_run: int = 4096
+    # Most scopes in all. Default 200,000: about 100 megabytes. One more takes the place of those of the run that
+    # has been without a node for longest.
+    max_scopes: int = 200_000
+    # Most runs of which something learned is kept. Default 10,000. One more takes a place likewise.
+    max_learned_runs: int = 10_000
+    # How long what was learned is kept after the run's last node is forgotten, in seconds. Default seven days: a
+    # job that is started again after a weekend need not learn anew. Costs memory only.
+    learned_retention: float = 7 * 24 * 3600.0
+    # A run whose workers tell progress is reported when none has advanced for so long, in seconds; None: never.
+    # Default 600: longer than most evaluations and checkpoints. Lower reports sooner, and more in vain; nothing
+    # is killed for it.
+    stall_after: float | None = 600.0
     lag: LagSettings = field(default_factory=LagSettings)
 
 
@@ -49,17 +74,31 @@ class Subscription:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """What a run has learned of a scope."""
+
+    scope: str
+    # Completions that were seen: at least so many happened. 0: it was forgotten.
+    count: int
+    # The longest of them, in seconds.
+    longest: float
+
+
+@dataclass(frozen=True, slots=True)
 class Expiry:
     """A timer that ran out, to be told to its node's agent."""
 
     expiry_id: int
     name: TimerName
+    # As given, or as learned by the time that it ran out.
     after: float
     # Seconds from the deadline that the worker was given to now, forgiven lag included.
     late_by: float
     sequence: int
     # How many times it has been told, with this one.
     offers: int
+    # What `after` was learned from; None if it was given.
+    learned: Learned | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +118,15 @@ class Advance:
 class TimerState(Enum):
     """How far a timer has come."""
 
+    # How long it may take is not known yet: it can't run out.
+    LEARNING = "learning"
     COUNTING = "counting"
     OFFERED = "offered"
     UNCLAIMED = "unclaimed"
+
+
+RAN_OUT = frozenset({TimerState.OFFERED, TimerState.UNCLAIMED})
+"""States of timers that ran out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +134,22 @@ class TimerView:
     """A timer as people see it. `remaining` is negative once it has run out."""
 
     name: TimerName
-    after: float
-    remaining: float
+    # None while it is LEARNING, both.
+    after: float | None
+    remaining: float | None
     state: TimerState
     offers: int
+    # The scope that it learns from; empty: its duration was given.
+    learned_as: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeView:
+    """A scope of which a run learns, as people see it."""
+
+    run_id: str
+    learned: Learned
+    # How long its timers may take; None until enough was seen.
+    after: float | None
+    # How many timers go by it now.
+    timers: int

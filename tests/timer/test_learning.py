@@ -1,0 +1,266 @@
+"""A ScopeBook never counts more than happened, forgets what it must, and tells what is worth telling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.timer.learning import ScopeBook
+from rallypoint.timer.refusals import TooMany
+from rallypoint.timer.values import Learned, ScopeView, TimerSettings
+
+SETTINGS = TimerSettings(
+    learn_warm_up=3,
+    learn_factor=5.0,
+    learn_least=10.0,
+    max_scopes_per_run=2,
+    max_scopes=5,
+    max_learned_runs=3,
+    learned_retention=100.0,
+)
+
+
+@pytest.fixture
+def book() -> ScopeBook[str]:
+    return ScopeBook(SETTINGS)
+
+
+def after_of(book: ScopeBook[str], run_id: str = "run") -> float | None:
+    (view,) = book.scopes(run_id)
+    return view.after
+
+
+def test_enough_is_exactly_the_warm_up(book: ScopeBook[str]) -> None:
+    """One completion less, and nothing is known; who was told in portions of any size is told when it is enough."""
+    assert book.observe("run", "step", 2, 4.0) is None
+    assert after_of(book) is None
+    ripe = book.observe("run", "step", 1, 1.0)
+    assert ripe is not None
+    assert ripe.after == 20.0
+    assert book.observe("run", "step", 1, 1.0) is None, "it was enough before"
+
+
+def test_the_longest_counts_however_much_shorter_the_others_are(book: ScopeBook[str]) -> None:
+    """And nothing shortens it; what is learned is never less than the least."""
+    book.observe("run", "step", 3, 0.001)
+    assert after_of(book) == 10.0
+    for longest, after in ((3.0, 15.0), (0.5, 15.0), (4.0, 20.0)):
+        book.observe("run", "step", 1000, longest)
+        assert after_of(book) == after
+
+
+@dataclass
+class Agent:
+    """What an agent knows of a scope: what it has yet to tell, its longest, and what it was told."""
+
+    untold: int = 0
+    longest: float = 0.0
+    copy: Learned = field(default_factory=lambda: Learned("step", 0, 0.0))
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["complete", "complete", "observe", "lose", "tell", "restart", "echo"]),
+        st.integers(0, 2),
+        st.integers(1, 9),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_no_restart_or_loss_makes_more_of_what_happened(events: list[tuple[str, int, int]]) -> None:
+    """Three agents observe, lose messages, are told, and bring it back to a service that forgot or did not."""
+    book: ScopeBook[str] = ScopeBook(SETTINGS)
+    agents = [Agent() for _ in range(3)]
+    happened, longest = 0, 0.0
+    for kind, number, amount in events:
+        agent = agents[number]
+        if kind == "complete":
+            happened += 1
+            agent.untold += 1
+            agent.longest, longest = max(agent.longest, amount), max(longest, amount)
+        elif kind == "observe" and agent.untold:
+            book.observe("run", "step", agent.untold, agent.longest)
+            agent.untold = 0
+        elif kind == "lose":
+            agent.untold = 0
+        elif kind == "tell":
+            for _, learned in book.take_learned():
+                for each in agents:
+                    each.copy = learned
+        elif kind == "restart":
+            book = ScopeBook(SETTINGS)
+        elif kind == "echo" and agent.copy.count:
+            book.learn("run", "step", agent.copy.count, agent.copy.longest)
+        for learned in book.learned_of("run"):
+            assert learned.count <= happened
+            assert learned.longest <= longest
+            assert after_of(book) is None or happened >= SETTINGS.learn_warm_up
+
+
+def test_told_is_what_matters_and_each_scope_once(book: ScopeBook[str]) -> None:
+    """Enough, longer, forgotten; not that there was one more."""
+    book.observe("run", "step", 1, 2.0)
+    assert book.take_learned() == [("run", Learned("step", 1, 2.0))]
+    book.observe("run", "step", 1, 2.0)
+    assert book.take_learned() == []
+    book.observe("run", "step", 1, 1.0)
+    assert book.take_learned() == [("run", Learned("step", 3, 2.0))]
+    book.observe("run", "step", 1, 2.0)
+    assert book.take_learned() == []
+    book.observe("run", "step", 1, 3.0)
+    book.observe("run", "save", 1, 9.0)
+    book.observe("run", "step", 1, 4.0)
+    assert book.take_learned() == [("run", Learned("step", 6, 4.0)), ("run", Learned("save", 1, 9.0))]
+    assert book.forget("run", "step") == 1
+    assert book.take_learned() == [("run", Learned("step", 0, 0.0))]
+    assert book.learned_of("run") == [Learned("save", 1, 9.0)]
+
+
+def test_forgetting_what_is_not_known_is_harmless(book: ScopeBook[str]) -> None:
+    """A scope that only has timers so far has nothing to forget."""
+    book.scope("run", "step").timers.add("timer")
+    assert (book.forget("run"), book.forget("run", "save"), book.forget("other")) == (0, 0, 0)
+    assert book.take_learned() == []
+
+
+def test_a_scope_that_teaches_nothing_leaves_nothing(book: ScopeBook[str]) -> None:
+    """Once its last timer has ended: names that are used once don't fill the book."""
+    for number in range(100):
+        scope = book.scope("run", f"epoch {number}")
+        scope.timers.add("timer")
+        book.tidy(scope)
+        assert len(list(book.scopes())) == 1
+        scope.timers.clear()
+        book.tidy(scope)
+    assert list(book.scopes()) == []
+
+
+def test_a_run_has_so_many_scopes_and_no_more(book: ScopeBook[str]) -> None:
+    """Those that it has go on learning; other runs have their own."""
+    book.observe("run", "1", 1, 1.0)
+    book.observe("run", "2", 1, 1.0)
+    with pytest.raises(TooMany) as refusal:
+        book.observe("run", "3", 1, 1.0)
+    assert refusal.value.limit == 2
+    book.observe("run", "1", 1, 1.0)
+    book.observe("other", "3", 1, 1.0)
+    assert [(view.run_id, view.learned.count) for view in book.scopes()] == [
+        ("other", 1),
+        ("run", 2),
+        ("run", 1),
+    ]
+
+
+def test_a_run_is_forgotten_so_long_after_its_last_node(book: ScopeBook[str]) -> None:
+    """Not while one is there; and one that comes back in time finds what was learned."""
+    book.enter("run")
+    book.enter("run")
+    book.observe("run", "step", 3, 1.0)
+    book.leave("run", 0.0)
+    assert book.next_forget() is None
+    book.leave("run", 10.0)
+    assert book.next_forget() == 110.0
+    book.forget_idle(109.0)
+    book.enter("run")
+    assert book.next_forget() is None
+    book.forget_idle(1000.0)
+    assert after_of(book) == 10.0
+    book.leave("run", 1000.0)
+    book.take_learned()
+    book.forget_idle(1100.0)
+    assert list(book.scopes()) == []
+    assert book.take_learned() == [("run", Learned("step", 0, 0.0))], "who keeps a file must know"
+
+
+def test_a_new_run_takes_the_place_of_the_one_idle_for_longest(book: ScopeBook[str]) -> None:
+    """Runs with nodes are never forgotten for it: then the new one is refused."""
+    for when, run in enumerate(["first", "second", "third"]):
+        book.enter(run)
+        book.observe(run, "step", 1, 1.0)
+        if run != "third":
+            book.leave(run, float(when))
+    book.observe("fourth", "step", 1, 1.0)
+    assert {run for run, _ in book.all_learned()} == {"second", "third", "fourth"}
+    book.observe("fifth", "step", 1, 1.0)
+    with pytest.raises(TooMany) as refusal:
+        book.observe("sixth", "step", 1, 1.0)
+    assert refusal.value.limit == 3
+    assert {run for run, _ in book.all_learned()} == {"third", "fourth", "fifth"}
+
+
+def test_all_runs_together_have_so_many_scopes_and_no_more(book: ScopeBook[str]) -> None:
+    """Those of the run idle for longest make room; without such a run the new scope is refused."""
+    for run in ("first", "second"):
+        book.enter(run)
+        book.observe(run, "1", 1, 1.0)
+        book.observe(run, "2", 1, 1.0)
+    book.observe("third", "1", 1, 1.0)
+    with pytest.raises(TooMany) as refusal:
+        book.observe("third", "2", 1, 1.0)
+    assert refusal.value.limit == 5
+    book.leave("first", 0.0)
+    book.observe("third", "2", 1, 1.0)
+    assert [(view.run_id, view.learned.scope) for view in book.scopes()] == [
+        ("second", "1"),
+        ("second", "2"),
+        ("third", "1"),
+        ("third", "2"),
+    ]
+    book.forget("second")
+    assert book.scope("second", "3").count == 0
+
+
+def test_what_was_kept_is_taken_up_again(book: ScopeBook[str]) -> None:
+    """In the same order, so that the same run is forgotten first; nobody is told, and more may be known by now."""
+    for when, run in enumerate(["first", "second", "third"]):
+        book.enter(run)
+        book.observe(run, "step", 3, float(when))
+        book.leave(run, float(when))
+    kept = list(book.all_learned())
+    later: ScopeBook[str] = ScopeBook(SETTINGS)
+    later.observe("second", "step", 5, 0.5)
+    later.take_learned()
+    for run, learned in kept:
+        later.restore(run, learned, 50.0)
+    assert later.take_learned() == []
+    assert dict(later.all_learned())["second"] == Learned("step", 5, 1.0)
+    assert later.next_forget() == 150.0
+    later.observe("fourth", "step", 1, 1.0)
+    assert "first" not in dict(later.all_learned())
+
+
+def test_what_waits_to_be_told_is_told_though_it_was_restored_too(book: ScopeBook[str]) -> None:
+    """Reading a file takes no news away."""
+    book.observe("run", "step", 1, 1.0)
+    book.restore("run", Learned("step", 2, 2.0), 0.0)
+    assert book.take_learned() == [("run", Learned("step", 2, 2.0))]
+
+
+def test_a_count_stays_within_what_can_be_written_down(book: ScopeBook[str]) -> None:
+    """Whatever is claimed: more than 63 bits don't fit a file, nor 64 the wire."""
+    book.learn("run", "step", 2**64 - 1, 1.0)
+    book.observe("run", "step", 2**32 - 1, 1.0)
+    assert book.learned_of("run")[0].count == 2**63 - 1
+
+
+def test_listing_goes_on_from_a_scope() -> None:
+    """Pages put together are the whole, filtered by run; scopes that nothing is known of are shown with timers."""
+    book: ScopeBook[str] = ScopeBook(TimerSettings())
+    places = [(run, scope) for run in "rst" for scope in "123"]
+    for run, scope in reversed(places):
+        book.scope(run, scope).timers.add("timer")
+
+    def found(views: Iterator[ScopeView]) -> list[tuple[str, str]]:
+        return [(view.run_id, view.learned.scope) for view in views if view.timers == 1]
+
+    for position, place in enumerate(places):
+        assert found(book.scopes(beyond=place)) == places[position + 1 :]
+    assert found(book.scopes("s")) == places[3:6]
+    assert found(book.scopes("s", beyond=("s", "1"))) == places[4:6]
+    assert found(book.scopes("nobody")) == []
