@@ -1,9 +1,9 @@
-"""The worker's connection never raises and never waits for long, and loses no release."""
+"""The worker's end never raises and never waits for long, and what it holds is what its agent sees."""
 
 from __future__ import annotations
 
+import gc
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,39 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.timer import uplink, wire
+from rallypoint.timer import link, uplink, wire
+from rallypoint.timer.link import Link
+from rallypoint.timer.table import SLOTS, TableWriter
 from rallypoint.timer.uplink import Uplink
+from timer_agent import SOON, Agent, Connection
 
-# Far more than a call may take that doesn't wait for the agent, far less than one that waits for ever.
-SOON = 20.0
-
-
-class Agent:
-    """The other end, as far as a worker can tell."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(self.path)
-        self.listener.listen()
-        self.listener.settimeout(SOON)
-        self.connections: list[socket.socket] = []
-
-    def accept(self) -> socket.socket:
-        connection, _ = self.listener.accept()
-        connection.settimeout(SOON)
-        self.connections.append(connection)
-        return connection
-
-    def close(self) -> None:
-        for each in (*self.connections, self.listener):
-            each.close()
-
-
-def receive(connection: socket.socket) -> object:
-    """The next message; None at the end."""
-    message = connection.recv(1000)
-    return wire.decode(message) if message else None
+SECOND = 1_000_000_000
 
 
 @pytest.fixture
@@ -53,228 +27,415 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     agent.close()
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The uplink's clock, in the test's hand."""
-    now = [1000.0]
-    monkeypatch.setattr("rallypoint.timer.uplink.time.monotonic", lambda: now[0])
-    return iter([now])
+class Clock:
+    """CLOCK_MONOTONIC in nanoseconds, in the test's hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000 * SECOND
+
+    def __call__(self) -> int:
+        return self.now
 
 
-def test_tells_what_is_acquired_and_released(agent: Agent) -> None:
-    """In order, with CLOCK_MONOTONIC's word for the beginning."""
+def acquire(up: Uplink, scope: bytes = b"s", after: float = 60.0) -> int:
+    """As a guard does, by the uplink's clock."""
+    table = up.table()
+    nanoseconds = int(after * SECOND)
+    kind = table.kind_of(scope, 0, not nanoseconds)
+    slot = table.acquire(table.tick(), up._clock(), nanoseconds, scope, kind)
+    ring(up, table)
+    return slot
+
+
+def release(up: Uplink, slot: int) -> None:
+    table = up.table()
+    table.release(slot)
+    ring(up, table)
+
+
+def ring(up: Uplink, table: TableWriter) -> None:
+    if up._clock() > table.listening[0]:
+        table.ring()
+
+
+def test_the_table_is_sent_once_and_shows_what_is_held(agent: Agent) -> None:
+    """With CLOCK_MONOTONIC's word for the beginning; closing it ends all."""
     up = Uplink(agent.path, 1.0)
-    before = time.monotonic()
-    token = up.acquire(60.0, b"s")
-    up.release(token)
-    connection = agent.accept()
-    acquired = receive(connection)
-    assert isinstance(acquired, wire.Acquire)
-    assert before - 1e-6 <= acquired.since <= time.monotonic()
-    assert (acquired.token, acquired.after, acquired.scope) == (token, 60.0, "s")
-    assert receive(connection) == wire.Release(token)
+    before = time.monotonic_ns()
+    slot = acquire(up)
+    connection = agent.welcome()
+    (held,) = connection.table.slots()
+    assert before <= held.since <= time.monotonic_ns()
+    assert (held.after, held.scope) == (60 * SECOND, b"s")
+    release(up, slot)
+    assert connection.scopes() == []
     up.close()
-    assert receive(connection) is None
+    assert {type(message) for message in connection.waiting()} <= {wire.Look}
+    assert connection.receive() is None
+
+
+def test_nobody_can_change_the_size_of_a_table(agent: Agent) -> None:
+    """An agent would die of reading one that has become shorter."""
+    up = Uplink(agent.path, 1.0)
+    acquire(up)
+    assert up._shared is not None
+    for size in (0, 10_000_000):
+        with pytest.raises(PermissionError):
+            os.ftruncate(up._shared.descriptor, size)
+    assert not os.get_inheritable(up._shared.descriptor)
+    up.close()
+
+
+def test_an_agent_that_listens_is_not_rung_for(agent: Agent) -> None:
+    """Neither for timers nor for their end. One that doesn't is."""
+    up = Uplink(agent.path, 1.0)
+    acquire(up)
+    connection = agent.welcome()
+    connection.table.listen_until(time.monotonic_ns() + 600 * SECOND)
+    for _ in range(100):
+        release(up, acquire(up))
+    assert connection.waiting() == []
+    connection.table.listen_until(0)
+    acquire(up)
+    assert connection.waiting() == [wire.Look()]
+    up.close()
+
+
+def test_an_agent_that_does_not_answer_finds_one_message(agent: Agent) -> None:
+    """However much happens; and nothing that happened is unseen once it has read that one."""
+    up = Uplink(agent.path, 1.0)
+    for _ in range(5000):
+        release(up, acquire(up))
+    acquire(up, b"last")
+    connection = agent.welcome()
+    assert connection.scopes() == ["last"]
+    assert connection.waiting() == []
+    for _ in range(5000):
+        release(up, acquire(up))
+    assert connection.waiting() == [wire.Look()]
+    up.close()
+
+
+def test_what_is_written_after_a_message_was_read_is_rung_for(agent: Agent) -> None:
+    """However soon: the look that follows the reading may be over already."""
+    up = Uplink(agent.path, 1.0)
+    acquire(up)
+    connection = agent.welcome()
+    for _ in range(50):
+        slot = acquire(up)
+        assert connection.waiting() == [wire.Look()]
+        release(up, slot)
+        assert connection.waiting() == [wire.Look()]
+    up.close()
+
+
+def test_a_short_timer_is_rung_for_but_not_all_the_time(agent: Agent) -> None:
+    """An agent that listens looks anyway; it is asked to look sooner once in 10 ms."""
+    clock = Clock()
+    up = Uplink(agent.path, 1.0, clock)
+    acquire(up)
+    connection = agent.welcome()
+    up.table().listening[0] = clock.now + 600 * SECOND
+    for _ in range(3):
+        clock.now += 10_000_000
+        for _ in range(5):
+            up.table().ring()
+        assert connection.waiting() == [wire.Look()]
+        clock.now += 9_999_999
+        up.table().ring()
+        assert connection.waiting() == []
+    up.close()
+
+
+def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather a message too many than one too few."""
+
+    def refuse(*_: object) -> bytes:
+        raise OSError(25, "Inappropriate ioctl for device")
+
+    monkeypatch.setattr("rallypoint.timer.link.fcntl.ioctl", refuse)
+    up = Uplink(agent.path, 1.0)
+    for _ in range(3):
+        acquire(up)
+    assert agent.welcome().waiting() == [wire.Look()] * 2
+    up.close()
 
 
 def test_without_an_agent_nothing_happens(tmp_path: Path) -> None:
-    """No exception, and after the first failures no system call either until the back-off is over."""
-    up = Uplink(str(tmp_path / "nobody"), 1.0)
+    """No exception, and nothing to ring for until the back-off is over."""
+    clock = Clock()
+    up = Uplink(str(tmp_path / "nobody"), 1.0, clock)
     for _ in range(1000):
-        up.release(up.acquire(1.0, b"s"))
-    assert up._retry_at > time.monotonic() - 1
-    assert up._held == {}
+        release(up, acquire(up))
+    assert up.table().listening[0] == up._retry_at == clock.now + SECOND // 10
+    up.close()
 
 
 @pytest.mark.parametrize("path", ["", "x" * 200, "zero\0byte"])
 def test_a_path_that_nobody_can_listen_on_is_like_no_agent(path: str) -> None:
     """Bad settings surface where they are made, not in the middle of training."""
     up = Uplink(path, 1.0)
-    up.release(up.acquire(1.0, b"s"))
+    release(up, acquire(up))
+    assert up._link is None
 
 
 def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has used up its files goes on."""
 
-    def refuse(*_: object) -> socket.socket:
+    def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("rallypoint.timer.uplink.socket.socket", refuse)
+    monkeypatch.setattr("rallypoint.timer.link.socket.socket", refuse)
+    monkeypatch.setattr("rallypoint.timer.shared_memory.os.memfd_create", refuse)
     up = Uplink(agent.path, 1.0)
-    up.release(up.acquire(1.0, b"s"))
+    release(up, acquire(up))
+    assert up._link is None
 
 
-def test_back_off_doubles_to_its_maximum(tmp_path: Path, clock: Iterator[list[float]]) -> None:
+def test_back_off_doubles_to_its_maximum(tmp_path: Path) -> None:
     """0.1 s, 0.2 s … 5 s; meanwhile nobody tries."""
-    now = next(clock)
-    up = Uplink(str(tmp_path / "nobody"), 1.0)
+    clock = Clock()
+    up = Uplink(str(tmp_path / "nobody"), 1.0, clock)
     waits = []
     for _ in range(8):
-        up.acquire(1.0, b"s")
-        waits.append(round(up._retry_at - now[0], 3))
+        clock.now += 1
+        acquire(up)
+        waits.append((up._retry_at - clock.now) / SECOND)
         tried = up._retry_at
-        up.acquire(1.0, b"s")
+        up.table().ring()
         assert up._retry_at == tried
-        now[0] = tried
+        clock.now = tried
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
-def test_a_new_connection_is_told_all_that_is_held(agent: Agent, clock: Iterator[list[float]]) -> None:
-    """With the original beginning; what ended while there was no connection is not told."""
-    now = next(clock)
-    up = Uplink(agent.path, 1.0)
-    first, second = up.acquire(60.0, b"first"), up.acquire(60.0, b"second")
-    connection = agent.accept()
-    told = [receive(connection), receive(connection)]
-    now[0] += 10
+def test_a_new_connection_is_given_the_same_table(agent: Agent) -> None:
+    """With all that is held, since its beginning; and an earlier agent's promise does not bind the new one."""
+    clock = Clock()
+    up = Uplink(agent.path, 1.0, clock)
+    acquire(up, b"first")
+    second = acquire(up, b"second")
+    connection = agent.welcome()
+    (began,) = [slot.since for slot in connection.table.slots() if slot.scope == b"first"]
+    connection.table.listen_until(clock.now + 2 * SECOND)
     connection.close()
-    up.release(second)
-    third = up.acquire(60.0, b"third")
-    again = agent.accept()
-    renewed = [receive(again), receive(again)]
-    assert renewed[0] == told[0]
-    assert [each.token for each in renewed if isinstance(each, wire.Acquire)] == [first, third]
-    up.close()
-    assert receive(again) is None
-
-
-def test_an_agent_that_does_not_read_costs_the_patience_once(agent: Agent) -> None:
-    """Its queue fills up, one call waits, then the connection is given up and the agent sees all timers end."""
-    up = Uplink(agent.path, 0.05)
-    outer = up.acquire(60.0, b"outer")
-    began = time.monotonic()
-    for _ in range(3000):
-        up.release(up.acquire(60.0, b"s"))
-    assert time.monotonic() - began < 3000 * 0.05 / 5, "each back-off may end in one wait, not each call"
-    connection = agent.accept()
-    while receive(connection) is not None:
-        pass
-    up.release(outer)
+    release(up, second)
+    clock.now += 3 * SECOND
+    acquire(up, b"third")
+    # The former agent has not noticed yet that its connection is gone.
+    connection.table.listen_until(clock.now + 2 * SECOND)
+    acquire(up, b"fourth")
+    up.table().ring()
+    again = agent.welcome()
+    assert again.scopes() == ["first", "fourth", "third"]
+    assert began in [slot.since for slot in again.table.slots()]
+    assert up.table().listening[0] == 0
     up.close()
 
 
 def test_a_connection_is_closed_only_when_no_thread_can_send_on_it(agent: Agent) -> None:
     """A descriptor number that is free too early belongs to another file by the time a thread sends on it."""
     up = Uplink(agent.path, 1.0)
-    up.acquire(60.0, b"s")
-    link = up._link
-    assert link is not None
-    descriptor = link._socket.fileno()
+    acquire(up)
+    held: Link | None = up._link
+    assert held is not None
+    descriptor = held._socket.fileno()
     up.close()
     assert up._link is None
     assert os.fstat(descriptor)
-    assert isinstance(receive(agent.accept()), wire.Acquire)
-    del link
+    del held
+    gc.collect()
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(descriptor)
 
 
-def test_a_release_while_another_thread_connects_is_told(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It finds no link yet, and the timer is on its way to the agent already: who connects must tell."""
+def test_a_closed_uplink_stays_closed(agent: Agent) -> None:
+    """Blocks that were entered before end without a word, and without an error."""
     up = Uplink(agent.path, 1.0)
-    up._retry_at = float("inf")
-    outer = up.acquire(60.0, b"outer")
-    up._retry_at = 0.0
-    connect = uplink._connect
-
-    def connect_slowly(path: str, patience: float) -> uplink._Link:
-        link = connect(path, patience)
-        send = link.send
-
-        def send_and_release(message: bytes, flags: int) -> int:
-            sent = send(message, flags)
-            releasing = threading.Thread(target=up.release, args=(outer,))
-            releasing.start()
-            releasing.join()
-            return sent
-
-        link.send = send_and_release
-        return link
-
-    monkeypatch.setattr(uplink, "_connect", connect_slowly)
-    up.acquire(60.0, b"inner")
+    slot = acquire(up)
     up.close()
-    connection = agent.accept()
-    seen = []
-    while (message := receive(connection)) is not None:
-        seen.append(message)
-    assert wire.Release(outer) in seen
+    release(up, slot)
+    up.table().ring()
+    release(up, acquire(up))
+    assert up._link is None
 
 
-def test_threads_lose_no_release_while_the_connection_breaks(
+def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's, or a signal handler's, that finds the lock taken: who has it rings once more."""
+    up = Uplink(agent.path, 1.0)
+    acquire(up)
+    connection = agent.welcome()
+    send = Link.send
+    more = iter([True, False])
+
+    def send_and_write(self: Link, message: bytes, descriptor: int = -1) -> None:
+        send(self, message, descriptor)
+        if next(more, False):
+            # The agent is quick, so that the message of just now does not stand for what follows it.
+            assert connection.receive() == wire.Look()
+            assert connection.scopes() == ["another", "s"]
+            other = threading.Thread(target=acquire, args=(up, b"later"))
+            other.start()
+            other.join()
+
+    monkeypatch.setattr(Link, "send", send_and_write)
+    acquire(up, b"another")
+    assert connection.waiting() == [wire.Look()]
+    assert connection.scopes() == ["another", "later", "s"]
+    up.close()
+
+
+def test_threads_lose_nothing_while_the_connection_breaks(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the agent still believes to be held at the end is held."""
-    monkeypatch.setattr(uplink, "_LIVED", 0.0)
+    """Whatever the agent is told of last is all that is held."""
+    monkeypatch.setattr(uplink, "_LIVED", 0)
     up = Uplink(agent.path, 1.0)
-    stop = threading.Event()
-    believed: set[int] = set()
+    acquire(up, b"kept")
+    done = threading.Event()
 
-    def serve() -> None:
-        """Takes messages of one connection after another, and cuts each after 50; the last one is kept."""
-        while True:
-            connection = agent.accept()
-            believed.clear()
-            taken = 0
-            while stop.is_set() or taken < 50:
-                message = receive(connection)
-                if message is None:
-                    break
-                taken += 1
-                if isinstance(message, wire.Acquire):
-                    if message.scope == "end":
-                        return
-                    believed.add(message.token)
-                elif isinstance(message, wire.Release):
-                    believed.discard(message.token)
-            connection.close()
+    def serve() -> Connection:
+        """Takes messages of one connection after another, and cuts each after a few."""
+        connection = agent.welcome()
+        taken = 0
+        while not done.is_set():
+            taken += len(connection.waiting())
+            if taken > 5:
+                connection.close()
+                connection, taken = agent.welcome(), 0
+        return connection
 
     def work() -> None:
-        for _ in range(1500):
-            up.release(up.acquire(60.0, b"s"))
+        while not done.is_set():
+            release(up, acquire(up))
 
-    serving = threading.Thread(target=serve)
+    last: list[Connection] = []
+    serving = threading.Thread(target=lambda: last.append(serve()))
     serving.start()
-    kept = up.acquire(60.0, b"kept")
     workers = [threading.Thread(target=work) for _ in range(4)]
     for worker in workers:
         worker.start()
+    while len(agent.connections) < 10:
+        workers[0].join(0.01)
+    done.set()
     for worker in workers:
         worker.join()
-    stop.set()
     while serving.is_alive():
-        up.acquire(60.0, b"end")
-        serving.join(0.05)
-    assert believed <= {kept, *up._held}
-    assert len(agent.connections) > 5, "the connection hardly broke: this shows nothing"
+        up.table().ring()
+        serving.join(0.01)
+    assert last[0].scopes() == ["kept"]
     up.close()
 
 
-def test_a_signal_handler_that_raises_leaves_no_timer_behind(agent: Agent) -> None:
-    """Whether it strikes while acquiring or while releasing: rather no timer than one that nobody ends."""
+class TestWithoutSharedMemory:
+    """A kernel before 3.17, or a filter of system calls: timers are told with messages."""
+
+    @pytest.fixture(autouse=True)
+    def no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> int:
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr("rallypoint.timer.shared_memory.os.memfd_create", refuse)
+
+    def test_each_change_is_told(self, agent: Agent) -> None:
+        """Timers, their end, those that learn, and progress."""
+        up = Uplink(agent.path, 1.0)
+        since = time.monotonic()
+        first = acquire(up, b"first", 60.5)
+        acquire(up, b"auto", 0)
+        release(up, first)
+        up.table().progress(7, 5 * SECOND)
+        up.table().ring()
+        up.table().ring()
+        one, two, *rest = agent.accept().waiting()
+        assert isinstance(one, wire.Acquire)
+        assert isinstance(two, wire.Acquire)
+        assert (one.scope, one.after, two.scope, two.after) == ("first", 60.5, "auto", 0)
+        assert since - 1e-3 <= one.since <= time.monotonic()
+        assert rest == [wire.Release(one.token), wire.Progress(7, 5.0)]
+        up.close()
+
+    def test_a_new_connection_is_told_all_that_is_held(self, agent: Agent) -> None:
+        """And nothing of what ended while there was none."""
+        clock = Clock()
+        up = Uplink(agent.path, 1.0, clock)
+        acquire(up, b"first")
+        second = acquire(up, b"second")
+        up.table().progress(3, 5 * SECOND)
+        agent.accept().close()
+        clock.now += 2 * SECOND
+        release(up, second)
+        acquire(up, b"third")
+        told = agent.accept().waiting()
+        assert [each.scope for each in told if isinstance(each, wire.Acquire)] == ["first", "third"]
+        assert told[-1] == wire.Progress(3, 5.0)
+        up.close()
+
+    def test_an_agent_that_does_not_read_costs_the_patience_once(self, agent: Agent) -> None:
+        """Its queue fills up, one call waits, then the connection is given up and the agent sees timers end."""
+        up = Uplink(agent.path, 0.05)
+        acquire(up, b"outer")
+        began = time.monotonic()
+        for _ in range(3000):
+            release(up, acquire(up))
+        assert time.monotonic() - began < 3000 * 0.05 / 5, "each back-off may end in one wait, not each call"
+        connection = agent.accept()
+        while connection.receive() is not None:
+            pass
+        up.close()
+
+    def test_a_signal_handler_that_raises_leaves_the_agent_no_timer_too_many(
+        self, agent: Agent, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody would tell it the rest, so it is told everything anew."""
+        up = Uplink(agent.path, 1.0)
+        acquire(up, b"kept")
+        slot = acquire(up, b"released")
+        connection = agent.accept()
+        assert len(connection.waiting()) == 2
+        send, struck = Link.send, iter([True])
+
+        def strike(self: Link, message: bytes, descriptor: int = -1) -> None:
+            if next(struck, False):
+                raise KeyboardInterrupt
+            send(self, message, descriptor)
+
+        monkeypatch.setattr(Link, "send", strike)
+        with pytest.raises(KeyboardInterrupt):
+            release(up, slot)
+        assert connection.receive() is None
+        up.table().ring()
+        (told,) = agent.accept().waiting()
+        assert isinstance(told, wire.Acquire)
+        assert told.scope == "kept"
+        up.close()
+
+
+def test_more_timers_than_a_table_holds_are_counted(agent: Agent) -> None:
+    """And are no error."""
     up = Uplink(agent.path, 1.0)
-    kept = up.acquire(60.0, b"kept")
-    link = up._link
-    assert link is not None
-    send = link.send
-    struck: list[bytes] = []
+    for _ in range(SLOTS + 2):
+        acquire(up)
+    connection = agent.welcome()
+    assert connection.table.dropped == 2
+    assert len(connection.scopes()) == SLOTS
+    up.close()
 
-    def strike(message: bytes, flags: int) -> int:
-        if not struck:
-            struck.append(message)
-            raise KeyboardInterrupt
-        return send(message, flags)
 
-    link.send = strike
-    with pytest.raises(KeyboardInterrupt):
-        up.acquire(60.0, b"s")
-    assert list(up._held) == [kept]
-    struck.clear()
-    with pytest.raises(KeyboardInterrupt):
-        up.release(kept)
-    assert up._held == {}
-    connection = agent.accept()
-    while receive(connection) is not None:
-        pass
+def test_an_agent_that_accepts_nobody_is_waited_for_no_longer_than_allowed(tmp_path: Path) -> None:
+    """Its queue of connections is full, as that of an agent is that has been stopped."""
+    agent = Agent(tmp_path / "s")
+    agent.listener.listen(0)
+    others = []
+    for _ in range(3):
+        try:
+            others.append(link.Link(agent.path, 0.05, 0))
+        except BlockingIOError:
+            break
+    up = Uplink(agent.path, 0.05)
+    began = time.monotonic()
+    release(up, acquire(up))
+    assert time.monotonic() - began < SOON / 2
+    assert up._link is None
+    agent.close()

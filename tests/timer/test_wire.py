@@ -22,6 +22,25 @@ def test_an_acquire_arrives(token: int, since: int, after: int, scope: str) -> N
     assert message.after == pytest.approx(after / 1000)
 
 
+@given(st.sampled_from([0, 1, 15, 64, wire.NO_SIGNAL]))
+def test_a_signal_arrives(signal: int) -> None:
+    """With a timer that is given its duration, and with one that learns it."""
+    for after in (1.0, 0.0):
+        message = wire.decode(wire.acquire(1, 0, after, b"s", signal))
+        assert message == wire.Acquire(1, 0.0, after, "s", signal)
+
+
+def test_the_shortest_duration_is_no_learning() -> None:
+    """What is less than a nanosecond is one."""
+    assert wire.decode(wire.acquire(1, 0, 1e-12, b"s")) == wire.Acquire(1, 0.0, 1e-9, "s")
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63))
+def test_progress_arrives(step: int, when: int) -> None:
+    """The step exactly, the time to the precision of a float."""
+    assert wire.decode(wire.progress(step, when)) == wire.Progress(step, when / 1e9)
+
+
 @given(TOKENS)
 def test_a_release_arrives(token: int) -> None:
     """Exactly."""
@@ -37,7 +56,7 @@ def test_anything_else_is_told_apart(message: bytes) -> None:
         decoded = wire.decode(message)
     except wire.MalformedMessage:
         return
-    assert isinstance(decoded, wire.Acquire | wire.Release | wire.Clear | wire.Unknown)
+    assert isinstance(decoded, wire.Message)
 
 
 def test_the_layout_is_the_documented_one() -> None:
@@ -46,7 +65,15 @@ def test_the_layout_is_the_documented_one() -> None:
         b"\x01\x01\0\0\0\0\0\0" + struct.pack("<QQQ", 7, 5, 1_500_000_000) + b"s#1"
     )
     assert wire.release(7) == b"\x02\x01\0\0\0\0\0\0" + struct.pack("<Q", 7)
+    assert (
+        wire.acquire(7, 5, 0, b"s", 10) == b"\x01\x01\x0a\x01\0\0\0\0" + struct.pack("<QQQ", 7, 5, 0) + b"s"
+    )
+    assert wire.progress(7, 5) == b"\x04\x01\0\0\0\0\0\0" + struct.pack("<QQ", 7, 5)
+    assert wire.TABLE == b"\x05\x01\0\0\0\0\0\0"
+    assert wire.LOOK == b"\x06\x01\0\0\0\0\0\0"
     assert wire.decode(b"\x03\x01\0\0\0\0\0\0") == wire.Clear()
+    assert wire.decode(wire.TABLE) == wire.Table()
+    assert wire.decode(wire.LOOK) == wire.Look()
 
 
 def test_a_newer_client_is_understood_as_far_as_possible() -> None:
@@ -62,11 +89,15 @@ def test_a_newer_client_is_understood_as_far_as_possible() -> None:
         wire.acquire(1, 0, 1.0, b""),
         wire.acquire(1, 0, 1.0, b"x" * 257),
         wire.acquire(1, 0, 1.0, b"\xff"),
-        wire.acquire(1, 0, 0.0, b"x"),
+        wire.acquire(1, 0, 1.0, b"x", 65),
+        b"\x01\x01" + bytes(6) + struct.pack("<QQQ", 1, 0, 0) + b"x",
+        b"\x01\x01\0\x01" + bytes(4) + struct.pack("<QQQ", 1, 0, 5) + b"x",
         wire.release(1) + b"x",
+        wire.progress(1, 1)[:-1],
     ],
 )
 def test_a_malformed_message_is_refused(message: bytes) -> None:
-    """No scope, one too long, one that isn't text, no duration, bytes left over."""
+    """No scope, one too long, one that isn't text, no such signal, no duration, one too many, bytes left over or
+    missing."""
     with pytest.raises(wire.MalformedMessage):
         wire.decode(message)

@@ -4,6 +4,8 @@ This package is what a worker process imports, so importing it loads neither gRP
 its client are in modules of their own.
 """
 
-from rallypoint.timer.worker import configure, expires
+from rallypoint.timer.process import TimerClient
+from rallypoint.timer.scoped_client import Client
+from rallypoint.timer.worker import configure, expires, progress
 
-__all__ = ["configure", "expires"]
+__all__ = ["Client", "TimerClient", "configure", "expires", "progress"]

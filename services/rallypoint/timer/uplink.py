@@ -1,198 +1,221 @@
-"""A worker process's connection to its agent, for timers. It never raises, and never waits for long.
+"""A worker process's table of timers, and how its agent hears of it. Never raises, and never waits for long.
 
 Whatever goes wrong, the worker goes on unguarded. The agent takes the end of a connection for the end of all its
-timers, so giving a connection up accuses nobody.
+timers, so giving a connection up accuses nobody. Where memory can't be shared (a kernel before 3.17, a filter of
+system calls), the table stays the process's own, and each change of it is told with a message, at more cost.
 """
 
 from __future__ import annotations
 
-import itertools
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 
 from rallypoint.timer import wire
+from rallypoint.timer.link import Link
+from rallypoint.timer.shared_memory import SharedMemory, private_memory
+from rallypoint.timer.table import SIZE, Slot, Step, TableReader, TableWriter
 
-# A socket's queue is bounded by bytes, overhead included. This is the most that an unprivileged process gets by
-# default; the kernel doubles it. It holds some 500 messages, so an agent may look away for a while.
-_SEND_BUFFER = 212_992
-# After a failure, the next connection is tried this many seconds later, then twice that, up to the maximum.
-# A dead agent thus costs one failed system call every five seconds.
-_RETRY_FIRST = 0.1
-_RETRY_MOST = 5.0
-# A connection that lived this many seconds was no failure: the next one is tried at once.
-_LIVED = 1.0
-
-# Of the process, not of a connection: what is released after a reconnect or a fork can't hit another's timer.
-_tokens = itertools.count(1)
-
-
-class _Link:
-    """An open connection. It is closed when the last thread lets go of it.
-
-    Closing it earlier could hand its descriptor number to another file while a thread is about to send on it.
-    """
-
-    __slots__ = ("_socket", "opened_at", "send")
-
-    def __init__(self, connected: socket.socket, opened_at: float) -> None:
-        self._socket = connected
-        self.opened_at = opened_at
-        self.send: Callable[[bytes, int], int] = connected.send
-
-    def shut(self) -> None:
-        """Tells the agent that this is the end, whoever else holds the connection."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            # The agent was first.
-            return
-
-    def close(self) -> None:
-        """Lets go of the descriptor and leaves the connection to whoever else holds it."""
-        self._socket.close()
-
-    def __del__(self) -> None:
-        self._socket.close()
+# After a failure, the next connection is tried this much later, then twice that, up to the maximum. A dead agent
+# thus costs one failed system call every five seconds. All times are in nanoseconds.
+_RETRY_FIRST = 100_000_000
+_RETRY_MOST = 5_000_000_000
+# A connection that lived so long was no failure: the next one is tried at once.
+_LIVED = 1_000_000_000
+# The agent is not asked twice within this time to look sooner than it would anyway.
+_GAP = 10_000_000
+_NANOSECONDS = 1_000_000_000
 
 
 class Uplink:
-    """Timers of this process, and the connection that carries them. Any thread may use it."""
+    """The table of this process, and the connection that tells of it.
 
-    def __init__(self, path: str, patience: float) -> None:
-        """Makes an uplink that connects when it is first used.
+    Any thread may use it, and so may a signal handler that interrupts one.
+    """
+
+    def __init__(self, path: str, patience: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """Makes an uplink that connects when its table is first written to.
 
         Args:
             path: the agent's socket.
             patience: most seconds to wait for an agent that doesn't read.
+            clock: CLOCK_MONOTONIC, in nanoseconds.
         """
         self._path = path
         self._patience = patience
+        self._clock = clock
         self._begin()
 
     def _begin(self) -> None:
-        self._link: _Link | None = None
-        self._connecting = threading.Lock()
-        # What this process holds, by token, as the message that a new connection is told it with.
-        self._held: dict[int, bytes] = {}
-        self._retry_at = 0.0
+        self._table: TableWriter | None = None
+        self._shared: SharedMemory | None = None
+        # Without shared memory: what is in the table, and what of it the agent was told.
+        self._own: TableReader | None = None
+        self._told: dict[int, Slot] = {}
+        self._told_step: Step | None = None
+        self._making = threading.Lock()
+        self._link: Link | None = None
+        self._closed = False
+        # Who rings connects and sends; whoever else wants to meanwhile leaves it to that one.
+        self._ringing = threading.Lock()
+        self._wanted = False
+        self._rung_at = 0
+        self._retry_at = 0
         self._retry_delay = _RETRY_FIRST
 
-    def acquire(self, after: float, scope: bytes) -> int:
-        """Starts a timer of `after` seconds; returns the token to release it with."""
-        token = next(_tokens)
-        message = self._held[token] = wire.acquire(token, time.monotonic_ns(), after, scope)
-        try:
-            link = self._link
-            if link is None or not self._send(link, message):
-                self._reconnect(message)
-        except BaseException:
-            # A signal handler raised: the block is not entered, and nobody would release this.
-            self.release(token)
-            raise
-        return token
+    def table(self) -> TableWriter:
+        """The table of this process, made at the first call."""
+        table = self._table
+        if table is None:
+            # Bounded, because a signal handler may have interrupted the very thread that makes one.
+            mine = self._making.acquire(timeout=self._patience)
+            try:
+                table = self._table or self._make_table()
+            finally:
+                if mine:
+                    self._making.release()
+        return table
 
-    def release(self, token: int) -> None:
-        """Ends a timer. Harmless for one that this process doesn't hold, such as its parent's."""
-        # The order matters, see _open.
-        if self._held.pop(token, None) is None:
-            return
-        link = self._link
-        if link is None:
-            return
+    def _make_table(self) -> TableWriter:
         try:
-            self._send(link, wire.release(token))
-        except BaseException:
-            # A signal handler raised, and nobody releases this again. Rather no timer than one too many.
-            self._give_up(link, lived=_LIVED)
-            raise
+            shared = SharedMemory(SIZE)
+        except OSError:
+            memory = private_memory(SIZE)
+            table = TableWriter(memory, self._ring)
+            self._own = TableReader(memory)
+        else:
+            table = TableWriter(shared.memory, self._ring)
+            self._shared = shared
+        self._table = table
+        return table
 
     def after_fork(self) -> None:
-        """In a forked child: lets go of the parent's connection and timers. The child connects for itself."""
-        link = self._link
+        """In a forked child: lets go of the parent's table and connection. It makes its own once it needs them."""
+        table, shared, link = self._table, self._shared, self._link
         self._begin()
+        if table is not None:
+            # Blocks that the parent is in, and that end here as well, write where nobody reads.
+            table.disown(private_memory(SIZE))
         if link is not None:
-            # Not shut(): the connection is still the parent's.
+            # Not shut: the connection is still the parent's.
             link.close()
+        if shared is not None:
+            shared.close()
 
     def close(self) -> None:
-        """Ends all timers and the connection."""
-        self._held.clear()
-        link = self._link
+        """Ends all timers and the connection. What is written to the table from now on, nobody reads."""
+        self._closed = True
+        if self._table is not None:
+            self._table.mute()
+        link, self._link = self._link, None
         if link is not None:
-            self._give_up(link, lived=_LIVED)
+            link.shut()
 
-    def _send(self, link: _Link, message: bytes) -> bool:
+    def _ring(self) -> None:
+        """Has the agent look at the table, unless it will do so anyway.
+
+        No ring is lost to another thread: who can't have the lock has set `_wanted` before, and who has it looks
+        at that after letting go of it.
+        """
+        self._wanted = True
+        while self._wanted and self._ringing.acquire(blocking=False):
+            try:
+                self._wanted = False
+                self._tell()
+            finally:
+                self._ringing.release()
+
+    def _tell(self) -> None:
+        table, link = self._table, self._link
+        if table is None or self._closed:
+            return
+        now = self._clock()
+        if link is None:
+            if now >= self._retry_at:
+                self._open(table, now)
+        elif self._own is not None:
+            self._attempt(table, link, self._send_changes)
+        elif (now > table.listening[0] or now - self._rung_at >= _GAP) and not link.has_unread():
+            # While the agent listens, it is rung for because it would look late for a short timer, and not again
+            # at once; what was written is seen when it looks.
+            #
+            # While it does not, we ring however short ago the last time was, except if that message is unread.
+            # If it is, the agent looks after it has read it, which is after what we ring for was written. If it
+            # is not, that look may have come before. So nothing written goes unseen, and a slow agent finds one
+            # message in its queue, not thousands.
+            self._rung_at = now
+            self._attempt(table, link, _send_look)
+
+    def _send_changes(self, link: Link) -> None:
+        """Sends the difference between the table and what the agent was told."""
+        assert self._own is not None
+        told, held = self._told, {slot.token: slot for slot in self._own.slots()}
+        for token in told.keys() - held.keys():
+            del told[token]
+            link.send(wire.release(token))
+        for token, slot in held.items():
+            if token not in told:
+                told[token] = slot
+                after = slot.after / _NANOSECONDS
+                link.send(wire.acquire(token, slot.since, after, slot.scope, slot.signal))
+        step = self._own.step()
+        if step is not None and step != self._told_step:
+            self._told_step = step
+            link.send(wire.progress(*step))
+
+    def _attempt(self, table: TableWriter, link: Link, tell: Callable[[Link], None]) -> None:
         try:
-            link.send(message, socket.MSG_NOSIGNAL)
+            tell(link)
         except BlockingIOError:
             # The agent did not read for as long as we may wait: no use in connecting again at once.
-            self._give_up(link, lived=0.0)
-            return False
+            self._give_up(table, link, lived=0)
         except OSError:
-            self._give_up(link, lived=time.monotonic() - link.opened_at)
-            return False
-        return True
+            self._give_up(table, link, lived=self._clock() - link.opened_at)
+        except BaseException:
+            # A signal handler raised, and nobody tells the rest. The next connection is told all of it.
+            self._give_up(table, link, lived=_LIVED)
+            raise
 
-    def _give_up(self, link: _Link, lived: float) -> None:
+    def _give_up(self, table: TableWriter, link: Link, lived: int) -> None:
         link.shut()
-        if self._link is link:
-            self._link = None
-            self._failed(lived)
+        self._link = None
+        self._failed(table, lived)
 
-    def _failed(self, lived: float) -> None:
+    def _failed(self, table: TableWriter, lived: int) -> None:
         if lived >= _LIVED:
             self._retry_delay = _RETRY_FIRST
-            self._retry_at = 0.0
-            return
-        self._retry_at = time.monotonic() + self._retry_delay
-        self._retry_delay = min(self._retry_delay * 2, _RETRY_MOST)
+            self._retry_at = 0
+        else:
+            self._retry_at = self._clock() + self._retry_delay
+            self._retry_delay = min(self._retry_delay * 2, _RETRY_MOST)
+        # Nobody else writes this now, and until then there is no use in ringing.
+        table.listening[0] = self._retry_at
 
-    def _reconnect(self, message: bytes) -> None:
-        if time.monotonic() < self._retry_at:
-            return
-        # Bounded, because a signal handler may have interrupted the very thread that connects.
-        if not self._connecting.acquire(timeout=self._patience):
-            return
+    def _open(self, table: TableWriter, now: int) -> None:
         try:
-            if self._link is not None:
-                self._send(self._link, message)
-            elif time.monotonic() >= self._retry_at:
-                self._open()
-        finally:
-            self._connecting.release()
-
-    def _open(self) -> None:
-        """Connects and tells what is held.
-
-        A release that another thread makes meanwhile must not be lost, or its worker is accused. It takes the
-        timer out of `_held` first and looks for the link second; here the link is published first and `_held`
-        is looked at second. So one of the two sends the release; if both do, that is harmless.
-        """
-        told = list(self._held.items())
-        try:
-            link = _connect(self._path, self._patience)
-            for _, message in told:
-                link.send(message, socket.MSG_NOSIGNAL)
+            link = Link(self._path, self._patience, now)
         except (OSError, ValueError):
             # ValueError: a path with a zero byte, which no agent listens on.
-            self._failed(lived=0.0)
+            self._failed(table, lived=0)
             return
+        # What an agent promised on an earlier connection does not hold on this one.
+        table.listening[0] = 0
+        self._told.clear()
+        self._told_step = None
         self._link = link
-        for token, _ in told:
-            if token not in self._held:
-                self._send(link, wire.release(token))
+        self._attempt(table, link, self._introduce)
+        if self._closed:
+            # Since a moment ago, by somebody who saw no link to shut.
+            link.shut()
+            table.mute()
+
+    def _introduce(self, link: Link) -> None:
+        """Sends the table, with all the timers in it. The agent looks at it once it has got it."""
+        if self._shared is not None:
+            link.send(wire.TABLE, self._shared.descriptor)
+        else:
+            self._send_changes(link)
 
 
-def _connect(path: str, patience: float) -> _Link:
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = _Link(connected, time.monotonic())
-    # The kernel bounds how long connecting and sending wait; that costs no further system call.
-    seconds, fraction = divmod(patience, 1)
-    limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-    connected.connect(path)
-    return link
+def _send_look(link: Link) -> None:
+    link.send(wire.LOOK)

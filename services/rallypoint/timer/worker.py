@@ -1,78 +1,29 @@
-"""What a worker says of its own time: `expires`. Imports nothing heavy; safe in threads, tasks and forks."""
+"""What a worker says of its own time: `expires` and `progress`. Imports nothing heavy; safe in threads and forks."""
 
 from __future__ import annotations
 
-import functools
+import operator
 import os
 import sys
-import threading
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from time import monotonic_ns
+from typing import Literal
 
-from rallypoint.timer import wire
-from rallypoint.timer.uplink import Uplink
+from rallypoint.timer.guard import Guard, client_guard, learning_guard
+from rallypoint.timer.place import by_code, by_scope, place_in, place_of
+from rallypoint.timer.process import PATIENCE, TimerClient, process
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-SOCKET_VARIABLE = "RALLYPOINT_TIMER_SOCKET"
-"""The agent sets it for its workers: the path of its timer socket."""
-
-# Ten years, as the service has it.
-_MAX_AFTER = 315_360_000.0
-# A program has no more places than this that set timers; one that makes up file names must not fill memory.
-_MAX_PLACES = 4096
-_PATIENCE = 0.05
-
-
-class _Unguarded:
-    """Takes the place of an uplink where there is no agent, by the user's choice."""
-
-    def acquire(self, after: float, scope: bytes) -> int:
-        return 0
-
-    def release(self, token: int) -> None:
-        return
-
-    def after_fork(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-class _Process:
-    """Where this process tells its timers; chosen once, by `configure` or by the first `expires`."""
-
-    def __init__(self) -> None:
-        self.uplink: Uplink | _Unguarded | None = None
-        self._choosing = threading.Lock()
-
-    def choose(self, uplink: Uplink | _Unguarded) -> None:
-        with self._choosing:
-            former, self.uplink = self.uplink, uplink
-        if former is not None:
-            former.close()
-
-    def choose_by_environment(self) -> Uplink | _Unguarded:
-        with self._choosing:
-            if self.uplink is None:
-                self.uplink = _find(None, required=True, patience=_PATIENCE)
-            return self.uplink
-
-    def after_fork(self) -> None:
-        self._choosing = threading.Lock()
-        if self.uplink is not None:
-            self.uplink.after_fork()
-
-
-_process = _Process()
-_places: dict[tuple[str, int], bytes] = {}
+_MAX_STEP = 2**64 - 1
+# Beside each other, and not among the builtins: each further table that is looked into costs.
+_getframe = sys._getframe
+_address = id
 
 
 def configure(
-    socket: str | os.PathLike[str] | None = None, *, required: bool = True, patience: float = _PATIENCE
+    socket: str | os.PathLike[str] | None = None,
+    *,
+    required: bool = True,
+    patience: float = PATIENCE,
+    client: TimerClient | None = None,
 ) -> None:
     """Says where `expires` finds its agent. Under a Rallypoint agent there is no need to call it.
 
@@ -80,34 +31,32 @@ def configure(
 
     Args:
         socket: path of the agent's timer socket; None: what RALLYPOINT_TIMER_SOCKET says.
-        required: what `expires` does when neither names a socket: True, the default, has it raise RuntimeError,
-            so that nobody believes to be guarded who is not; False lets it do nothing, for programs that also
-            run by themselves.
+        required: what `expires` and `progress` do when neither names a socket: True, the default, has them raise
+            RuntimeError, so that nobody believes to be guarded who is not; False lets them do nothing, for
+            programs that also run by themselves.
         patience: most seconds, more than 0 and at most 60, that `expires` waits for an agent that doesn't read.
-            Default 0.05. After that the timer is dropped and the worker goes on.
+            Default 0.05. After that the worker goes on, and tries again later.
+        client: takes the place of an agent for all of `expires`. What it raises, `expires` raises. It learns no
+            durations and takes no signals, and `progress` does nothing.
 
     Raises:
         RuntimeError: no socket is named, and one is required.
-        ValueError: `patience` is out of range.
+        ValueError: `patience` is out of range, or both a socket and a client are given.
     """
     if not 0 < patience <= 60:
         raise ValueError(f"patience is {patience!r}; expected seconds, more than 0 and at most 60")
-    _process.choose(_find(socket, required, patience))
+    if client is not None and socket is not None:
+        raise ValueError("socket and client are given: the client takes the place of the socket's agent")
+    process.choose(socket, client, required, patience)
 
 
-def _find(socket: str | os.PathLike[str] | None, required: bool, patience: float) -> Uplink | _Unguarded:
-    path = os.fspath(socket) if socket is not None else os.environ.get(SOCKET_VARIABLE, "")
-    if path:
-        return Uplink(path, patience)
-    if required:
-        raise RuntimeError(
-            f"no agent guards this process: {SOCKET_VARIABLE} is not set. Start it with `rallypoint run`, or "
-            "call rallypoint.timer.configure(required=False) once to let expires() do nothing here"
-        )
-    return _Unguarded()
-
-
-class expires:
+def expires(
+    after: float | Literal["auto"],
+    scope: str | None = None,
+    client: TimerClient | None = None,
+    *,
+    signal: int | None = None,
+) -> Guard:
     """Has the worker reaped if a block of code takes longer than it may.
 
     As a context manager, for a block; as a decorator, for each call of a function, `async def` or not::
@@ -115,107 +64,72 @@ class expires:
         with expires(after=60):
             loss = step(batch)
 
-        @expires(after=600, scope="checkpoint")
+        @expires(after="auto", scope="checkpoint")
         def save() -> None: ...
 
     Each entry of a block is a timer of its own: blocks nest, also with equal scopes, and run in any number of
-    threads and tasks at once. One `expires` object guards one block at a time. The countdown is the watchdog's;
-    it goes on while this process hangs, whatever it hangs in. Entering and leaving cost some microseconds,
-    never raise for the watchdog's sake, and wait at most as long as `configure` allows.
+    threads and tasks at once. What this returns guards one block at a time. The countdown is the watchdog's; it
+    goes on while this process hangs, whatever it hangs in. Entering and leaving cost some microseconds, never
+    raise for the watchdog's sake, and wait at most as long as `configure` allows. Of more than 1,024 timers at
+    once in a process, those beyond are not guarded; the agent's log says so.
 
     Args:
-        after: seconds, more than 0 and at most ten years.
-        scope: what the code is doing, for people who read why a worker was reaped. Default: file#line of the
-            caller. Of more than 256 bytes of UTF-8, the last 256 are kept.
+        after: seconds, more than 0 and at most ten years; or "auto": several times the longest that this scope
+            ever took a worker of this run. Nobody is reaped before that was seen often enough.
+        scope: what the code is doing, for people who read why a worker was reaped, and for what "auto" learns.
+            Default: file#line of the caller. Of more than 256 bytes of UTF-8, the last 256 are kept.
+        client: takes the place of this process's agent; it has one timer per scope. What it raises is raised
+            here. It takes neither "auto" nor a signal.
+        signal: what the worker is sent before SIGKILL, so that it can say something: 1 to 64. 0: it is not
+            killed, the expiry is only reported. Default: SIGKILL at once.
 
     Raises:
-        ValueError, TypeError: `after` or `scope` is none of that; a generator function was decorated.
-        RuntimeError: on entering, if there is no agent (see `configure`), or if this object guards a block
-            already.
+        ValueError, TypeError: an argument is none of that; a generator function was decorated.
+        RuntimeError: on entering, if there is no agent (see `configure`), or if this guards a block already.
     """
+    if not scope:
+        frame = _getframe(1)
+        place = by_code.get(_address(frame.f_code) + frame.f_lasti)
+        if place is None or place.given is not after or place.asked is not signal:
+            place = place_in(frame, after, signal)
+            if not place.after:
+                return learning_guard(place, client)
+    else:
+        place = by_scope.get(scope) if scope.__class__ is str else None
+        if place is None or place.given is not after or place.asked is not signal:
+            place = place_of(scope, after, signal)
+            if not place.after:
+                return learning_guard(place, client)
+    if client is not None:
+        return client_guard(place, client)
+    guard = Guard()
+    guard._place = place
+    guard._table = None
+    return guard
 
-    __slots__ = ("_after", "_guard", "_scope", "_token")
 
-    def __init__(self, after: float, scope: str | None = None) -> None:
+def progress(step: int) -> None:
+    """Tells which step this worker has come to. Call it once per step, from one of the worker's processes.
+
+    The watchdog reports a run in which no worker comes to another step for a while, and which worker stopped
+    first. Nobody is reaped for that. Costs a microsecond or two, and never raises for the watchdog's sake.
+
+    Args:
+        step: as the program counts, 0 to 2**64 - 1. Going back, say to a checkpoint, is an advance as well.
+
+    Raises:
+        ValueError, TypeError: `step` is no such number.
+        RuntimeError: there is no agent (see `configure`).
+    """
+    if step.__class__ is not int:
         try:
-            if not 0 < after <= _MAX_AFTER:
-                raise ValueError(f"after is {after!r}; expected seconds, more than 0 and at most ten years")
+            step = operator.index(step)
         except TypeError:
-            raise TypeError(f"after is {after!r}; expected a number of seconds") from None
-        self._after = after
-        if scope:
-            self._scope = _encode(scope)
-        else:
-            frame = sys._getframe(1)
-            place = (frame.f_code.co_filename, frame.f_lineno)
-            self._scope = _places.get(place) or _remember(place)
-        # Where the block's timer was started, and under which token; None outside of a block.
-        self._guard: Uplink | _Unguarded | None = None
-        self._token = 0
-
-    def __enter__(self) -> None:
-        if self._guard is not None:
-            raise RuntimeError(
-                f"this expires() guards a block already (scope {self._scope.decode(errors='replace')}): "
-                "make one for each block"
-            )
-        uplink = _process.uplink or _process.choose_by_environment()
-        self._token = uplink.acquire(self._after, self._scope)
-        self._guard = uplink
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.release(self._token)
-
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Guards each call of the function."""
-        # Only here: it is slow to import, and workers that use blocks don't need it.
-        import inspect  # noqa: PLC0415
-
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"{function.__qualname__} is a generator: its body runs piece by piece, as its caller asks. "
-                "Use `with expires(...)` inside it"
-            )
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def guarded_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with self._another():
-                    return await function(*args, **kwargs)
-
-            return cast(Callable[P, R], guarded_coroutine)
-
-        @functools.wraps(function)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._another():
-                return function(*args, **kwargs)
-
-        return guarded
-
-    def _another(self) -> expires:
-        another = expires.__new__(expires)
-        another._after, another._scope, another._guard = self._after, self._scope, None
-        return another
-
-
-def _encode(scope: str) -> bytes:
-    if not isinstance(scope, str):
-        raise TypeError(f"scope is {scope!r}; expected a string")
-    encoded = scope.encode("utf-8", "replace")
-    if len(encoded) > wire.MAX_SCOPE_BYTES:
-        encoded = encoded[-wire.MAX_SCOPE_BYTES :].decode("utf-8", "ignore").encode()
-    return encoded
-
-
-def _remember(place: tuple[str, int]) -> bytes:
-    if len(_places) >= _MAX_PLACES:
-        _places.clear()
-    scope = _places[place] = _encode(f"{place[0]}#{place[1]}")
-    return scope
-
-
-os.register_at_fork(after_in_child=_process.after_fork)
+            raise TypeError(f"step is {step!r}; expected a whole number") from None
+    if not 0 <= step <= _MAX_STEP:
+        raise ValueError(f"step is {step!r}; expected 0 to 2**64 - 1")
+    table = process.table or process.find()
+    if table is not None:
+        table.progress(step, monotonic_ns())
+        if monotonic_ns() > table.words[1]:
+            table.ring()

@@ -1,0 +1,192 @@
+"""What docs/timer-socket.md says to other languages is true: its C code compiles, and an agent understands it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.timer_socket import TimerSocket
+from remembered_timers import RememberedTimers, eventually
+
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here"),
+]
+
+PAGE = Path(__file__).parents[2] / "docs" / "timer-socket.md"
+
+# Does what each line of its input says, and says so.
+MAIN = """
+#include <stdio.h>
+
+int main(void) {
+  char what[32], scope[300];
+  double seconds;
+  unsigned long number;
+  int link = connect_timers(), failed = link < 0;
+  struct table table;
+  while (!failed && scanf("%31s", what) == 1) {
+    if (!strcmp(what, "acquire") && scanf("%lu %lf %299s", &number, &seconds, scope) == 3)
+      failed = acquire(link, number, seconds, scope);
+    else if (!strcmp(what, "release") && scanf("%lu", &number) == 1)
+      failed = release(link, number);
+    else if (!strcmp(what, "progress") && scanf("%lu", &number) == 1)
+      failed = progress(link, number);
+    else if (!strcmp(what, "table"))
+      failed = table_open(&table, link);
+    else if (!strcmp(what, "table-acquire") && scanf("%lf %299s", &seconds, scope) == 2)
+      failed = table_acquire(&table, seconds, scope) < 0;
+    else if (!strcmp(what, "table-release") && scanf("%lu", &number) == 1)
+      table_release(&table, (int)number);
+    else if (!strcmp(what, "table-progress") && scanf("%lu", &number) == 1)
+      table_progress(&table, number);
+    else if (!strcmp(what, "table-churn") && scanf("%lu", &number) == 1)
+      while (number--) table_release(&table, table_acquire(&table, 60, number % 2 ? "churn" : "another"));
+    else if (!strcmp(what, "reconnect")) {
+      close(link);
+      link = connect_timers();
+      failed = link < 0 || table_send(&table, link);
+    } else
+      failed = 1;
+    puts(failed ? "failed" : "done");
+    fflush(stdout);
+  }
+  return failed;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's code, as it stands there."""
+    folder = tmp_path_factory.mktemp("c")
+    blocks = re.findall(r"^```c\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    (folder / "worker.c").write_text("#define _GNU_SOURCE\n" + "".join(blocks) + MAIN)
+    compiled = subprocess.run(
+        [COMPILER or "cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-o", "worker", "worker.c"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert compiled.returncode == 0, compiled.stderr
+    return folder / "worker"
+
+
+class Host:
+    """An agent's socket, and a worker written in C."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.timers = RememberedTimers()
+        self.worker: asyncio.subprocess.Process
+        self.socket = TimerSocket(
+            path,
+            self.timers,
+            worker_of=lambda pid: "0@1" if pid == self.worker.pid else None,
+            rank_of={"0@1": 3}.get,
+            on_expired=self.on_expired,
+        )
+
+    async def on_expired(self, hang: Hang) -> None:
+        raise AssertionError(f"{hang} has not expired")
+
+    async def say(self, *lines: str) -> None:
+        """Has the worker do something, and waits until it has done it."""
+        assert self.worker.stdin is not None
+        assert self.worker.stdout is not None
+        for line in lines:
+            self.worker.stdin.write(f"{line}\n".encode())
+            assert await self.worker.stdout.readline() == b"done\n", line
+
+    async def shows(self, *scopes: str) -> None:
+        """Waits until the agent knows of these timers and no others."""
+        await eventually(lambda: self.timers.scopes() == sorted(scopes))
+
+
+@pytest.fixture
+async def host(tmp_path: Path, program: Path) -> AsyncIterator[Host]:
+    host = Host(tmp_path / "s")
+    await host.socket.start()
+    host.worker = await asyncio.create_subprocess_exec(
+        program,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "RALLYPOINT_TIMER_SOCKET": str(host.path)},
+    )
+    host.socket.introduce()
+    yield host
+    assert host.worker.stdin is not None
+    host.worker.stdin.close()
+    assert await host.worker.wait() == 0
+    await host.shows()
+    await host.socket.stop()
+
+
+async def test_timers_are_told_with_messages(host: Host) -> None:
+    """Started, started anew, ended; of the duration that was said."""
+    await host.say("acquire 1 60.5 train.c#12", "acquire 2 5 save")
+    await host.shows("save", "train.c#12")
+    assert [after for _, after, _ in host.timers.held.values()] == [60.5, 5.0]
+    await host.say("acquire 1 70 train.c#12", "release 2", "release 99")
+    await host.shows("train.c#12")
+    await eventually(lambda: [after for _, after, _ in host.timers.held.values()] == [70.0])
+
+
+async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
+    """And what it took."""
+    await host.say("acquire 1 0 learned")
+    await host.shows("learned")
+    assert host.timers.learned_as["0@1", "learned"] == "learned"
+    await host.say("release 1")
+    await eventually(lambda: host.timers.completed == [("0@1", "learned")])
+
+
+async def test_progress_is_told_with_a_message(host: Host) -> None:
+    """With the step, for the worker's rank."""
+    await host.say("progress 7")
+    await eventually(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 7)])
+
+
+async def test_timers_are_kept_in_a_table(host: Host) -> None:
+    """Beside those of messages."""
+    await host.say(
+        "acquire 1 60 message", "table", "table-acquire 60.5 train.c#12", "table-acquire 0.09 short"
+    )
+    await host.shows("message", "short", "train.c#12")
+    assert sorted(after for _, after, _ in host.timers.held.values()) == [0.09, 60.0, 60.5]
+    await host.say("table-release 0", "table-acquire 7 save")
+    await host.shows("message", "save", "short")
+    await host.say("table-release 0", "table-release 1", "release 1")
+    await host.shows()
+
+
+async def test_progress_is_kept_in_a_table(host: Host) -> None:
+    """As timers are."""
+    await host.say("table", "table-progress 8")
+    await eventually(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 8)])
+
+
+async def test_a_table_can_be_written_fast(host: Host) -> None:
+    """However fast: what is held at the end is what the agent knows."""
+    await host.say("table", "table-acquire 60 kept", "table-churn 300000", "table-acquire 60 last")
+    await host.shows("kept", "last")
+
+
+async def test_a_table_is_brought_along_to_a_new_connection(host: Host) -> None:
+    """With all that is held in it."""
+    await host.say("table", "table-acquire 60 kept")
+    await host.shows("kept")
+    await host.say("reconnect", "table-acquire 60 more")
+    await host.shows("kept", "more")

@@ -1,0 +1,228 @@
+"""A worker shows where its threads are when the agent asks, and is never disturbed by being able to."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.timer.stacks import STACK_SIGNAL, STACKS_VARIABLE
+
+# Seconds that anything may take that does happen.
+SOON = 20.0
+
+
+class Fifo:
+    """The agent's end."""
+
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.path = str(path)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def read_until(self, text: str) -> str:
+        """All that comes until the text does."""
+        seen = ""
+        while text not in seen:
+            ready, _, _ = select.select([self.descriptor], [], [], SOON)
+            assert ready, f"only this came: {seen}"
+            seen += os.read(self.descriptor, 65536).decode()
+        return seen
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[Fifo]:
+    fifo = Fifo(tmp_path / "stacks")
+    yield fifo
+    os.close(fifo.descriptor)
+
+
+class Program:
+    """A worker's program, until it is done for."""
+
+    def __init__(self, path: str | None, *lines: str) -> None:
+        environment = {key: value for key, value in os.environ.items() if key != STACKS_VARIABLE}
+        if path is not None:
+            environment[STACKS_VARIABLE] = path
+        start = ("import os, signal, sys, threading, time", "from rallypoint.timer import configure, expires")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "\n".join((*start, *lines))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def says(self) -> str:
+        """Its next line."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def catches(self) -> bool:
+        """Whether it has a handler for the signal, by the kernel's word."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(mask, 16) >> STACK_SIGNAL - 1 & 1)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+WAIT = ("print('ready', flush=True)", "sys.stdin.readline()")
+
+
+def test_the_stacks_of_all_threads_are_shown(fifo: Fifo) -> None:
+    """As often as is asked; the worker goes on."""
+    lines = (
+        "def loitering(): threading.Event().wait()",
+        "threading.Thread(target=loitering, daemon=True).start()",
+        "configure(required=False)",
+        "def waiting():",
+        "    print('ready', flush=True)",
+        "    print(sys.stdin.readline(), flush=True)",
+        "waiting()",
+    )
+    with Program(fifo.path, *lines) as worker:
+        assert worker.says() == "ready"
+        assert worker.catches()
+        for _ in range(3):
+            os.kill(worker.process.pid, STACK_SIGNAL)
+            shown = fifo.read_until("in <module>")
+            assert "in loitering" in shown
+            assert "in waiting" in shown
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("unharmed\n")
+        worker.process.stdin.flush()
+        assert worker.says() == "unharmed"
+
+
+@pytest.mark.parametrize(
+    "use", ["with expires(60): pass", "from rallypoint.timer.worker import progress; progress(1)"]
+)
+def test_the_first_use_is_enough(fifo: Fifo, use: str) -> None:
+    """Whichever of the calls it is; importing alone changes nothing."""
+    before = ("print('imported', flush=True)", "sys.stdin.readline()")
+    agentless = "os.environ['RALLYPOINT_TIMER_SOCKET'] = '/nowhere'"
+    with Program(fifo.path, *before, agentless, use, *WAIT) as worker:
+        assert worker.says() == "imported"
+        assert not worker.catches()
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("\n")
+        worker.process.stdin.flush()
+        assert worker.says() == "ready"
+        assert worker.catches()
+
+
+def test_a_hang_in_c_code_that_holds_the_interpreter_is_shown(fifo: Fifo) -> None:
+    """No Python code runs any more; the signal's handler needs none."""
+    lines = (
+        "configure(required=False)",
+        "import re",
+        "def stuck():",
+        "    print('ready', flush=True)",
+        "    re.match(r'(a+)+b', 'a' * 60)",
+        "stuck()",
+    )
+    with Program(fifo.path, *lines) as worker:
+        assert worker.says() == "ready"
+        os.kill(worker.process.pid, STACK_SIGNAL)
+        assert "in stuck" in fifo.read_until("in <module>")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "signal.signal(signal.SIGRTMIN + 7, lambda *_: print('mine', flush=True))",
+        # As C code installs one, which Python does not see.
+        "import faulthandler; faulthandler.register(signal.SIGRTMIN + 7, file=sys.stdout)",
+    ],
+)
+def test_a_handler_of_the_programs_own_is_kept(fifo: Fifo, own: str) -> None:
+    """It was first, and knows what for."""
+    with Program(fifo.path, own, "configure(required=False)", *WAIT) as worker:
+        assert worker.says() == "ready"
+        os.kill(worker.process.pid, STACK_SIGNAL)
+        assert worker.says()
+        assert not select.select([fifo.descriptor], [], [], 0)[0]
+
+
+def test_a_signal_that_the_program_ignores_stays_ignored(fifo: Fifo) -> None:
+    """For the same reason."""
+    ignore = "signal.signal(signal.SIGRTMIN + 7, signal.SIG_IGN)"
+    with Program(fifo.path, ignore, "configure(required=False)", *WAIT) as worker:
+        assert worker.says() == "ready"
+        assert not worker.catches()
+
+
+@pytest.mark.parametrize("path", [None, "", "/nowhere/at/all", "/dev/null/x"])
+def test_without_a_fifo_nothing_happens(path: str | None) -> None:
+    """The worker has no handler then, so the agent does not send the signal."""
+    with Program(path, "configure(required=False)", *WAIT) as worker:
+        assert worker.says() == "ready"
+        assert not worker.catches()
+
+
+def test_a_fifo_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening one would block otherwise."""
+    os.mkfifo(tmp_path / "stacks")
+    with Program(str(tmp_path / "stacks"), "configure(required=False)", *WAIT) as worker:
+        assert worker.says() == "ready"
+        assert not worker.catches()
+
+
+def test_a_fifo_that_is_full_is_not_waited_for(fifo: Fifo) -> None:
+    """What does not fit is lost, and the worker goes on."""
+    lines = (
+        "configure(required=False)",
+        "print('ready', flush=True)",
+        "print(sys.stdin.readline(), flush=True)",
+    )
+    with Program(fifo.path, *lines) as worker:
+        assert worker.says() == "ready"
+        for _ in range(2000):
+            os.kill(worker.process.pid, STACK_SIGNAL)
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("unharmed\n")
+        worker.process.stdin.flush()
+        assert worker.says() == "unharmed"
+
+
+def test_a_forked_child_answers_for_itself(fifo: Fifo) -> None:
+    """A data loader can hang as well as its worker."""
+    lines = (
+        "configure(required=False)",
+        "def loading():",
+        "    print(os.getpid(), flush=True)",
+        "    sys.stdin.readline()",
+        "    os._exit(0)",
+        "if os.fork() == 0: loading()",
+        "os.wait()",
+    )
+    with Program(fifo.path, *lines) as worker:
+        child = int(worker.says())
+        os.kill(child, STACK_SIGNAL)
+        assert "in loading" in fifo.read_until("in <module>")
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_program_started_by_a_worker_does_not_inherit_the_fifo(fifo: Fifo) -> None:
+    """The agent waits for the end of the FIFO's writers, which must not outlive the worker by that."""
+    lines = (
+        "configure(required=False)",
+        "import subprocess",
+        "subprocess.run([sys.executable, '-c', 'import os; "
+        'print([os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") '
+        'if os.path.exists(f"/proc/self/fd/{n}")])\'], close_fds=False)',
+    )
+    with Program(fifo.path, *lines) as worker:
+        assert fifo.path not in worker.says()
