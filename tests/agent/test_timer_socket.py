@@ -14,75 +14,32 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.agent.hang import Hang
 from rallypoint.agent.timer_socket import TimerLimits, TimerSocket, TimerSocketError
 from rallypoint.timer import wire
-from rallypoint.timer.client import ExpiredTimer, OnExpired
+from rallypoint.timer.client import ExpiredTimer
+from remembered_timers import RememberedTimers
 
 pytestmark = pytest.mark.integration
-
-
-class FakeTimers:
-    """A timer client that only remembers."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[str, str], tuple[int, float, float]] = {}
-        self.acquired: list[tuple[str, str]] = []
-        self.cleared: list[str] = []
-        self.on_expired: OnExpired | None = None
-        self.sequence = 0
-        self._news = asyncio.Event()
-
-    def start(self, on_expired: OnExpired) -> None:
-        self.on_expired = on_expired
-
-    async def close(self) -> None:
-        return
-
-    def acquire(self, worker_id: str, scope: str, after: float, since: float | None = None) -> None:
-        assert since is not None
-        self.sequence += 1
-        self.held[worker_id, scope] = (self.sequence, after, since)
-        self.acquired.append((worker_id, scope))
-        self._news.set()
-
-    def release(self, worker_id: str, scope: str) -> None:
-        del self.held[worker_id, scope]
-        self._news.set()
-
-    def clear(self, worker_id: str) -> None:
-        self.cleared.append(worker_id)
-
-    def holds(self, expired: ExpiredTimer) -> bool:
-        timer = self.held.get((expired.worker_id, expired.scope))
-        return timer is not None and timer[0] == expired.sequence
-
-    def scopes(self, worker_id: str = "0@1") -> list[str]:
-        return sorted(scope for worker, scope in self.held if worker == worker_id)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self._news.wait()
-            self._news.clear()
-
-    async def expire(self, worker_id: str, scope: str) -> bool | None:
-        """As the service would have it: the timer that is held now has run out."""
-        sequence, after, _ = self.held[worker_id, scope]
-        assert self.on_expired is not None
-        return await self.on_expired(ExpiredTimer(worker_id, scope, after, 0.01, sequence))
 
 
 class Host:
     """A timer socket, the workers of which are the processes that `start` started."""
 
     def __init__(self, path: Path, limits: TimerLimits | None = None) -> None:
-        self.timers = FakeTimers()
+        self.timers = RememberedTimers()
         self.path = path
         self.workers: dict[int, str] = {}
         self.processes: list[asyncio.subprocess.Process] = []
-        self.expired: list[tuple[str, str]] = []
+        self.expired: list[Hang] = []
         self.reap: Callable[[str], Awaitable[bool | None]] | None = None
         self.socket = TimerSocket(
-            path, self.timers, worker_of=self.worker_of, on_expired=self.on_expired, limits=limits
+            path,
+            self.timers,
+            worker_of=self.worker_of,
+            rank_of={"0@1": 40}.get,
+            on_expired=self.on_expired,
+            limits=limits,
         )
 
     def worker_of(self, pid: int) -> str | None:
@@ -97,9 +54,9 @@ class Host:
             pid = int(status.rpartition(")")[2].split()[1])
         return None
 
-    async def on_expired(self, worker_id: str, scope: str, after: float, late_by: float) -> bool | None:
-        self.expired.append((worker_id, scope))
-        return await self.reap(worker_id) if self.reap else None
+    async def on_expired(self, hang: Hang) -> bool | None:
+        self.expired.append(hang)
+        return await self.reap(hang.worker_id) if self.reap else None
 
     async def start(self, script: str, worker_id: str = "0@1") -> asyncio.subprocess.Process:
         """Runs a script that has `expires`; each `ask()` of it waits for a line of the test's `answer`."""
@@ -318,13 +275,12 @@ async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(
     assert worker.stdin is not None
     assert worker.stdout is not None
     monkeypatch.setattr(host.socket, "_read", lambda _: None)
-    for connection in host.socket._workers["0@1"].connections:
+    for connection in host.socket._connections["0@1"]:
         asyncio.get_running_loop().remove_reader(connection.socket)
     await answer(worker)
     assert await asked(worker) == "left"
     assert host.timers.scopes() == ["s"]
-    assert host.timers.on_expired is not None
-    assert await host.timers.on_expired(ExpiredTimer("0@1", "s", after, 20.0, sequence)) is None
+    assert await host.timers.tell(ExpiredTimer("0@1", "s", after, 20.0, sequence)) is None
     assert host.expired == []
     assert host.timers.scopes() == []
 
@@ -342,7 +298,7 @@ async def test_a_worker_with_two_timers_run_out_is_reaped_once(host: Host) -> No
 
     host.reap = reap
     await asyncio.gather(host.timers.expire("0@1", "a"), host.timers.expire("0@1", "b"))
-    assert host.expired == [("0@1", "a")]
+    assert [hang.scope for hang in host.expired] == ["a"]
 
 
 async def test_a_reaping_that_failed_is_told(host: Host) -> None:
@@ -356,6 +312,104 @@ async def test_a_reaping_that_failed_is_told(host: Host) -> None:
         connection.send(wire.acquire(1, 0, 60.0, b"s"))
         await host.timers.until(lambda: host.timers.scopes() == ["s"])
         assert await host.timers.expire("0@1", "s") is False
+
+
+async def test_a_hang_is_told_with_what_the_agent_knows_of_it(host: Host) -> None:
+    """Its process, the signal that its timer asks for, and the scope as the worker calls it."""
+    with host.connect() as connection:
+        connection.send(wire.acquire(1, 0, 60.0, b"s"))
+        connection.send(wire.acquire(2, 0, 60.0, b"s", signal.SIGUSR1))
+        connection.send(wire.acquire(3, 0, 60.0, b"s", wire.NO_SIGNAL))
+        await host.timers.until(lambda: host.timers.scopes() == ["s", "s~2", "s~3"])
+        for scope in host.timers.scopes():
+            await host.timers.expire("0@1", scope)
+        told = ExpiredTimer("0@1", "s~2", 7.5, 0.25, host.timers.held["0@1", "s~2"][0], learned_from=30)
+        await host.timers.tell(told)
+    assert [(hang.scope, hang.pid, hang.signal) for hang in host.expired] == [
+        ("s", os.getpid(), 0),
+        ("s", os.getpid(), signal.SIGUSR1),
+        ("s", os.getpid(), None),
+        ("s", os.getpid(), signal.SIGUSR1),
+    ]
+    hang = host.expired[-1]
+    assert (hang.worker_id, hang.after, hang.late_by, hang.learned_from) == ("0@1", 7.5, 0.25, 30)
+    assert hang.cpu_seconds is not None
+    assert 0 < hang.cpu_seconds <= time.process_time()
+
+
+async def test_how_long_a_scope_takes_is_learned_from_releases(host: Host) -> None:
+    """Of timers that were left, under their own name, not of those that were given up."""
+    with host.connect() as connection:
+        for token in (1, 2):
+            connection.send(wire.acquire(token, 0, 0.0, b"s"))
+        connection.send(wire.acquire(3, 0, 60.0, b"given"))
+        await host.timers.until(lambda: host.timers.scopes() == ["given", "s", "s~2"])
+        assert host.timers.learned_as == {("0@1", "s"): "s", ("0@1", "s~2"): "s", ("0@1", "given"): ""}
+        connection.send(wire.release(2))
+        await host.timers.until(lambda: host.timers.scopes() == ["given", "s"])
+        connection.send(bytes([3, 1]) + bytes(6))
+        await host.timers.until(lambda: host.timers.scopes() == [])
+    assert host.timers.completed == [("0@1", "s~2")]
+
+
+async def test_a_busy_worker_is_followed(host: Host) -> None:
+    """Two threads at once, as fast as they can: nothing is seen that was not there, each completion that is in the
+    table is told once, and nothing is left at the end."""
+    worker = await host.start(
+        "def work(scope):\n"
+        "    for _ in range(5000):\n"
+        "        with expires('auto', scope), expires(60, 'inner'):\n"
+        "            pass\n"
+        "threads = [threading.Thread(target=work, args=(scope,)) for scope in ('a', 'b')]\n"
+        "with expires(60, 'outer'):\n"
+        "    ask()\n"
+        "    for t in threads: t.start()\n"
+        "    for t in threads: t.join()\n"
+        "    ask()\n"
+        "ask()\n"
+    )
+    for _ in range(2):
+        await asked(worker)
+        await host.timers.until(lambda: host.timers.scopes() == ["outer"])
+        await answer(worker)
+    await asked(worker)
+    await host.timers.until(lambda: host.timers.scopes() == [])
+    assert {scope for _, scope in host.timers.acquired} <= {"outer", "a", "b", "inner", "inner~2"}
+    assert host.timers.acquired.count(("0@1", "outer")) == 1
+    (table,) = host.socket._tables._open
+    seen = {each.scope.decode(): each for each in table._reader.observations()}
+    for scope in ("a", "b"):
+        told = [(count, longest) for name, count, longest in host.timers.observed if name == scope]
+        assert 0 < sum(count for count, _ in told) == seen[scope].completions <= 5000
+        assert max(longest for _, longest in told) == pytest.approx(seen[scope].longest / 1e9)
+    await answer(worker)
+    await finished(worker)
+
+
+async def test_progress_is_told_under_the_workers_global_rank(host: Host) -> None:
+    """With when it was, whichever process of the worker says so."""
+    began = time.monotonic()
+    with host.connect() as connection:
+        connection.send(wire.progress(7, 0))
+        connection.send(wire.progress(8, int(began * 1e9)))
+        await host.timers.until(lambda: len(host.timers.steps) == 2)
+    first, second = host.timers.steps
+    assert first[:3] == ("0@1", 40, 7)
+    assert first[3] >= began
+    assert second[:3] == ("0@1", 40, 8)
+    assert second[3] == pytest.approx(began, abs=1e-6)
+
+
+async def test_descriptors_that_nobody_asked_for_are_closed(host: Host) -> None:
+    """A worker that sends them along with anything else costs the agent none."""
+    with host.connect() as connection:
+        reading, writing = os.pipe()
+        socket.send_fds(connection, [wire.acquire(1, 0, 60.0, b"s")], [writing] * 3)
+        os.close(writing)
+        await host.timers.until(lambda: host.timers.scopes() == ["s"])
+        # The agent's copies were the last.
+        assert os.read(reading, 1) == b""
+        os.close(reading)
 
 
 async def test_a_stranger_is_refused(host: Host) -> None:

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.hang import Hang
 from rallypoint.agent.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import open_channel
@@ -33,23 +34,25 @@ def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
     """The sockets of a job whose services nobody will ask."""
 
-    async def reap(worker: str, accusation: str) -> None:
-        raise AssertionError((worker, accusation))
+    async def reap(hang: Hang) -> None:
+        raise AssertionError(hang)
 
     config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE)
-    return WorkerSockets(config, channel, worker_of=lambda pid: None, on_hung=reap)
+    return WorkerSockets(
+        config, channel, worker_of=lambda pid: None, rank_of=lambda worker: None, on_hung=reap
+    )
 
 
 async def test_the_sockets_are_there_as_long_as_the_job() -> None:
     """The timers' once workers can be named, which takes a lease; no file is left."""
     async with open_channel(NOWHERE.endpoint) as channel:
         async with sockets(channel) as ours:
-            store, timer = (
-                Path(ours.environment[f"RALLYPOINT_{name}_SOCKET"]) for name in ("STORE", "TIMER")
-            )
-            assert (store.is_socket(), timer.exists()) == (True, False)
+            names = ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET", "TORCHELASTIC_TIMER_FILE")
+            store, timer, pipe = (Path(ours.environment[name]) for name in names)
+            assert (store.is_socket(), timer.exists(), pipe.exists()) == (True, False, False)
             await ours.act_under(7)
             assert timer.is_socket()
+            assert pipe.is_fifo()
             await ours.act_under(9)
             ours.clear("0@1")
         assert not store.parent.exists()

@@ -15,18 +15,20 @@ import pytest
 
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.lag import LagSettings
-from rallypoint.serving.server import Registration, Server, ServerOptions
 from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from rallypoint.timer.values import TimerSettings
 
 from .conftest import Clock, Service, eventually
+from .scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration
 
-SETTINGS = ClientSettings(linger=0.001, back_off=0.01, back_off_most=0.05, patience=0.1)
+# Where the clock is the test's own, it leaps: that is no pause of the agent, unless the test says so.
+SETTINGS = ClientSettings(
+    linger=0.001, back_off=0.01, back_off_most=0.05, patience=0.1, lag=LagSettings(tolerance=1e9)
+)
 
 
 class Node:
@@ -56,7 +58,8 @@ class Node:
 
 
 def remaining(service: Service, clock: Callable[[], float]) -> dict[str, float]:
-    return {view.name.scope: view.remaining for view in service.watchdog.table.timers(clock())}
+    views = service.watchdog.table.timers(clock())
+    return {view.name.scope: view.remaining for view in views if view.remaining is not None}
 
 
 @pytest.fixture
@@ -261,43 +264,11 @@ async def test_who_is_superseded_gives_up(service: Service) -> None:
     await newer.client.close()
 
 
-class Scripted(pb_grpc.TimerServiceServicer):
-    """A service that does what the test says, stream by stream."""
-
-    def __init__(self, *streams: Any) -> None:
-        self.streams = list(streams)
-        self.seen: list[list[pb.SuperviseAction]] = []
-
-    async def Supervise(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.SuperviseResponse]:
-        self.seen.append([])
-        stream = self.streams[min(len(self.seen), len(self.streams)) - 1]
-        async for event in stream(self, request_iterator, context):
-            yield pb.SuperviseResponse(events=[event])
-
-    async def AcquireTimer(self, request: Any, context: Any) -> pb.AcquireTimerResponse:
-        raise NotImplementedError
-
-    async def ReleaseTimer(self, request: Any, context: Any) -> pb.ReleaseTimerResponse:
-        raise NotImplementedError
-
-    async def ListTimers(self, request: Any, context: Any) -> pb.ListTimersResponse:
-        raise NotImplementedError
-
-    def register(self, server: grpc.aio.Server) -> None:
-        pb_grpc.add_TimerServiceServicer_to_server(self, server)
-
-
-async def _listen(script: Scripted, requests: Any, count: int) -> None:
-    """Reads until so many actions of this stream were seen."""
-    while len(script.seen[-1]) < count:
-        script.seen[-1].extend((await anext(requests)).actions)
-
-
 async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reaped(tmp_path: Path) -> None:
     """The number tells: the worker holds another timer of that name by now, or none."""
 
     async def crossed(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
-        await _listen(script, requests, 3)
+        await listen(script, requests, 3)
         sequence = script.seen[-1][1].acquire.sequence
         yield pb.SuperviseEvent(subscribed=pb.Subscribed())
         for number, scope in ((sequence - 1, "s"), (sequence, "other")):
@@ -305,22 +276,16 @@ async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reape
                 expiry_id=7, worker_id="0@1", scope=scope, after=to_duration(1), sequence=number
             )
             yield pb.SuperviseEvent(expired=expired)
-        await _listen(script, requests, 5)
+        await listen(script, requests, 5)
 
     script = Scripted(crossed)
-    server = Server(
-        ServerOptions(host=f"unix:{tmp_path / 's'}"),
-        services=[Registration("rallypoint.timer.v1.TimerService", script.register)],
-    )
-    await server.start()
-    async with open_channel(server.address) as channel:
+    async with serving(script, tmp_path) as channel:
         node = Node(channel)
         node.client.acquire("0@1", "s", 60.0)
         await eventually(lambda: bool(script.seen) and len(script.seen[0]) == 5)
         assert [action.acknowledge.expiry_id for action in script.seen[0][3:]] == [7, 7]
         assert node.expired == []
         await node.client.close(grace=0)
-    await server.stop()
 
 
 async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) -> None:
@@ -328,7 +293,7 @@ async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) ->
     go = asyncio.Event()
 
     async def first(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
-        await _listen(script, requests, 3)
+        await listen(script, requests, 3)
         yield pb.SuperviseEvent(subscribed=pb.Subscribed())
         sequence = script.seen[-1][1].acquire.sequence
         yield pb.SuperviseEvent(
@@ -338,35 +303,29 @@ async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) ->
         )
 
     async def second(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
-        await _listen(script, requests, 3)
+        await listen(script, requests, 3)
         yield pb.SuperviseEvent(subscribed=pb.Subscribed())
         go.set()
-        await _listen(script, requests, 4)
+        await listen(script, requests, 4)
 
     async def deal(expired: ExpiredTimer) -> None:
         await go.wait()
 
     script = Scripted(first, second)
-    server = Server(
-        ServerOptions(host=f"unix:{tmp_path / 's'}"),
-        services=[Registration("rallypoint.timer.v1.TimerService", script.register)],
-    )
-    await server.start()
-    async with open_channel(server.address) as channel:
+    async with serving(script, tmp_path) as channel:
         client = TimerClient(channel, run_id="run", node_id="a", settings=SETTINGS)
         client.start(deal)
-        client.acquire("0@1", "s", 60.0)
+        client.acquire("0@1", "s", 60.0, time.monotonic() - 60)
         await eventually(lambda: len(script.seen) > 1 and len(script.seen[1]) == 4)
         assert script.seen[1][3] == pb.SuperviseAction(release=pb.Release(worker_id="0@1", scope="s"))
         await client.close(grace=0)
-    await server.stop()
 
 
 async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
     """Each time with everything: subscribe, the timers, registered."""
 
     async def broken(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
-        await _listen(script, requests, 3)
+        await listen(script, requests, 3)
         codes = [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT]
         if len(script.seen) <= len(codes):
             await context.abort(codes[len(script.seen) - 1], "go away")
@@ -374,12 +333,7 @@ async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
         yield pb.SuperviseEvent(draining=pb.Draining())
 
     script = Scripted(broken)
-    server = Server(
-        ServerOptions(host=f"unix:{tmp_path / 's'}"),
-        services=[Registration("rallypoint.timer.v1.TimerService", script.register)],
-    )
-    await server.start()
-    async with open_channel(server.address) as channel:
+    async with serving(script, tmp_path) as channel:
         node = Node(channel)
         node.client.acquire("0@1", "s", 60.0)
         await eventually(lambda: len(script.seen) >= 6)
@@ -387,7 +341,6 @@ async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
             assert [action.WhichOneof("action") for action in seen] == ["subscribe", "acquire", "registered"]
         assert node.client.refusal is None
         await node.client.close(grace=0)
-    await server.stop()
 
 
 async def test_a_client_waits_for_a_service_that_is_not_there_yet(
@@ -403,3 +356,19 @@ async def test_a_client_waits_for_a_service_that_is_not_there_yet(
     await node.client.close()
     await service.close()
     assert caplog.text.count("no connection to the timer service") == 1
+
+
+async def test_time_that_passes_while_a_connection_comes_about_is_told_as_well(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A timer keeps its deadline however long the client had to wait for the service with its call open."""
+    service = Service(tmp_path / "timer")
+    node = Node(service.channel(), clock=clock)
+    node.client.acquire("0@1", "s", 60.0)
+    await eventually(lambda: "it does not answer" in caplog.text)
+    clock.now += 45
+    await service.start(clock=clock)
+    await eventually(lambda: len(service.watchdog.table) == 1)
+    assert remaining(service, clock) == {"s": pytest.approx(15)}
+    await node.client.close()
+    await service.close()

@@ -12,14 +12,19 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakValueDictionary
 
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.timer_fifo import TimerFifo
+from rallypoint.agent.timer_holders import Holder, Holders, TimerLimits, Timers
+from rallypoint.agent.timer_tables import Table, TableRefused, Tables
 from rallypoint.serving.logs import get_logger
 from rallypoint.timer import wire
-from rallypoint.timer.client import ExpiredTimer, OnExpired
+from rallypoint.timer.client import ExpiredTimer
+
+__all__ = ["TimerLimits", "TimerSocket", "TimerSocketError"]
 
 log = get_logger(__name__)
 
@@ -37,69 +42,30 @@ _MOST_QUEUED = 4096
 # Seconds until the next attempt to accept, when the process has no descriptor left.
 _OUT_OF_FILES = 1.0
 _CREDENTIALS = struct.Struct("3i")
+_DESCRIPTOR = struct.Struct("i")
+# Room for the descriptors that come with a message. The kernel closes those that find none.
+_ANCILLARY = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
 
 
 class TimerSocketError(Exception):
     """The socket cannot be had. One line that says why."""
 
 
-class Timers(Protocol):
-    """What the socket needs of a rallypoint.timer.client.TimerClient."""
-
-    def start(self, on_expired: OnExpired) -> None:
-        """Begins to talk with the service."""
-
-    async def close(self) -> None:
-        """Ends."""
-
-    def acquire(self, worker_id: str, scope: str, after: float, since: float | None = None) -> None:
-        """Starts a timer."""
-
-    def release(self, worker_id: str, scope: str) -> None:
-        """Ends a timer."""
-
-    def clear(self, worker_id: str) -> None:
-        """Ends all timers of a worker."""
-
-    def holds(self, expired: ExpiredTimer) -> bool:
-        """Whether the timer that ran out is still the one that the worker holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimerLimits:
-    """What one worker, its child processes included, may take of its agent."""
-
-    # Timers at once. Default 1024. What is beyond is not guarded, which the log says.
-    timers: int = 1024
-    # Connections at once, one per process. Default 256: data loaders of a very large host. Each costs a file
-    # descriptor of the agent.
-    connections: int = 256
-    # Seconds that a process nobody knows may wait to be introduced. Default 1. A worker can be quicker with its
-    # first timer than the news of its start is; a second is long for news, and short for a stranger.
-    introduction: float = 1.0
-    # Strangers that may wait at once. Default 64; each costs a file descriptor.
-    strangers: int = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    worker_id: str
-    connections: set[_Connection] = field(default_factory=set)
-    # The scopes in use, as the service knows them.
-    scopes: set[str] = field(default_factory=set)
-    warned: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
-    pid: int
-    worker: _Worker
-    # token -> (what the worker calls the scope, what the service calls it)
-    timers: dict[int, tuple[str, str]] = field(default_factory=dict)
+    # The timers of which messages tell.
+    holder: Holder
+    table: Table | None = None
+    # Whether the messages just taken ask to look at it.
+    rung: bool = False
     # While it is left alone: when it is read next.
     resting: asyncio.TimerHandle | None = None
     closed: bool = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.holder.worker_id
 
 
 class TimerSocket:
@@ -115,7 +81,9 @@ class TimerSocket:
         timers: Timers,
         *,
         worker_of: Callable[[int], str | None],
-        on_expired: Callable[[str, str, float, float], Awaitable[bool | None]],
+        rank_of: Callable[[str], int | None],
+        on_expired: Callable[[Hang], Awaitable[bool | None]],
+        fifo: str | os.PathLike[str] | None = None,
         limits: TimerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,8 +95,10 @@ class TimerSocket:
             timers: a client of the timer service, not started yet.
             worker_of: the worker to whom a process of this host belongs, being the worker or a descendant of
                 it; None if there is none. Who stays unknown is refused.
-            on_expired: has the worker reaped: (worker_id, scope, seconds it was given, seconds since its
-                deadline). One call at a time per worker. False: it could not, try again later.
+            rank_of: the global rank of a worker; None if there is no such worker.
+            on_expired: has the worker reaped. One call at a time per worker. False: it could not, try again
+                later.
+            fifo: where to make a named pipe for torch's timers; None: nowhere.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.
         """
@@ -137,10 +107,12 @@ class TimerSocket:
         self._worker_of = worker_of
         self._on_expired = on_expired
         self._limits = limits or TimerLimits()
-        self._clock = clock
+        self._holders = Holders(timers, rank_of=rank_of, limits=self._limits, clock=clock)
+        self._tables = Tables(clock)
+        self._fifo = TimerFifo(Path(fifo), self._holders, worker_of=worker_of) if fifo is not None else None
         self._listener: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._workers: dict[str, _Worker] = {}
+        self._connections: dict[str, set[_Connection]] = {}
         # Connections whose process nobody knows yet, with the end of their waiting.
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         # One lock per worker that is being judged.
@@ -162,12 +134,15 @@ class TimerSocket:
             listener.bind(self.path)
             os.chmod(self.path, 0o600)
             listener.listen(_BACKLOG)
+            if self._fifo is not None:
+                self._fifo.start()
         except OSError as error:
             listener.close()
-            raise TimerSocketError(f"can't listen for workers at {self.path}: {error.strerror}") from error
+            path = error.filename or self.path
+            raise TimerSocketError(f"can't listen for workers at {path}: {error.strerror}") from error
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-        self._timers.start(self._judge)
+        self._timers.start(self._judge, self._tables.forget)
 
     async def stop(self) -> None:
         """Ends all timers, closes every connection, and stops listening."""
@@ -181,21 +156,26 @@ class TimerSocket:
             self._again.cancel()
         for connected in list(self._strangers):
             self._refuse(connected)
-        for worker_id in list(self._workers):
+        for worker_id in list(self._connections):
             self.clear(worker_id)
+        if self._fifo is not None:
+            self._fifo.stop()
         await self._timers.close()
 
     def introduce(self) -> None:
         """More workers have become known: looks again at who has connected and was unknown."""
         for connected in list(self._strangers):
             self._welcome(connected)
+        if self._fifo is not None:
+            self._fifo.introduce()
 
     def clear(self, worker_id: str) -> None:
         """A worker is gone: ends its timers and its connections, those of its descendants included."""
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            for connection in list(worker.connections):
-                self._close(connection)
+        for connection in list(self._connections.get(worker_id, ())):
+            self._close(connection)
+        if self._fifo is not None:
+            self._fifo.clear(worker_id)
+        self._tables.clear(worker_id)
         self._timers.clear(worker_id)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -243,14 +223,16 @@ class TimerSocket:
             return False
         if (waiting := self._strangers.pop(connected, None)) is not None:
             waiting.cancel()
-        worker = self._workers.setdefault(worker_id, _Worker(worker_id))
-        if len(worker.connections) >= self._limits.connections:
-            self._warn(worker, "too many processes with timers", self._limits.connections)
+        holder = self._holders.open(worker_id, pid)
+        connections = self._connections.setdefault(worker_id, set())
+        if len(connections) >= self._limits.connections:
+            holder.warn("too many processes with timers", self._limits.connections)
+            holder.close()
             connected.close()
             return True
         connected.setblocking(False)
-        connection = _Connection(connected, pid, worker)
-        worker.connections.add(connection)
+        connection = _Connection(connected, holder)
+        connections.add(connection)
         asyncio.get_running_loop().add_reader(connected, self._read, connection)
         return True
 
@@ -267,68 +249,79 @@ class TimerSocket:
 
     def _take(self, connection: _Connection, most: int) -> bool:
         """Takes messages that wait, at most so many. Whether there may be more."""
+        connection.holder.begin_look()
+        connection.rung = False
         try:
-            for _ in range(most):
-                # One byte more than is allowed: the kernel cuts what is longer, and it must not pass for valid.
-                message = connection.socket.recv(wire.MAX_MESSAGE_BYTES + 1)
-                if not message:
-                    self._close(connection)
-                    return False
-                self._act(connection, wire.decode(message))
-        except BlockingIOError:
-            return False
+            more = self._hear(connection, most)
         except OSError:
             self._close(connection)
             return False
-        except wire.MalformedMessage as error:
+        except (wire.MalformedMessage, TableRefused) as error:
             log.warning(
                 "closed a worker's timer connection",
-                worker_id=connection.worker.worker_id,
-                pid=connection.pid,
+                worker_id=connection.worker_id,
+                pid=connection.holder.pid,
                 reason=str(error),
             )
             self._close(connection)
             return False
+        if connection.rung and connection.table is not None:
+            connection.table.wake()
+        return more
+
+    def _hear(self, connection: _Connection, most: int) -> bool:
+        for _ in range(most):
+            try:
+                message, descriptors = _receive(connection.socket)
+            except BlockingIOError:
+                return False
+            try:
+                if not message:
+                    self._close(connection)
+                    return False
+                self._act(connection, wire.decode(message), descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
         return True
 
-    def _act(
-        self, connection: _Connection, message: wire.Acquire | wire.Release | wire.Clear | wire.Unknown
-    ) -> None:
-        if isinstance(message, wire.Acquire):
-            self._acquire(connection, message)
-        elif isinstance(message, wire.Release):
-            self._release(connection, message.token)
-        elif isinstance(message, wire.Clear):
-            self._release_all(connection)
-
-    def _acquire(self, connection: _Connection, message: wire.Acquire) -> None:
-        worker = connection.worker
-        former = connection.timers.get(message.token)
-        if former is not None and former[0] != message.scope:
-            self._release(connection, message.token)
-            former = None
-        if former is None:
-            if len(worker.scopes) >= self._limits.timers:
-                self._warn(worker, "too many timers", self._limits.timers)
+    def _act(self, connection: _Connection, message: wire.Message, descriptors: list[int]) -> None:
+        holder = connection.holder
+        match message:
+            case wire.Acquire():
+                holder.acquire(
+                    message.token,
+                    message.scope,
+                    message.after,
+                    message.since,
+                    signal=message.signal,
+                    learns=not message.after,
+                )
+            case wire.Release():
+                holder.complete(message.token)
+            case wire.Clear():
+                holder.release_all()
+            case wire.Progress():
+                holder.progress(message.step, message.when)
+            case wire.Table():
+                self._open_table(connection, descriptors)
+            case wire.Look():
+                connection.rung = True
+            case wire.Unknown():
                 return
-            known_as = _free_name(message.scope, worker.scopes)
-            worker.scopes.add(known_as)
-            connection.timers[message.token] = (message.scope, known_as)
-        else:
-            known_as = former[1]
-        now = self._clock()
-        since = min(message.since, now) if message.since else now
-        self._timers.acquire(worker.worker_id, known_as, message.after, since)
 
-    def _release(self, connection: _Connection, token: int) -> None:
-        timer = connection.timers.pop(token, None)
-        if timer is not None:
-            connection.worker.scopes.discard(timer[1])
-            self._timers.release(connection.worker.worker_id, timer[1])
-
-    def _release_all(self, connection: _Connection) -> None:
-        for token in list(connection.timers):
-            self._release(connection, token)
+    def _open_table(self, connection: _Connection, descriptors: list[int]) -> None:
+        if len(descriptors) != 1:
+            raise TableRefused(f"a table comes with one descriptor, not {len(descriptors)}")
+        if connection.table is not None:
+            connection.table.close()
+            connection.table = None
+        holder = self._holders.open(connection.worker_id, connection.holder.pid)
+        try:
+            connection.table = self._tables.open(holder, descriptors[0])
+        except TableRefused:
+            holder.close()
+            raise
 
     def _close(self, connection: _Connection) -> None:
         if connection.closed:
@@ -339,39 +332,60 @@ class TimerSocket:
         else:
             asyncio.get_running_loop().remove_reader(connection.socket)
         connection.socket.close()
-        self._release_all(connection)
-        worker = connection.worker
-        worker.connections.discard(connection)
-        if not worker.connections:
-            self._workers.pop(worker.worker_id, None)
-
-    def _warn(self, worker: _Worker, what: str, limit: int) -> None:
-        if not worker.warned:
-            worker.warned = True
-            log.warning(f"{what}; those beyond are not guarded", worker_id=worker.worker_id, limit=limit)
+        if connection.table is not None:
+            connection.table.close()
+            connection.table = None
+        connections = self._connections[connection.worker_id]
+        connections.discard(connection)
+        if not connections:
+            del self._connections[connection.worker_id]
+        connection.holder.close()
 
     async def _judge(self, expired: ExpiredTimer) -> bool | None:
-        """Has a worker reaped, unless it let go of the timer meanwhile: its word may wait unread in the socket.
+        """Has a worker reaped, unless it let go of the timer meanwhile: its word may wait where nobody has looked.
 
         Once at a time: a worker that let two timers run out is gone, with its second timer, after the first.
         """
         worker_id = expired.worker_id
         lock = self._judging.setdefault(worker_id, asyncio.Lock())
         async with lock:
-            worker = self._workers.get(worker_id)
-            for connection in list(worker.connections) if worker is not None else ():
+            for connection in list(self._connections.get(worker_id, ())):
                 self._take(connection, _MOST_QUEUED)
+                if connection.table is not None:
+                    connection.table.look()
+            if self._fifo is not None:
+                self._fifo.look()
             if not self._timers.holds(expired):
                 return None
-            return await self._on_expired(worker_id, expired.scope, expired.after, expired.late_by)
+            return await self._on_expired(self._hang(expired))
+
+    def _hang(self, expired: ExpiredTimer) -> Hang:
+        timer = self._holders.find(expired.worker_id, expired.scope) if expired.sequence else None
+        return Hang(
+            worker_id=expired.worker_id,
+            scope=timer.scope if timer is not None else expired.scope,
+            after=expired.after,
+            late_by=expired.late_by,
+            pid=timer.pid if timer is not None else 0,
+            signal=timer.signal if timer is not None else 0,
+            cpu_seconds=timer.cpu_seconds if timer is not None else None,
+            learned_from=expired.learned_from,
+        )
 
 
-def _free_name(scope: str, taken: set[str]) -> str:
-    """The scope's name at the service, where a worker has one timer per scope: several processes, threads and
-    nested blocks of a worker may be in the same one, and each has its own deadline."""
-    if scope not in taken:
-        return scope
-    return next(name for number in count(2) if (name := f"{scope}~{number}") not in taken)
+def _receive(connected: socket.socket) -> tuple[bytes, list[int]]:
+    """One message, and the descriptors that came with it, which are the caller's to close."""
+    # One byte more than is allowed: the kernel cuts what is longer, and it must not pass for valid.
+    message, ancillary, _flags, _address = connected.recvmsg(
+        wire.MAX_MESSAGE_BYTES + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors = [
+        descriptor
+        for level, kind, data in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(data[: len(data) // _DESCRIPTOR.size * _DESCRIPTOR.size])
+    ]
+    return message, descriptors
 
 
 def _peer(connected: socket.socket) -> int:

@@ -12,6 +12,7 @@ from typing import Self
 import grpc
 
 from rallypoint.agent.config import JobConfig
+from rallypoint.agent.hang import Hang
 from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rendezvous.store.client import StoreClient, Writer
@@ -36,7 +37,8 @@ class WorkerSockets:
         channel: grpc.aio.Channel,
         *,
         worker_of: Callable[[int], str | None],
-        on_hung: Callable[[str, str], Awaitable[None]],
+        rank_of: Callable[[str], int | None],
+        on_hung: Callable[[Hang], Awaitable[bool | None]],
     ) -> None:
         """Set up.
 
@@ -44,13 +46,15 @@ class WorkerSockets:
             config: The job.
             channel: To the rendezvous service, where the store is.
             worker_of: The worker that a process is, or descends from; None for a stranger.
-            on_hung: Called with a worker whose timer expired, and one sentence that says so; returns when it is
-                dead.
+            rank_of: The global rank of a worker; None if there is no such worker.
+            on_hung: Called with a timer that expired while its worker held it; returns when what is to be done
+                about that is done. False: it could not be done, and is to be tried again later.
         """
         self.environment: dict[str, str] = {}
         self._config = config
         self._channel = channel
         self._worker_of = worker_of
+        self._rank_of = rank_of
         self._on_hung = on_hung
         self._stack = AsyncExitStack()
         self._folder = Path()
@@ -80,6 +84,7 @@ class WorkerSockets:
         self.environment = {
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
+            "TORCHELASTIC_TIMER_FILE": str(self._folder / "torch"),
         }
         client = StoreClient(self._channel, self._config.run_id, writer=self._writer)
         store = StoreSocket(self._folder / "store", client)
@@ -114,18 +119,24 @@ class WorkerSockets:
         config = self._config
         channel = open_channel(config.timer.endpoint, config.timer.tls)
         self._stack.push_async_callback(channel.close)
-        timers = TimerClient(channel, run_id=config.run_id, node_id=config.node_id, lease=lease)
+        timers = TimerClient(
+            channel,
+            run_id=config.run_id,
+            node_id=config.node_id,
+            lease=lease,
+            stall_after=config.stall_after,
+        )
         self._timer_socket = TimerSocket(
-            self._folder / "timer", timers, worker_of=self._worker_of, on_expired=self._on_expired
+            self.environment["RALLYPOINT_TIMER_SOCKET"],
+            timers,
+            worker_of=self._worker_of,
+            rank_of=self._rank_of,
+            on_expired=self._on_hung,
+            fifo=self.environment["TORCHELASTIC_TIMER_FILE"],
         )
         await self._timer_socket.start()
         self._stack.push_async_callback(self._timer_socket.stop)
         return timers
-
-    async def _on_expired(self, worker: str, scope: str, after: float, late_by: float) -> None:
-        await self._on_hung(
-            worker, f"it did not leave {scope!r} within {after:g} s (found {late_by:.3f} s later)"
-        )
 
 
 def _roomy_folder() -> str:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import grpc
 
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.logs import get_logger
+from rallypoint.timer.client_values import ClientSettings, ExpiredTimer, OnExpired, OnForgotten
 from rallypoint.timer.durations import to_duration, to_seconds
-from rallypoint.timer.ledger import Acknowledge, Change, End, EndAll, Ledger, Start
+from rallypoint.timer.gathering import Gathering
+from rallypoint.timer.ledger import Ledger
+from rallypoint.timer.ledger_messages import action_of
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from rallypoint.timer.watch import Watch
 
-__all__ = ["ClientSettings", "ExpiredTimer", "OnExpired", "TimerClient"]
+__all__ = ["ClientSettings", "ExpiredTimer", "OnExpired", "OnForgotten", "TimerClient"]
 
 log = get_logger(__name__)
 
@@ -26,40 +30,8 @@ log = get_logger(__name__)
 _MOST_ACTIONS = 500
 # By these the service says that another agent has taken our place: coming back would be a fight over it.
 _FINAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpiredTimer:
-    """A timer that ran out. Durations in seconds."""
-
-    worker_id: str
-    scope: str
-    after: float
-    # From its deadline to when the service told.
-    late_by: float
-    # 0: acquired by a single call to the service; this client knows nothing of it.
-    sequence: int
-
-
-OnExpired = Callable[[ExpiredTimer], Awaitable[bool | None]]
-"""Deals with an expiry. False: it could not; the service will tell it again. An exception counts as done."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientSettings:
-    """How the client talks. All in seconds."""
-
-    # How long changes are gathered before they are sent. Default 0.01. Deadlines don't suffer: the time that has
-    # passed is sent along. Higher saves messages of workers with many short scopes; a timer that is shorter than
-    # this expires late by up to as much.
-    linger: float = 0.01
-    # The wait before the first attempt to reconnect, and the longest between two. Each is drawn between half of
-    # it and all of it, then doubled. Defaults 0.1 and 5: a restarted service is found soon, and a thousand agents
-    # don't come back in one instant.
-    back_off: float = 0.1
-    back_off_most: float = 5.0
-    # How long the service may be out of reach before the log says so. Default 5.
-    patience: float = 5.0
+# Seconds by which a timer may be short of its end and still be obeyed: clocks of two hosts run apart.
+_SHORT = 0.001
 
 
 class TimerClient:
@@ -75,6 +47,7 @@ class TimerClient:
         run_id: str,
         node_id: str,
         lease: int = 0,
+        stall_after: float | None = None,
         settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
@@ -86,6 +59,8 @@ class TimerClient:
             run_id: the run.
             node_id: the node.
             lease: the node's lease from the rendezvous service; 0 if there is none.
+            stall_after: have the run reported when none of its workers advances for so many seconds; 0: never;
+                None: as the service sees fit.
             settings: see ClientSettings.
             clock: monotonic seconds; `since` is by this clock.
             jitter: gives numbers from 0 to 1.
@@ -93,12 +68,14 @@ class TimerClient:
         self.refusal: ServiceError | None = None
         self._stub = pb_grpc.TimerServiceStub(channel)
         self._run_id, self._node_id, self._lease = run_id, node_id, lease
+        self._stall_after = stall_after
         self._settings = settings or ClientSettings()
-        self._clock, self._jitter = clock, jitter
+        self._jitter = jitter
+        self._watch = Watch(clock, self._settings.lag, self._paused)
         self._log = log.bind(run_id=run_id, node_id=node_id)
         # A restarted agent must not come with the numbers that the one before used for other timers.
         self._ledger = Ledger(first_sequence=1 + int(jitter() * 2**52))
-        self._news = asyncio.Event()
+        self._news = Gathering(self._settings.linger)
         self._closing = False
         self._subscribed = False
         self._renewing = False
@@ -109,17 +86,20 @@ class TimerClient:
         self._dealing: dict[tuple[str, str, int], int | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, on_expired: OnExpired) -> None:
+    def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
         """Begins to talk with the service. Each expiry is dealt with in a task of its own, once at a time."""
         self._on_expired = on_expired
+        self._on_forgotten = on_forgotten
+        self._watch.start()
         self._talking = asyncio.create_task(self._talk())
 
     async def close(self, grace: float = 1.0) -> None:
         """Ends: the node has no workers any more. Waits at most `grace` seconds for the service to be told."""
         self._closing = True
+        self._watch.stop()
         for worker_id in self._ledger.workers:
             self.clear(worker_id)
-        self._news.set()
+        self._news.hurry()
         if self._talking is not None:
             await asyncio.wait({self._talking}, timeout=grace if self._subscribed else 0)
             await _end([self._talking, *self._tasks])
@@ -131,27 +111,64 @@ class TimerClient:
             self._renewing = True
             self._call.cancel()
 
-    def acquire(self, worker_id: str, scope: str, after: float, since: float | None = None) -> None:
+    def acquire(
+        self,
+        worker_id: str,
+        scope: str,
+        after: float,
+        since: float | None = None,
+        learned_as: str = "",
+    ) -> None:
         """Starts a worker's timer, in place of the one of that name.
 
         Args:
             worker_id: 1 to 256 bytes of UTF-8.
             scope: 1 to 512 bytes of UTF-8.
-            after: seconds, more than 0 and at most ten years.
-            since: when it started, by the client's clock; None: now.
+            after: seconds, more than 0 and at most ten years; any if it is learned.
+            since: when it started, by the client's clock and not after now; None: now.
+            learned_as: the name under which the service learns how long it may take; empty: it does not.
         """
-        self._ledger.acquire(worker_id, scope, after, self._clock() if since is None else since)
-        self._news.set()
+        began = self._watch.now() if since is None else self._watch.at(since)
+        self._ledger.acquire(worker_id, scope, after, began, learned_as)
+        self._news.note(math.inf if learned_as else after)
 
     def release(self, worker_id: str, scope: str) -> None:
         """Ends a worker's timer; harmless if there is none."""
         self._ledger.release(worker_id, scope)
-        self._news.set()
+        self._news.note()
+
+    def complete(self, worker_id: str, scope: str) -> None:
+        """Ends a worker's timer because the worker left the scope; how long that took is learned from."""
+        self._ledger.complete(worker_id, scope, self._watch.now())
+        self._news.note()
+
+    def observe(self, scope: str, count: int, longest: float) -> None:
+        """Has the service learn from completions of which this client saw no timers.
+
+        Args:
+            scope: the name under which it learns.
+            count: how many there were since the last call, at least 1.
+            longest: the longest of them, in seconds; earlier ones may be included.
+        """
+        self._ledger.observe(scope, count, longest)
+        self._news.note()
+
+    def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
+        """Tells which step a worker has come to.
+
+        Args:
+            worker_id: as for `acquire`.
+            rank: its global rank.
+            step: another one than before, or nothing happens.
+            since: when it came to it, as for `acquire`.
+        """
+        self._ledger.progress(worker_id, rank, step, self._watch.at(since))
+        self._news.note()
 
     def clear(self, worker_id: str) -> None:
-        """Ends all timers of a worker that is gone."""
+        """Ends all timers of a worker that is gone, and forgets how far it came."""
         self._ledger.clear(worker_id)
-        self._news.set()
+        self._news.note()
 
     def holds(self, expired: ExpiredTimer) -> bool:
         """Whether the worker still holds the timer that ran out: it was neither released nor acquired anew."""
@@ -219,24 +236,24 @@ class TimerClient:
 
     async def _tell(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
         subscribe = pb.Subscribe(run_id=self._run_id, node_id=self._node_id, lease=self._lease)
-        actions = [pb.SuperviseAction(subscribe=subscribe), *self._changes()]
+        if self._stall_after is not None:
+            subscribe.stall_after.CopyFrom(to_duration(self._stall_after))
+        # By itself: this waits for a connection, and the time that has passed is to be that of its coming about.
+        await call.write(pb.SuperviseRequest(actions=[pb.SuperviseAction(subscribe=subscribe)]))
+        actions = self._changes()
         while self._ledger.pending:
             await call.write(pb.SuperviseRequest(actions=actions))
             actions = self._changes()
         actions.append(pb.SuperviseAction(registered=pb.Registered()))
         await call.write(pb.SuperviseRequest(actions=actions))
         while self._ledger.pending or not self._closing:
-            self._news.clear()
-            if not self._ledger.pending:
-                await self._news.wait()
-            if not self._closing:
-                await asyncio.sleep(self._settings.linger)
+            await self._news.gathered()
             while actions := self._changes():
                 await call.write(pb.SuperviseRequest(actions=actions))
         await call.done_writing()
 
     def _changes(self) -> list[pb.SuperviseAction]:
-        return [_action(change) for change in self._ledger.take(self._clock(), _MOST_ACTIONS)]
+        return [action_of(change) for change in self._ledger.take(self._watch.now(), _MOST_ACTIONS)]
 
     def _take(self, event: pb.SuperviseEvent) -> None:
         match event.WhichOneof("event"):
@@ -254,6 +271,10 @@ class TimerClient:
                     scope=refused.scope,
                     reason=refused.message,
                 )
+            case "learned":
+                self._learned(event.learned)
+            case "stalled":
+                self._stalled(event.stalled)
             case "draining":
                 self._log.info("the timer service is going away")
             case None:
@@ -268,18 +289,67 @@ class TimerClient:
             to_seconds(event.after, "after"),
             to_seconds(event.late_by, "late_by"),
             event.sequence,
+            event.learned.count if event.HasField("learned") else 0,
         )
         if key in self._dealing:
             self._dealing[key] = event.expiry_id
-        elif self.holds(expired):
+        elif not self.holds(expired):
+            # It crossed the worker's release on the way.
+            self._acknowledge(event.expiry_id)
+        elif self._ran_out(expired):
             self._dealing[key] = event.expiry_id
             task = asyncio.create_task(self._deal(expired))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            # It crossed the worker's release on the way.
-            self._ledger.acknowledge(event.expiry_id)
-            self._news.set()
+            self._ledger.renumber(expired.worker_id, expired.scope)
+            self._news.note(expired.after)
+            self._acknowledge(event.expiry_id)
+
+    def _ran_out(self, expired: ExpiredTimer) -> bool:
+        """Whether it did by our own watch, too: this host may have been paused, and the service not."""
+        held = self._ledger.find(expired.worker_id, expired.scope)
+        if held is None or not expired.sequence:
+            return True
+        return self._watch.now() - held.since + _SHORT >= (held.after or expired.after)
+
+    def _acknowledge(self, expiry_id: int) -> None:
+        self._ledger.acknowledge(expiry_id)
+        self._news.note()
+
+    def _learned(self, event: pb.Learned) -> None:
+        if event.count:
+            self._ledger.learned(event.scope, event.count, to_seconds(event.longest, "longest"))
+            return
+        self._log.info("a scope is learned anew", scope=event.scope)
+        # What was seen before has to be let go of where it is counted, before it is here.
+        if self._on_forgotten is not None:
+            self._on_forgotten(event.scope)
+        self._ledger.forget(event.scope)
+
+    def _stalled(self, event: pb.Stalled) -> None:
+        idle = round(to_seconds(event.idle, "idle"), 1)
+        if event.over:
+            self._log.info("workers of the run advance again", idle=idle)
+            return
+        first = event.first
+        self._log.warning(
+            "no worker of the run advances",
+            idle=idle,
+            first_node=first.node_id,
+            first_rank=first.rank,
+            first_step=first.step,
+            first_idle=round(to_seconds(first.idle, "idle"), 1),
+            at_same_step=event.at_same_step,
+            workers=event.workers,
+        )
+
+    def _paused(self, slept: float, forgiven: float) -> None:
+        self._log.warning(
+            "this agent was not running; its workers' deadlines moved",
+            slept=round(slept, 3),
+            moved_by=round(forgiven, 3),
+        )
 
     async def _deal(self, expired: ExpiredTimer) -> None:
         done: bool | None = None
@@ -292,33 +362,13 @@ class TimerClient:
             expiry_id = self._dealing.pop(key)
         if done is not False:
             self._ledger.settle(*key, expiry_id)
-            self._news.set()
+            self._news.note()
 
     def _report(self, trouble: str) -> None:
         # Said once, not with every attempt.
         if trouble != self._last_trouble:
             self._last_trouble = trouble
             self._log.warning("no connection to the timer service; timers are kept here", reason=trouble)
-
-
-def _action(change: Change) -> pb.SuperviseAction:
-    match change:
-        case Start():
-            return pb.SuperviseAction(
-                acquire=pb.Acquire(
-                    worker_id=change.worker_id,
-                    scope=change.scope,
-                    after=to_duration(change.after),
-                    elapsed=to_duration(change.elapsed),
-                    sequence=change.sequence,
-                )
-            )
-        case End():
-            return pb.SuperviseAction(release=pb.Release(worker_id=change.worker_id, scope=change.scope))
-        case EndAll():
-            return pb.SuperviseAction(clear=pb.Clear(worker_id=change.worker_id))
-        case Acknowledge():
-            return pb.SuperviseAction(acknowledge=pb.Acknowledge(expiry_id=change.expiry_id))
 
 
 async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -1,0 +1,345 @@
+"""torch's own file timer, in a worker that knows of nothing else, is guarded like any other timer."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.timer_fifo import MalformedRequest, TimerFifo, TimerRequest, parse
+from rallypoint.agent.timer_holders import LONGEST, Holders, TimerLimits
+from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.timer.wire import NO_SIGNAL
+from remembered_timers import RememberedTimers, eventually
+
+WALL = 1_700_000_000.0
+
+
+def line(**changes: Any) -> bytes:
+    """A request as torch 2.13 writes it."""
+    request = {
+        "version": 1,
+        "pid": os.getpid(),
+        "scope_id": "train.py#12",
+        "expiration_time": WALL + 60,
+        "signal": 9,
+    }
+    return json.dumps({**request, **changes}).encode()
+
+
+def test_a_line_of_torchs_client_is_understood() -> None:
+    """A signal that is none means that nobody is to be killed; of long scopes, the end is kept."""
+    assert parse(line()) == TimerRequest(os.getpid(), "train.py#12", WALL + 60, 9)
+    assert parse(line(expiration_time=-1, signal=0)) == TimerRequest(
+        os.getpid(), "train.py#12", -1, NO_SIGNAL
+    )
+    assert parse(line(signal=-5)).signal == NO_SIGNAL
+    assert parse(line(scope_id="x" * 300 + "train.py#12")).scope == "x" * 245 + "train.py#12"
+    assert parse(line(scope_id="")).scope == "?"
+    assert parse(line(scope_id="\ud800")).scope == "?"
+    assert parse(line(scope_id="\u20ac" * 100)).scope == "\u20ac" * 85
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"", "JSON object"),
+        (b"{", "JSON object"),
+        (b"\xff", "JSON object"),
+        (b"[" * 100_000, "JSON object"),
+        (b"[1]", "not list"),
+        (line(pid="1"), "pid"),
+        (line(pid=True), "pid"),
+        (line(scope_id=None), "scope_id"),
+        (line(expiration_time="soon"), "expiration_time"),
+        (line(expiration_time=float("nan")), "expiration_time"),
+        (line(expiration_time=10**400), "expiration_time"),
+        (line(signal=9.5), "signal"),
+        (line(signal=65), "signal"),
+    ],
+)
+def test_what_is_no_request_is_named(text: bytes, says: str) -> None:
+    """Which field, and what was expected."""
+    with pytest.raises(MalformedRequest, match=says):
+        parse(text)
+
+
+class Host:
+    """An agent's pipe, by clocks of the test's."""
+
+    def __init__(self, path: Path) -> None:
+        """This process is its only worker."""
+        self.path = path
+        self.now, self.wall = 1000.0, WALL
+        self.workers = {os.getpid(): "0@1"}
+        self.timers = RememberedTimers()
+        limits = TimerLimits(introduction=0.05)
+        self.holders = Holders(
+            self.timers, rank_of=lambda worker: None, limits=limits, clock=lambda: self.now
+        )
+        self.fifo = TimerFifo(path, self.holders, worker_of=self.workers.get, wall_clock=lambda: self.wall)
+
+    def write(self, *lines: bytes) -> None:
+        """As torch's client: each time it opens the pipe, writes and closes it."""
+        for each in lines:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(descriptor, each + b"\n")
+            os.close(descriptor)
+
+    def release(self, **changes: Any) -> bytes:
+        """The end of a timer."""
+        return line(**{"expiration_time": -1, "signal": 0, **changes})
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    """A pipe that is read."""
+    host = Host(tmp_path / "torch")
+    host.fifo.start()
+    yield host
+    host.fifo.stop()
+
+
+async def test_the_pipe_is_the_agents_alone(host: Host) -> None:
+    """Nobody else may write to it, it holds much, and it goes with its agent."""
+    status = os.stat(host.path)
+    assert stat.S_ISFIFO(status.st_mode)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert fcntl.fcntl(host.fifo._pipe, fcntl.F_GETPIPE_SZ) >= 65536
+    host.fifo.stop()
+    host.fifo.stop()
+    assert list(host.path.parent.iterdir()) == []
+
+
+async def test_a_timer_lasts_from_when_it_is_read(host: Host) -> None:
+    """For what is left of the time that torch named; another start replaces it, a release ends it."""
+    host.write(line())
+    await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
+    assert host.timers.held["0@1", "train.py#12"] == (1, 60.0, 1000.0)
+    host.wall, host.now = WALL + 1, 1001.0
+    host.write(line(expiration_time=WALL + 6), host.release(scope_id="never"))
+    await host.timers.until(lambda: len(host.timers.acquired) == 2)
+    assert host.timers.held == {("0@1", "train.py#12"): (2, 5.0, 1001.0)}
+    # Due long ago: it runs out at once.
+    host.write(line(expiration_time=WALL - 100))
+    await host.timers.until(lambda: len(host.timers.acquired) == 3)
+    assert host.timers.held["0@1", "train.py#12"][1] == 0.01
+    host.write(line(expiration_time=1e300))
+    await host.timers.until(lambda: len(host.timers.acquired) == 4)
+    assert host.timers.held["0@1", "train.py#12"][1] == LONGEST
+    host.write(host.release())
+    await host.timers.until(lambda: host.timers.scopes() == [])
+
+
+async def test_what_is_no_request_is_skipped(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    """The lines around it are not, and the log is not flooded."""
+    os.write(host.fifo._pipe, b"x" * 5000)
+    host.fifo._drain()
+    host.write(b"rest of it", *[b"{}"] * 50, line(), line(pid=1, scope_id="stranger's"))
+    await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
+    assert "more than 4096 bytes" in caplog.text
+    assert caplog.text.count("skipped a line of torch's timer file") == 10
+    assert caplog.text.count("will not be told") == 1
+
+
+async def test_a_line_may_come_in_pieces(host: Host) -> None:
+    """Reading may end anywhere."""
+    whole = line() + b"\n"
+    os.write(host.fifo._pipe, whole[:20])
+    host.fifo._drain()
+    os.write(host.fifo._pipe, whole[20:] + whole[:7])
+    host.fifo._drain()
+    assert host.timers.scopes() == ["train.py#12"]
+
+
+async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the order in which it wrote; one that stays unknown is not."""
+    host.workers.clear()
+    host.write(line(), line(scope_id="b"), host.release(), line(pid=1))
+    await eventually(lambda: len(host.fifo._waiting) == 4)
+    host.workers[os.getpid()] = "0@1"
+    host.fifo.introduce()
+    assert host.timers.scopes() == ["b"]
+    host.now += 1
+    await eventually(lambda: host.fifo._waiting == [])
+    assert caplog.text.count("belongs to no worker") == 1
+
+
+async def test_a_process_of_a_worker_has_timers_of_its_own(host: Host) -> None:
+    """With equal scopes, too; they end when it does, or with its worker."""
+    child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
+    host.workers[child.pid] = "0@1"
+    host.write(line(), line(pid=child.pid))
+    await host.timers.until(lambda: host.timers.scopes() == ["train.py#12", "train.py#12~2"])
+    child.kill()
+    await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
+    await child.wait()
+    host.fifo.clear("1@1")
+    assert host.timers.scopes() == ["train.py#12"]
+    host.fifo.clear("0@1")
+    assert host.timers.scopes() == []
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_before_anybody_is_judged_the_pipe_is_read(
+    host: Host, monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    """And whoever is gone has nothing left to be judged for, noticed or not."""
+    child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
+    if not watched:
+        monkeypatch.setattr(os, "pidfd_open", _fail)
+    host.workers[child.pid] = "0@1"
+    host.write(line(scope_id="a"), line(scope_id="b"), line(pid=child.pid))
+    host.fifo.look()
+    assert host.timers.scopes() == ["a", "b", "train.py#12"]
+    host.write(host.release(scope_id="a"))
+    child.kill()
+    await child.wait()
+    host.fifo.look()
+    assert host.timers.scopes() == ["b"]
+
+
+def _fail(pid: int) -> int:
+    raise OSError("no pidfd")
+
+
+async def test_processes_with_timers_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those with connections are: each costs the agent a descriptor."""
+    monkeypatch.setattr(host.holders, "limits", TimerLimits(connections=1, introduction=0.0))
+    child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
+    host.workers[child.pid] = "0@1"
+    host.write(line(), line(pid=child.pid))
+    host.fifo.look()
+    assert host.timers.scopes() == ["train.py#12"]
+    child.kill()
+    await child.wait()
+
+
+class Agent:
+    """A whole timer socket with a pipe beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Its workers are the processes in `workers`."""
+        self.pipe = folder / "torch"
+        self.workers: dict[int, str] = {}
+        self.timers = RememberedTimers()
+        self.expired: list[Hang] = []
+        self.socket = TimerSocket(
+            folder / "s",
+            self.timers,
+            worker_of=self.workers.get,
+            rank_of=lambda worker: 0,
+            on_expired=self.on_expired,
+            fifo=self.pipe,
+        )
+
+    async def on_expired(self, hang: Hang) -> None:
+        """Takes note."""
+        self.expired.append(hang)
+
+
+@pytest.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
+    """An agent that listens."""
+    agent = Agent(tmp_path)
+    await agent.socket.start()
+    yield agent
+    await agent.socket.stop()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_hang_says_what_torchs_client_asked_for(agent: Agent) -> None:
+    """SIGKILL comes in any case, so nothing is sent before it; without a signal nobody is killed."""
+    agent.workers[os.getpid()] = "0@1"
+    numbers = {"a": signal.SIGKILL, "b": signal.SIGUSR1, "c": 0, "gone": signal.SIGKILL}
+    with agent.pipe.open("wb", buffering=0) as pipe:
+        for scope, number in numbers.items():
+            pipe.write(line(scope_id=scope, signal=number, expiration_time=time.time() + 60) + b"\n")
+        await agent.timers.until(lambda: agent.timers.scopes() == ["a", "b", "c", "gone"])
+        told = [agent.timers.expired("0@1", scope) for scope in numbers]
+        pipe.write(line(scope_id="gone", expiration_time=-1) + b"\n")
+        for each in told:
+            await agent.timers.tell(each)
+    assert [(hang.scope, hang.pid, hang.signal) for hang in agent.expired] == [
+        ("a", os.getpid(), 0),
+        ("b", os.getpid(), signal.SIGUSR1),
+        ("c", os.getpid(), None),
+    ]
+
+
+TORCH = """
+import os, sys, threading
+from torch.distributed.elastic import timer
+def ask(text):
+    print(text, flush=True)
+    sys.stdin.readline()
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(after=60):
+    with timer.expires(after=30, scope="inner"):
+        ask("both")
+    ask("outer")
+for _ in range(20):
+    with timer.expires(after=60, scope="again"):
+        pass
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=0))
+with timer.expires(after=60, scope="told only"):
+    ask("told only")
+ask("none")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.integration
+async def test_torchs_own_client_works_unchanged(agent: Agent) -> None:
+    """The real one, nested, with and without a scope, and with a signal of its choice."""
+    pytest.importorskip("torch")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        TORCH,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TORCHELASTIC_TIMER_FILE": str(agent.pipe)},
+    )
+    agent.workers[process.pid] = "0@1"
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        default = ""
+        for says in ("both", "outer", "told only", "none"):
+            assert (await process.stdout.readline()).decode().strip() == says
+            if says == "both":
+                await agent.timers.until(lambda: len(agent.timers.scopes()) == 2)
+                (default,) = set(agent.timers.scopes()) - {"inner"}
+            held = {"both": [default, "inner"], "outer": [default], "none": []}.get(says, [says])
+            await agent.timers.until(lambda held=held: agent.timers.scopes() == held)  # type: ignore[misc]
+            for scope in held:
+                await agent.timers.expire("0@1", scope)
+            process.stdin.write(b"\n")
+        assert await process.wait() == 0
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+    assert [(hang.scope, hang.signal) for hang in agent.expired] == [
+        (default, 0),
+        ("inner", 0),
+        (default, 0),
+        ("told only", None),
+    ]
+    assert 20 < agent.expired[1].after <= 30

@@ -1,0 +1,488 @@
+"""What a process writes into its table is what its agent knows, though nobody is told of a change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent import timer_holders
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.timer_holders import LONGEST, Holder, Holders, TimerLimits
+from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.agent.timer_tables import TableRefused, Tables
+from rallypoint.timer import wire
+from rallypoint.timer.client import ExpiredTimer
+from rallypoint.timer.table import SIZE, SLOTS, TableWriter
+from remembered_timers import RememberedTimers, eventually
+
+ADD_SEALS, SHRINK, GROW = 1033, 0x2, 0x4
+MILLISECOND = 1_000_000
+
+
+class Clock:
+    """Monotonic seconds, in the test's hand."""
+
+    def __init__(self) -> None:
+        """Some moment."""
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        """What it shows."""
+        return self.now
+
+
+def memory(size: int = SIZE, seals: int = SHRINK | GROW) -> int:
+    """Descriptor of a memory as a worker makes it."""
+    descriptor = os.memfd_create("table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, ADD_SEALS, seals)
+    return descriptor
+
+
+class Process:
+    """A worker process's end of its table, in this process."""
+
+    def __init__(self) -> None:
+        """It holds nothing."""
+        self.descriptor = memory()
+        self.view = memoryview(mmap.mmap(self.descriptor, SIZE))
+        self.table = TableWriter(self.view)
+        self._tokens = 0
+
+    def acquire(
+        self,
+        scope: bytes,
+        after: float = 60.0,
+        since: float = 999.0,
+        *,
+        signal: int = 0,
+        learns: bool = False,
+    ) -> int:
+        """Starts a timer; the slot."""
+        self._tokens += 1
+        kind = self.table.kind_of(scope, signal, learns)
+        return self.table.acquire(self._tokens, int(since * 1e9), int(after * 1e9), scope, kind)
+
+    def leave(self, scope: bytes, seconds: float) -> None:
+        """Notes how long a scope took."""
+        self.table.observe(self.table.kind_of(scope, 0, True), int(seconds * 1e9))
+
+    def listening(self) -> float:
+        """Until when the agent looks by itself."""
+        return float(self.table.listening[0]) / 1e9
+
+    def close(self) -> None:
+        """Ends."""
+        os.close(self.descriptor)
+
+
+class Host:
+    """An agent's tables, by a clock of the test's."""
+
+    def __init__(self) -> None:
+        """One worker may have them."""
+        self.clock = Clock()
+        self.timers = RememberedTimers()
+        self.holders = Holders(
+            self.timers, rank_of={"0@1": 4}.get, limits=TimerLimits(timers=2000), clock=self.clock
+        )
+        self.tables = Tables(self.clock)
+
+    def holder(self) -> Holder:
+        """For one process more."""
+        return self.holders.open("0@1", os.getpid())
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    """A process with a table."""
+    process = Process()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+async def host() -> Host:
+    """An agent."""
+    return Host()
+
+
+async def test_what_is_in_the_table_is_held(host: Host, process: Process) -> None:
+    """From when it began; what is gone from it is not, what has come is; a slot's second timer is another one."""
+    first = process.acquire(b"a", after=5.0, since=998.0)
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert host.timers.held == {("0@1", "a"): (1, 5.0, 998.0)}
+    process.table.release(first)
+    process.acquire(b"a", after=6.0)
+    process.acquire(b"b")
+    assert table.look()
+    assert host.timers.scopes() == ["a", "b"]
+    assert host.timers.held["0@1", "a"] == (2, 6.0, 999.0)
+    assert not table.look()
+    table.close()
+    assert host.timers.scopes() == []
+
+
+async def test_equal_scopes_are_timers_of_their_own(host: Host, process: Process) -> None:
+    """With names of their own at the service; one's end is not another's."""
+    slots = [process.acquire(b"s") for _ in range(3)]
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert host.timers.scopes() == ["s", "s~2", "s~3"]
+    process.table.release(slots[0])
+    table.look()
+    assert host.timers.scopes() == ["s~2", "s~3"]
+    table.close()
+
+
+async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
+    host: Host, process: Process
+) -> None:
+    """Its last look comes after the moment until which the process need not ring."""
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert process.listening() == pytest.approx(1002.0)
+    host.clock.now = 1001.5
+    process.acquire(b"a")
+    assert table.attend()
+    assert process.listening() == pytest.approx(1003.5)
+    # At the very moment, a process may just have read the clock, and not rung.
+    host.clock.now = 1003.5
+    assert table.attend()
+    process.acquire(b"b")
+    host.clock.now = 1003.6
+    assert table.attend()
+    assert host.timers.scopes() == ["a", "b"]
+    assert process.listening() == pytest.approx(1005.6)
+    host.clock.now = 1005.7
+    assert not table.attend()
+    host.clock.now = 1100.0
+    table.wake()
+    assert process.listening() == pytest.approx(1102.0)
+    table.close()
+
+
+async def test_all_tables_are_looked_at_without_being_asked(host: Host, process: Process) -> None:
+    """While the promise lasts, and again after a ring."""
+    other = Process()
+    tables = [host.tables.open(host.holder(), each.descriptor) for each in (process, other)]
+    process.acquire(b"a")
+    other.acquire(b"b")
+    await eventually(lambda: host.timers.scopes() == ["a", "b"])
+    host.clock.now += 10
+    await eventually(lambda: not host.tables._watched)
+    process.acquire(b"c")
+    tables[0].wake()
+    process.acquire(b"d")
+    await eventually(lambda: host.timers.scopes() == ["a", "b", "c", "d"])
+    for table in tables:
+        table.close()
+    assert host.timers.scopes() == []
+    other.close()
+
+
+async def test_completions_are_told_once(host: Host, process: Process) -> None:
+    """Also if the process brings the same table with its next connection."""
+    process.acquire(b"s", learns=True)
+    process.leave(b"s", 2.0)
+    process.leave(b"s", 1.0)
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert host.timers.learned_as == {("0@1", "s"): "s"}
+    process.leave(b"s", 0.5)
+    table.close()
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert not table.look()
+    assert host.timers.observed == [("s", 2, 2.0), ("s", 1, 2.0)]
+    table.close()
+
+
+async def test_what_is_to_be_forgotten_does_not_come_back(host: Host, process: Process) -> None:
+    """The longest time is found anew, and what was seen until then is told before that."""
+    process.leave(b"s", 9.0)
+    process.leave(b"other", 8.0)
+    table = host.tables.open(host.holder(), process.descriptor)
+    process.leave(b"s", 7.0)
+    host.tables.forget("s")
+    assert host.timers.observed[-1] == ("s", 1, 9.0)
+    process.leave(b"s", 1.0)
+    process.leave(b"other", 1.0)
+    table.look()
+    assert host.timers.observed[-2:] == [("s", 1, 1.0), ("other", 1, 8.0)]
+    table.close()
+
+
+async def test_progress_is_told_when_it_changes(host: Host, process: Process) -> None:
+    """Under the worker's global rank."""
+    table = host.tables.open(host.holder(), process.descriptor)
+    process.table.progress(7, 999_000 * MILLISECOND)
+    table.look()
+    process.acquire(b"s")
+    table.look()
+    process.table.progress(8, 999_500 * MILLISECOND)
+    table.look()
+    assert host.timers.steps == [("0@1", 4, 7, 999.0), ("0@1", 4, 8, 999.5)]
+    table.close()
+
+
+async def test_timers_that_found_no_slot_are_told_of_once(
+    host: Host, process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody believes to be guarded who is not."""
+    for number in range(SLOTS + 2):
+        process.acquire(b"s%d" % number)
+    table = host.tables.open(host.holder(), process.descriptor)
+    process.acquire(b"s")
+    table.look()
+    assert len(host.timers.held) == SLOTS
+    assert caplog.text.count("too many timers") == 1
+    table.close()
+
+
+async def test_bounds_of_a_worker_hold_for_its_tables(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is beyond is taken as soon as there is room."""
+    timers = RememberedTimers()
+    holders = Holders(timers, rank_of={"0@1": 4}.get, limits=TimerLimits(timers=2), clock=Clock())
+    first = process.acquire(b"a")
+    for scope in (b"b", b"c"):
+        process.acquire(scope)
+    table = Tables(Clock()).open(holders.open("0@1", os.getpid()), process.descriptor)
+    assert timers.scopes() == ["a", "b"]
+    process.table.release(first)
+    table.look()
+    assert timers.scopes() == ["b", "c"]
+    assert caplog.text.count("too many timers") == 1
+    table.close()
+
+
+async def test_what_is_no_timer_is_not_taken_for_one(host: Host, process: Process) -> None:
+    """A table is the worker's memory; what it writes there may be anything."""
+    process.acquire(b"\xff\xfe")
+    process.acquire(b"nothing", after=0.0)
+    process.acquire(b"future", since=5000.0)
+    process.acquire(b"signal", signal=200)
+    process.leave(b"ages", 1e10)
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert host.timers.scopes() == ["?", "future", "signal"]
+    timer = host.holders.find("0@1", "signal")
+    assert timer is not None
+    assert timer.signal == 0
+    assert host.timers.held["0@1", "future"][2] == 1000.0
+    assert host.timers.observed == [("ages", 1, LONGEST)]
+    process.view[16:SIZE] = b"\xff" * (SIZE - 16)
+    table.look()
+    table.close()
+    assert host.timers.scopes() == []
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "says"),
+    [
+        (SIZE, GROW, "seals"),
+        (SIZE, SHRINK, "seals"),
+        (SIZE - 1, SHRINK | GROW, f"{SIZE - 1} bytes"),
+        (SIZE, 15, "map"),
+    ],
+)
+async def test_a_memory_that_could_hurt_its_reader_is_refused(
+    host: Host, size: int, seals: int, says: str
+) -> None:
+    """One that shrinks while it is read kills who reads it."""
+    descriptor = memory(size, seals)
+    with pytest.raises(TableRefused, match=says):
+        host.tables.open(host.holder(), descriptor)
+    os.close(descriptor)
+
+
+async def test_what_is_no_table_is_refused(host: Host) -> None:
+    """A pipe, or memory that begins otherwise."""
+    descriptor = memory()
+    with pytest.raises(TableRefused, match="does not begin as a table"):
+        host.tables.open(host.holder(), descriptor)
+    os.close(descriptor)
+    reading, writing = os.pipe()
+    with pytest.raises(TableRefused, match="memfd"):
+        host.tables.open(host.holder(), reading)
+    os.close(reading)
+    os.close(writing)
+
+
+class Agent:
+    """A timer socket, of which this process is the only worker."""
+
+    def __init__(self, path: Path) -> None:
+        """It reaps nobody."""
+        self.timers = RememberedTimers()
+        self.expired: list[Hang] = []
+        self.path = str(path)
+        self.socket = TimerSocket(
+            path,
+            self.timers,
+            worker_of={os.getpid(): "0@1"}.get,
+            rank_of={"0@1": 4}.get,
+            on_expired=self.on_expired,
+        )
+
+    async def on_expired(self, hang: Hang) -> None:
+        """Takes note."""
+        self.expired.append(hang)
+
+    def connect(self) -> socket.socket:
+        """Another connection of the worker."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(self.path)
+        return connection
+
+
+@pytest.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
+    """An agent that listens."""
+    agent = Agent(tmp_path / "s")
+    await agent.socket.start()
+    yield agent
+    await agent.socket.stop()
+
+
+@pytest.mark.integration
+async def test_a_table_comes_with_a_message(agent: Agent, process: Process) -> None:
+    """Its timers stand beside those of messages, and end with the connection; a second one takes its place."""
+    other = Process()
+    process.acquire(b"s", since=time.monotonic())
+    other.acquire(b"t", since=time.monotonic())
+    with agent.connect() as connection:
+        socket.send_fds(connection, [wire.TABLE], [process.descriptor])
+        connection.send(wire.acquire(1, 0, 60.0, b"s"))
+        await agent.timers.until(lambda: agent.timers.scopes() == ["s", "s~2"])
+        socket.send_fds(connection, [wire.TABLE], [other.descriptor])
+        await agent.timers.until(lambda: agent.timers.scopes() == ["s~2", "t"])
+    await agent.timers.until(lambda: agent.timers.scopes() == [])
+    other.close()
+
+
+@pytest.mark.integration
+async def test_a_ring_is_heard(agent: Agent, process: Process) -> None:
+    """Of a process that wrote when nobody looked any more."""
+    with agent.connect() as connection:
+        socket.send_fds(connection, [wire.TABLE], [process.descriptor])
+        await eventually(lambda: process.table.listening[0] > 0)
+        (table,) = agent.socket._tables._open
+        agent.socket._tables._watched.clear()
+        process.acquire(b"s", since=time.monotonic())
+        connection.send(wire.LOOK)
+        await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
+        assert list(agent.socket._tables._watched) == [table]
+
+
+@pytest.mark.integration
+async def test_the_table_has_the_last_word(agent: Agent, process: Process) -> None:
+    """Before a worker is judged its table is looked at, rung for or not."""
+    slot = process.acquire(b"s", since=time.monotonic())
+    with agent.connect() as connection:
+        socket.send_fds(connection, [wire.TABLE], [process.descriptor])
+        await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
+        # Nobody looks by itself while this task does not wait.
+        expired = agent.timers.expired("0@1", "s")
+        process.table.release(slot)
+        process.acquire(b"s", since=time.monotonic())
+        await agent.timers.tell(expired)
+        assert agent.expired == []
+        await agent.timers.tell(agent.timers.expired("0@1", "s"))
+    assert [hang.scope for hang in agent.expired] == ["s"]
+
+
+def open_memory() -> int:
+    """How many descriptors of shared memory this process has; of others, earlier tests may have left some."""
+    names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("memfd:" in os.readlink(name) for name in names if os.path.islink(name))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("descriptors", [0, 2])
+async def test_a_table_without_its_memory_ends_the_connection(
+    agent: Agent, process: Process, descriptors: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So does one that can't be read; the log says why, and no descriptor is left open."""
+    before = open_memory()
+    with agent.connect() as connection:
+        connection.setblocking(False)
+        socket.send_fds(connection, [wire.TABLE], [process.descriptor] * descriptors)
+        with contextlib.suppress(BlockingIOError):
+            while connection.recv(1):
+                pass
+        await ended(connection)
+    assert f"a table comes with one descriptor, not {descriptors}" in caplog.text
+    assert open_memory() == before
+
+
+@pytest.mark.integration
+async def test_no_descriptor_outlives_a_connection(agent: Agent, process: Process) -> None:
+    """Whatever was sent on it."""
+    unsafe = memory(seals=0)
+    before = open_memory()
+    for descriptor in (process.descriptor, unsafe):
+        with agent.connect() as connection:
+            socket.send_fds(connection, [wire.TABLE], [descriptor])
+            connection.shutdown(socket.SHUT_WR)
+            connection.setblocking(False)
+            await ended(connection)
+    await eventually(lambda: open_memory() == before)
+    os.close(unsafe)
+
+
+async def ended(connection: socket.socket) -> None:
+    """Waits until the agent has closed a connection."""
+    loop, seen = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, seen.set)
+    await seen.wait()
+    loop.remove_reader(connection)
+
+
+@pytest.mark.integration
+async def test_an_expiry_of_a_cleared_worker_accuses_nobody(agent: Agent, process: Process) -> None:
+    """Its table is closed, and may be gone."""
+    process.acquire(b"s", since=time.monotonic())
+    with agent.connect() as connection:
+        socket.send_fds(connection, [wire.TABLE], [process.descriptor])
+        await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
+        expired = agent.timers.expired("0@1", "s")
+        agent.socket.clear("0@1")
+        await agent.timers.tell(ExpiredTimer("0@1", "s", 60.0, 1.0, expired.sequence))
+    assert agent.expired == []
+
+
+async def test_processor_time_is_read_once_per_look(
+    host: Host, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many timers began since the last one; it is what a hang is told with."""
+    reads = count(1)
+    monkeypatch.setattr(timer_holders, "_cpu_seconds", lambda pid: float(next(reads)))
+    process.acquire(b"a")
+    process.acquire(b"b")
+    table = host.tables.open(host.holder(), process.descriptor)
+    table.look()
+    process.acquire(b"c")
+    table.look()
+    timers = [host.holders.find("0@1", scope) for scope in ("a", "b", "c")]
+    assert [timer.cpu_seconds for timer in timers if timer is not None] == [1.0, 1.0, 2.0]
+    table.close()
+
+
+async def test_the_processor_time_of_a_process_that_is_gone_is_not_known(
+    host: Host, process: Process
+) -> None:
+    """And costs nobody anything."""
+    process.acquire(b"s")
+    table = host.tables.open(host.holders.open("0@1", 2**22 + 1), process.descriptor)
+    timer = host.holders.find("0@1", "s")
+    assert timer is not None
+    assert timer.cpu_seconds is None
+    table.close()

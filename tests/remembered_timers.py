@@ -1,0 +1,105 @@
+"""A timer client that only remembers: what the agent's end of its workers' timers made of what they said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rallypoint.timer.client import ExpiredTimer, OnExpired, OnForgotten
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until it holds; the test's own timeout is what bounds it."""
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.005)
+
+
+class RememberedTimers:
+    """Stands in for a TimerClient."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        # (worker, scope at the service) -> number, seconds, since when.
+        self.held: dict[tuple[str, str], tuple[int, float, float]] = {}
+        self.acquired: list[tuple[str, str]] = []
+        self.learned_as: dict[tuple[str, str], str] = {}
+        self.completed: list[tuple[str, str]] = []
+        self.observed: list[tuple[str, int, float]] = []
+        # (worker, rank, step, since when).
+        self.steps: list[tuple[str, int, int, float]] = []
+        self.cleared: list[str] = []
+        self.on_expired: OnExpired | None = None
+        self.on_forgotten: OnForgotten | None = None
+        self.sequence = 0
+        self._news = asyncio.Event()
+
+    def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
+        """As TimerClient."""
+        self.on_expired, self.on_forgotten = on_expired, on_forgotten
+
+    async def close(self) -> None:
+        """As TimerClient."""
+
+    def acquire(
+        self, worker_id: str, scope: str, after: float, since: float | None = None, learned_as: str = ""
+    ) -> None:
+        """As TimerClient."""
+        assert since is not None
+        self.sequence += 1
+        self.held[worker_id, scope] = (self.sequence, after, since)
+        self.acquired.append((worker_id, scope))
+        self.learned_as[worker_id, scope] = learned_as
+        self._news.set()
+
+    def release(self, worker_id: str, scope: str) -> None:
+        """As TimerClient, but for one that is held only."""
+        del self.held[worker_id, scope]
+        self._news.set()
+
+    def complete(self, worker_id: str, scope: str) -> None:
+        """As TimerClient, but for one that is held only."""
+        self.completed.append((worker_id, scope))
+        self.release(worker_id, scope)
+
+    def observe(self, scope: str, count: int, longest: float) -> None:
+        """As TimerClient."""
+        self.observed.append((scope, count, longest))
+        self._news.set()
+
+    def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
+        """As TimerClient."""
+        self.steps.append((worker_id, rank, step, since))
+        self._news.set()
+
+    def clear(self, worker_id: str) -> None:
+        """As TimerClient."""
+        self.cleared.append(worker_id)
+
+    def holds(self, expired: ExpiredTimer) -> bool:
+        """As TimerClient."""
+        timer = self.held.get((expired.worker_id, expired.scope))
+        return timer is not None and timer[0] == expired.sequence
+
+    def scopes(self, worker_id: str = "0@1") -> list[str]:
+        """What a worker holds."""
+        return sorted(scope for worker, scope in self.held if worker == worker_id)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until news make it true."""
+        while not condition():
+            await self._news.wait()
+            self._news.clear()
+
+    async def expire(self, worker_id: str, scope: str) -> bool | None:
+        """As the service would have it: the timer that is held now has run out."""
+        return await self.tell(self.expired(worker_id, scope))
+
+    def expired(self, worker_id: str, scope: str) -> ExpiredTimer:
+        """The expiry of the timer that is held now."""
+        sequence, after, _ = self.held[worker_id, scope]
+        return ExpiredTimer(worker_id, scope, after, 0.01, sequence)
+
+    async def tell(self, expired: ExpiredTimer) -> bool | None:
+        """An expiry comes from the service."""
+        assert self.on_expired is not None
+        return await self.on_expired(expired)

@@ -1,0 +1,63 @@
+"""A timer service that does what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Registration, Server, ServerOptions
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+
+SERVICE = "rallypoint.timer.v1.TimerService"
+
+
+class Scripted:
+    """What it does with each stream, one after the other; the last one's again for all that follow."""
+
+    def __init__(self, *streams: Any) -> None:
+        """Each is called with this, the stream's requests and its context, and gives the events to answer."""
+        self.streams = list(streams)
+        # What was sent, by stream, as far as the script listened.
+        self.seen: list[list[pb.SuperviseAction]] = []
+
+    async def supervise(self, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseResponse]:
+        """The one method that it has."""
+        self.seen.append([])
+        stream = self.streams[min(len(self.seen), len(self.streams)) - 1]
+        async for event in stream(self, requests, context):
+            yield pb.SuperviseResponse(events=[event])
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Makes it the server's timer service."""
+
+        supervise = grpc.stream_stream_rpc_method_handler(
+            self.supervise,
+            request_deserializer=pb.SuperviseRequest.FromString,
+            response_serializer=pb.SuperviseResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Supervise": supervise})
+        server.add_generic_rpc_handlers((handler,))
+
+
+async def listen(script: Scripted, requests: Any, count: int) -> None:
+    """Reads until so many actions of this stream were seen."""
+    while len(script.seen[-1]) < count:
+        script.seen[-1].extend((await anext(requests)).actions)
+
+
+@asynccontextmanager
+async def serving(script: Scripted, folder: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """The service at work, and a channel to it."""
+    server = Server(
+        ServerOptions(host=f"unix:{folder / 's'}"),
+        services=[Registration(SERVICE, script.register)],
+    )
+    await server.start()
+    async with open_channel(server.address) as channel:
+        yield channel
+    await server.stop()

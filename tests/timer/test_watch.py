@@ -1,0 +1,116 @@
+"""An agent's own pauses don't count as time that its workers took."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rallypoint.serving.lag import LagSettings
+from rallypoint.timer.watch import Watch
+
+from .conftest import Clock, eventually
+
+LAG = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
+
+
+class Told:
+    """The pauses that a watch told of."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.pauses: list[tuple[float, float]] = []
+
+    def __call__(self, slept: float, forgiven: float) -> None:
+        """One more."""
+        self.pauses.append((slept, forgiven))
+
+
+@pytest.fixture
+def told() -> Told:
+    """What the watch of a test tells."""
+    return Told()
+
+
+@pytest.fixture
+async def watch(clock: Clock, told: Told) -> AsyncIterator[Watch]:
+    """A watch by the test's clock. Its pulse comes, but finds what the test set."""
+    watch = Watch(clock, LAG, told)
+    watch.start()
+    yield watch
+    watch.stop()
+
+
+async def test_time_that_is_watched_counts(watch: Watch, clock: Clock, told: Told) -> None:
+    """To the full, as long as the watch is not found late."""
+    before = watch.now()
+    for _ in range(10):
+        clock.now += 0.3
+        watch.now()
+        watch.stop()
+        watch.start()
+    assert watch.now() - before == pytest.approx(3.0)
+    assert told.pauses == []
+
+
+async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Told) -> None:
+    """Whoever asks first after it hears so, and the log is told once."""
+    before = watch.now()
+    clock.now += 20
+    assert before - LAG.settle <= watch.now() <= before + LAG.pulse
+    assert told.pauses[0] == pytest.approx((19.75, 20.75))
+    clock.now += 0.2
+    watch.now()
+    assert len(told.pauses) == 1
+
+
+async def test_the_pulse_notices_a_pause_by_itself(watch: Watch, clock: Clock, told: Told) -> None:
+    """Nobody needs to ask."""
+    clock.now += 20
+    await eventually(lambda: bool(told.pauses))
+
+
+async def test_what_began_before_a_pause_is_as_old_as_was_watched(watch: Watch, clock: Clock) -> None:
+    """Whether it is asked for before the pause or after it."""
+    began = clock.now - 5
+    known_before = watch.at(began)
+    clock.now += 20
+    assert watch.at(began) == known_before
+    clock.now += 20
+    assert watch.at(began) == known_before
+    assert watch.now() - watch.at(began) <= 5 + 2 * LAG.pulse
+
+
+async def test_what_began_in_a_pause_begins_with_its_end(watch: Watch, clock: Clock) -> None:
+    """The agent's alone was paused: a worker that began then is not older than the agent has watched it."""
+    clock.now += 20
+    shown = watch.now()
+    assert watch.at(clock.now - 10) == shown
+    clock.now += 0.2
+    assert watch.now() - watch.at(clock.now - 0.1) == pytest.approx(0.1)
+
+
+async def test_between_two_pauses_time_counts(watch: Watch, clock: Clock) -> None:
+    """What began there is older by what was watched of it only."""
+    clock.now += 20
+    watch.now()
+    began = clock.now
+    clock.now += 0.2
+    watch.now()
+    clock.now += 30
+    watch.now()
+    assert watch.now() - watch.at(began) <= 0.5
+
+
+async def test_nothing_is_noticed_before_it_starts_and_after_it_stops(clock: Clock, told: Told) -> None:
+    """Who does not watch has no pauses."""
+    watch = Watch(clock, LAG, told)
+    clock.now += 100
+    watch.now()
+    watch.start()
+    watch.stop()
+    clock.now += 100
+    watch.now()
+    await asyncio.sleep(0)
+    assert told.pauses == []
