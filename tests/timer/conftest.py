@@ -73,5 +73,13 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 
 @pytest.fixture
+async def quick(service: Service) -> Service:
+    """Tells expiries again soon."""
+    await service.server.stop()
+    await service.start(TimerSettings(reoffer_interval=0.05, max_timers_per_node=3))
+    return service
+
+
+@pytest.fixture
 def clock() -> Clock:
     return Clock()

@@ -1,8 +1,7 @@
-"""The contract of timer_service.proto, over a real socket."""
+"""The single calls of timer_service.proto, over a real socket."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -10,222 +9,17 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.errors import decode
 from rallypoint.timer.durations import to_duration
-from rallypoint.timer.servicer import MAX_ACTIONS
+from rallypoint.timer.supervision import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.values import TimerState
 
 from .conftest import Service, eventually
+from .random_messages import random_message
+from .streams import Stream, acquire, act, error_of, subscribe
 
 pytestmark = pytest.mark.integration
-
-
-def act(**action: Any) -> pb.SuperviseAction:
-    return pb.SuperviseAction(**action)
-
-
-def subscribe(node_id: str = "a", lease: int = 0) -> pb.SuperviseAction:
-    return act(subscribe=pb.Subscribe(run_id="run", node_id=node_id, lease=lease))
-
-
-def acquire(scope: str, after: float, sequence: int, elapsed: float = 0.0) -> pb.SuperviseAction:
-    return act(
-        acquire=pb.Acquire(
-            worker_id="0@1",
-            scope=scope,
-            after=to_duration(after),
-            elapsed=to_duration(elapsed),
-            sequence=sequence,
-        )
-    )
-
-
-class Stream:
-    """One Supervise call, an event at a time."""
-
-    def __init__(self, service: Service) -> None:
-        self.call = service.stub().Supervise()
-        self.waiting: list[pb.SuperviseEvent] = []
-
-    async def send(self, *actions: pb.SuperviseAction) -> None:
-        await self.call.write(pb.SuperviseRequest(actions=actions))
-
-    async def next(self) -> Any:
-        while not self.waiting:
-            response = await self.call.read()
-            if response is grpc.aio.EOF:
-                return None
-            assert isinstance(response, pb.SuperviseResponse)
-            self.waiting.extend(response.events)
-        event = self.waiting.pop(0)
-        kind = event.WhichOneof("event")
-        assert kind is not None
-        return getattr(event, kind)
-
-
-async def error_of(awaited: Any) -> ServiceError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaited
-    return decode(caught.value)
-
-
-@pytest.fixture
-async def quick(service: Service) -> Service:
-    """Tells expiries again soon."""
-    await service.server.stop()
-    await service.start(TimerSettings(reoffer_interval=0.05, max_timers_per_node=3))
-    return service
-
-
-async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Service) -> None:
-    """Under one id; once acknowledged, what comes next is the next timer."""
-    stream = Stream(quick)
-    await stream.send(subscribe(), acquire("s", 0.02, 7), act(registered=pb.Registered()))
-    assert isinstance(await stream.next(), pb.Subscribed)
-    first, again = await stream.next(), await stream.next()
-    assert (first.worker_id, first.scope, first.sequence) == ("0@1", "s", 7)
-    assert first.after == to_duration(0.02)
-    assert 0 <= first.late_by.ToNanoseconds() < again.late_by.ToNanoseconds()
-    assert again.expiry_id == first.expiry_id
-    await stream.send(
-        act(acknowledge=pb.Acknowledge(expiry_id=first.expiry_id)),
-        acquire("next", 0.3, 8),
-    )
-    while (expired := await stream.next()).scope == "s":
-        assert expired.expiry_id == first.expiry_id
-    await stream.send(act(acknowledge=pb.Acknowledge(expiry_id=expired.expiry_id)))
-    await eventually(lambda: len(quick.watchdog.table) == 0)
-
-
-async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> None:
-    """The one that is left does."""
-    stream = Stream(quick)
-    await stream.send(
-        subscribe(),
-        acquire("released", 0.2, 1),
-        act(release=pb.Release(worker_id="0@1", scope="released")),
-        acquire("cleared", 0.2, 2),
-        act(clear=pb.Clear(worker_id="0@1")),
-        act(release=pb.Release(worker_id="0@1", scope="unknown")),
-        act(clear=pb.Clear(worker_id="unknown")),
-        act(acknowledge=pb.Acknowledge(expiry_id=99)),
-        acquire("left", 0.3, 3),
-    )
-    assert isinstance(await stream.next(), pb.Subscribed)
-    assert (await stream.next()).scope == "left"
-
-
-async def test_registered_drops_what_the_stream_did_not_name(quick: Service) -> None:
-    """What an earlier stream acquired and this one has not is gone; what a single call acquired stays."""
-    earlier, stub = Stream(quick), quick.stub()
-    await earlier.send(subscribe(), acquire("kept", 60, 1), acquire("gone", 60, 2))
-    await eventually(lambda: len(quick.watchdog.table) == 2)
-    await stub.AcquireTimer(
-        pb.AcquireTimerRequest(
-            run_id="run", node_id="a", worker_id="0@1", scope="call", after=to_duration(60)
-        )
-    )
-    later = Stream(quick)
-    await later.send(subscribe(), acquire("kept", 60, 1), act(registered=pb.Registered()))
-    await later.next()
-    await eventually(lambda: len(quick.watchdog.table) == 2)
-    listed = await stub.ListTimers(pb.ListTimersRequest())
-    assert [timer.scope for timer in listed.timers] == ["call", "kept"]
-
-
-async def test_a_newer_stream_ends_the_older_one(service: Service) -> None:
-    """STREAM_REPLACED with the same lease, LEASE_LOST with a newer one, and the older can't come back."""
-    first, second, third, fourth = (Stream(service) for _ in range(4))
-    await first.send(subscribe(lease=1))
-    await first.next()
-    await second.send(subscribe(lease=1))
-    await second.next()
-    replaced = await error_of(first.next())
-    assert (replaced.code, replaced.reason) == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
-    await third.send(subscribe(lease=2))
-    await third.next()
-    lost = await error_of(second.next())
-    assert (lost.code, lost.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "LEASE_LOST")
-    assert lost.metadata["current_lease"] == "2"
-    await fourth.send(subscribe(lease=1))
-    assert (await error_of(fourth.next())).reason == "LEASE_LOST"
-
-
-async def test_an_acquire_that_is_refused_is_told_and_the_stream_goes_on(quick: Service) -> None:
-    """Each with its reason."""
-    stream = Stream(quick)
-    await stream.send(
-        subscribe(),
-        acquire("", 1, 1),
-        acquire("s", -1, 2),
-        acquire("s", 1, 0),
-        acquire("s", 1, 3, elapsed=-1),
-        act(acquire=pb.Acquire(worker_id="w", scope="s", after=Duration(seconds=1, nanos=-1), sequence=4)),
-        *(acquire(f"s{number}", 0.3, 10 + number) for number in range(4)),
-    )
-    assert isinstance(await stream.next(), pb.Subscribed)
-    refused = [await stream.next() for _ in range(6)]
-    assert [each.reason for each in refused] == ["INVALID_ARGUMENT"] * 5 + ["TOO_MANY_TIMERS"]
-    assert refused[1].message == "after: must be more than zero and at most ten years"
-    assert (await stream.next()).scope == "s0"
-
-
-@pytest.mark.parametrize(
-    "requests",
-    [
-        [[]],
-        [[acquire("s", 1, 1)]],
-        [[subscribe(node_id="")]],
-        [[subscribe(lease=-1)]],
-        [[subscribe(), subscribe()]],
-        [[subscribe()], [subscribe()]],
-        [[subscribe()], [act(registered=pb.Registered())] * (MAX_ACTIONS + 1)],
-    ],
-)
-async def test_a_stream_that_breaks_the_protocol_ends(
-    service: Service, requests: list[list[pb.SuperviseAction]]
-) -> None:
-    """INVALID_ARGUMENT, with the field."""
-    stream = Stream(service)
-    for actions in requests:
-        await stream.send(*actions)
-
-    async def read_on() -> None:
-        while await stream.next() is not None:
-            pass
-
-    error = await error_of(read_on())
-    assert error.reason == "INVALID_ARGUMENT"
-    assert error.field_violations
-
-
-async def test_an_action_of_a_newer_client_is_ignored(service: Service) -> None:
-    """Unknown to this service: field 99 of SuperviseAction."""
-    stream = Stream(service)
-    await stream.send(subscribe(), pb.SuperviseAction.FromString(b"\x9a\x06\x00"), acquire("s", 0.01, 1))
-    await stream.next()
-    assert (await stream.next()).scope == "s"
-
-
-async def test_draining_is_told_and_ends_the_stream(service: Service) -> None:
-    """With status OK: it is no error."""
-    stream = Stream(service)
-    await stream.send(subscribe(), acquire("s", 60, 1))
-    await stream.next()
-    await service.server.drain(5.0)
-    assert isinstance(await stream.next(), pb.Draining)
-    assert await stream.next() is None
-
-
-async def test_a_client_that_closes_its_half_ends_the_stream(service: Service) -> None:
-    """Its timers stay: it may come back."""
-    stream = Stream(service)
-    await stream.send(subscribe(), acquire("s", 60, 1))
-    await stream.next()
-    await stream.call.done_writing()
-    assert await stream.next() is None
-    assert len(service.watchdog.table) == 1
 
 
 async def test_single_calls(service: Service) -> None:
@@ -296,48 +90,218 @@ async def test_pages_put_together_are_the_whole(service: Service) -> None:
 async def test_random_requests_are_answered_in_kind(service: Service) -> None:
     """Whatever the fields hold, the answer is a result or a refusal, never UNKNOWN, INTERNAL or a failure."""
     dice = random.Random(7)
-    texts = ["", "a", "run", "ü" * 200, "x" * 600, "\0", "../"]
-    numbers = [0, 1, -1, 2**31 - 1, 2**62, -(2**63)]
-
-    def duration() -> Duration:
-        return Duration(seconds=dice.choice(numbers), nanos=dice.choice([0, 1, -1, 10**9, -(2**31)]))
-
-    def request(kind: type[Any]) -> Any:
-        made = kind()
-        for field in kind.DESCRIPTOR.fields:
-            if dice.random() < 0.3:
-                continue
-            if field.message_type is not None:
-                getattr(made, field.name).CopyFrom(duration())
-            elif field.type == field.TYPE_STRING:
-                setattr(made, field.name, dice.choice(texts))
-            else:
-                number = dice.choice(numbers)
-                setattr(made, field.name, number if field.type == field.TYPE_INT64 else number % 2**31)
-        return made
-
     stub = service.stub()
     answers = set()
     for _ in range(300):
         for method, kind in (
+            (stub.RegisterTimers, pb.RegisterTimersRequest),
             (stub.AcquireTimer, pb.AcquireTimerRequest),
             (stub.ReleaseTimer, pb.ReleaseTimerRequest),
+            (stub.ClearTimers, pb.ClearTimersRequest),
             (stub.ListTimers, pb.ListTimersRequest),
+            (stub.ListScopes, pb.ListScopesRequest),
+            (stub.ForgetScopes, pb.ForgetScopesRequest),
+            (stub.GetProgress, pb.GetProgressRequest),
         ):
             try:
-                await method(request(kind))
+                await method(random_message(kind, dice))
                 answers.add("OK")
             except grpc.aio.AioRpcError as error:
                 answers.add(decode(error).reason)
-    assert answers <= {"OK", "INVALID_ARGUMENT", "LEASE_LOST"}
+    assert answers == {"OK", "INVALID_ARGUMENT", "LEASE_LOST"}
 
 
-async def test_a_subscriber_that_does_not_read_delays_nobody(quick: Service) -> None:
-    """Its expiries wait in one slot each, however often they are told again; its neighbour gets its own at once."""
-    deaf, other = Stream(quick), Stream(quick)
-    await deaf.send(subscribe("deaf"), acquire("s", 0.01, 1))
-    await other.send(subscribe("other"), acquire("s", 0.3, 1))
-    await other.next()
-    assert (await asyncio.wait_for(other.next(), 30)).scope == "s"
-    _, mailbox = quick.watchdog._mailboxes["run", "deaf"]
-    assert len(mailbox._expiries) <= 1
+async def test_many_actions_in_one_call(quick: Service) -> None:
+    """In order; those that are refused are told and don't hold up the others."""
+    stub = quick.stub()
+
+    def timer(scope: str, after: float = 60, **more: Any) -> pb.TimerAction:
+        return pb.TimerAction(
+            acquire=pb.Acquire(worker_id="w", scope=scope, after=to_duration(after), **more)
+        )
+
+    answer = await stub.RegisterTimers(
+        pb.RegisterTimersRequest(
+            run_id="run",
+            node_id="a",
+            lease=3,
+            actions=[
+                timer("s0"),
+                timer("s1", after=0),
+                timer("s2", sequence=5),
+                timer("s3", learned_as="step"),
+                timer("s4", elapsed=to_duration(-1)),
+                pb.TimerAction(release=pb.Release(worker_id="w", scope="s0")),
+                pb.TimerAction(release=pb.Release(worker_id="", scope="s0")),
+                pb.TimerAction(release=pb.Release(worker_id="w", scope="unknown")),
+                pb.TimerAction(clear=pb.Clear(worker_id="x" * 300)),
+                timer("s5", elapsed=to_duration(20)),
+                timer("s6"),
+                timer("s7"),
+                timer("s8"),
+            ],
+        )
+    )
+    assert [(each.scope, each.reason, each.message.partition(":")[0]) for each in answer.refused] == [
+        ("s1", "INVALID_ARGUMENT", "after"),
+        ("s2", "INVALID_ARGUMENT", "sequence"),
+        ("s3", "INVALID_ARGUMENT", "learned_as"),
+        ("s4", "INVALID_ARGUMENT", "elapsed"),
+        ("s0", "INVALID_ARGUMENT", "worker_id"),
+        ("", "INVALID_ARGUMENT", "worker_id"),
+        ("s8", "TOO_MANY_TIMERS", "too many timers on node 'a'"),
+    ]
+    listed = {timer.scope: timer for timer in (await stub.ListTimers(pb.ListTimersRequest())).timers}
+    assert sorted(listed) == ["s5", "s6", "s7"]
+    assert listed["s5"].remaining.seconds < 40
+    cleared = pb.TimerAction(clear=pb.Clear(worker_id="w"))
+    request = pb.RegisterTimersRequest(run_id="run", node_id="a", actions=[cleared])
+    assert not (await stub.RegisterTimers(request)).refused
+    assert len(quick.watchdog.table) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("run_id", {"run_id": ""}),
+        ("node_id", {"node_id": "x" * 257}),
+        ("lease", {"lease": -1}),
+        ("actions", {"actions": [pb.TimerAction(clear=pb.Clear(worker_id="w"))] * (MAX_ACTIONS + 1)}),
+        ("actions[1]", {"actions": [pb.TimerAction(clear=pb.Clear(worker_id="w")), pb.TimerAction()]}),
+    ],
+)
+async def test_a_malformed_call_takes_none_of_its_actions(
+    service: Service, field: str, changes: dict[str, Any]
+) -> None:
+    """With the field."""
+    first = pb.TimerAction(acquire=pb.Acquire(worker_id="w", scope="s", after=to_duration(60)))
+    actions = [first, *changes.pop("actions", [])]
+    field = field.replace("1", "2")
+    request = pb.RegisterTimersRequest(**{"run_id": "run", "node_id": "a", "actions": actions, **changes})
+    error = await error_of(service.stub().RegisterTimers(request))
+    assert (error.reason, error.field_violations[0][0]) == ("INVALID_ARGUMENT", field)
+    assert len(service.watchdog.table) == 0
+
+
+async def test_a_superseded_caller_registers_and_clears_nothing(service: Service) -> None:
+    """LEASE_LOST, as for single timers."""
+    stub = service.stub()
+    actions = [pb.TimerAction(acquire=pb.Acquire(worker_id="w", scope="s", after=to_duration(60)))]
+    await stub.RegisterTimers(pb.RegisterTimersRequest(run_id="run", node_id="a", lease=5, actions=actions))
+    older: dict[str, Any] = {"run_id": "run", "node_id": "a", "lease": 4}
+    for call in (
+        stub.RegisterTimers(pb.RegisterTimersRequest(**older, actions=actions)),
+        stub.ClearTimers(pb.ClearTimersRequest(**older, worker_id="w")),
+    ):
+        assert (await error_of(call)).reason == "LEASE_LOST"
+    newer = pb.ClearTimersRequest(run_id="run", node_id="a", lease=5, worker_id="w")
+    assert (await stub.ClearTimers(newer)).cleared == 1
+    assert (await stub.ClearTimers(newer)).cleared == 0
+
+
+async def test_timers_are_listed_by_state(service: Service) -> None:
+    """Each state apart, several together, and none given for all; one that learns has no end to tell."""
+    stub, stream = service.stub(), Stream(service)
+    await stream.send(
+        subscribe(),
+        acquire("counting", 60, 1),
+        acquire("learning", 0, 2, learned_as="step"),
+        acquire("offered", 0.01, 3),
+        act(registered=pb.Registered()),
+    )
+    await stream.next()
+    assert (await stream.next()).scope == "offered"
+    await stub.AcquireTimer(
+        pb.AcquireTimerRequest(
+            run_id="run", node_id="b", worker_id="w", scope="unclaimed", after=to_duration(0.01)
+        )
+    )
+
+    async def scopes(*states: pb.TimerState.ValueType) -> list[str]:
+        answer = await stub.ListTimers(pb.ListTimersRequest(states=states))
+        return [timer.scope for timer in answer.timers]
+
+    unclaimed = frozenset({TimerState.UNCLAIMED})
+    await eventually(lambda: any(service.watchdog.table.timers(0.0, states=unclaimed)))
+    assert await scopes(pb.TIMER_STATE_UNCLAIMED) == ["unclaimed"]
+    assert await scopes(pb.TIMER_STATE_COUNTING) == ["counting"]
+    assert await scopes(pb.TIMER_STATE_OFFERED, pb.TIMER_STATE_UNCLAIMED) == ["offered", "unclaimed"]
+    assert len(await scopes()) == 4
+    (learning,) = (await stub.ListTimers(pb.ListTimersRequest(states=[pb.TIMER_STATE_LEARNING]))).timers
+    assert (learning.scope, learning.learned_as) == ("learning", "step")
+    assert not learning.HasField("after")
+    assert not learning.HasField("remaining")
+    for wrong in (pb.TIMER_STATE_UNSPECIFIED, 17):
+        refused = await error_of(stub.ListTimers(pb.ListTimersRequest(states=[wrong])))  # type: ignore[list-item]
+        assert refused.field_violations[0][0] == "states"
+
+
+async def test_scopes_are_listed_and_forgotten(service: Service) -> None:
+    """Page by page, with what the durations come of; a scope that was forgotten has no duration."""
+    stub, stream = service.stub(), Stream(service)
+    observed = [
+        act(observe=pb.Observe(scope=f"s{n}", count=n + 18, longest=to_duration(n))) for n in range(1, 6)
+    ]
+    await stream.send(
+        subscribe(), acquire("t", 0, 1, learned_as="s5"), *observed, act(registered=pb.Registered())
+    )
+    await stream.next()
+    pages, token = [], ""
+    while True:
+        page = await stub.ListScopes(pb.ListScopesRequest(run_id="run", page_size=2, page_token=token))
+        assert (page.warm_up, page.factor, page.least) == (20, 5.0, to_duration(10))
+        pages.append([(scope.scope, scope.count, scope.after.seconds, scope.timers) for scope in page.scopes])
+        token = page.next_page_token
+        if not token:
+            break
+    assert pages == [
+        [("s1", 19, 0, 0), ("s2", 20, 10, 0)],
+        [("s3", 21, 15, 0), ("s4", 22, 20, 0)],
+        [("s5", 23, 25, 1)],
+    ]
+    assert (await stub.ForgetScopes(pb.ForgetScopesRequest(run_id="run", scope="s5"))).forgotten == 1
+    assert (await stub.ForgetScopes(pb.ForgetScopesRequest(run_id="other"))).forgotten == 0
+    while (told := await stream.next()).scope != "s5" or told.count:
+        pass
+    assert (await stub.ForgetScopes(pb.ForgetScopesRequest(run_id="run"))).forgotten == 4
+    (left,) = (await stub.ListScopes(pb.ListScopesRequest())).scopes
+    assert (left.scope, left.count, left.HasField("after"), left.timers) == ("s5", 0, False, 1)
+
+
+async def test_progress_of_a_run(service: Service) -> None:
+    """The slowest first, as many as were asked for; a run that told none is no error."""
+    stub, stream = service.stub(), Stream(service)
+    told = [act(progress=pb.Progress(worker_id=f"{n}@1", rank=n, step=n % 7 + 3)) for n in range(20)]
+    await stream.send(subscribe(), *told, act(registered=pb.Registered()))
+    await stream.next()
+    progress = await stub.GetProgress(pb.GetProgressRequest(run_id="run"))
+    assert (progress.workers, progress.lowest_step, progress.highest_step) == (20, 3, 9)
+    assert [worker.rank for worker in progress.slowest] == [0, 7, 14, 1, 8, 15, 2, 9, 16, 3]
+    assert progress.slowest[0].node_id == "a"
+    assert progress.stall_after == to_duration(600)
+    assert not progress.HasField("stalled")
+    assert len((await stub.GetProgress(pb.GetProgressRequest(run_id="run", most=3))).slowest) == 3
+    assert len((await stub.GetProgress(pb.GetProgressRequest(run_id="run", most=1000))).slowest) == 20
+    assert (await stub.GetProgress(pb.GetProgressRequest(run_id="none"))).workers == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "method", "request_"),
+    [
+        ("run_id", "GetProgress", pb.GetProgressRequest()),
+        ("most", "GetProgress", pb.GetProgressRequest(run_id="run", most=-1)),
+        ("most", "GetProgress", pb.GetProgressRequest(run_id="run", most=1001)),
+        ("run_id", "ForgetScopes", pb.ForgetScopesRequest(scope="s")),
+        ("scope", "ForgetScopes", pb.ForgetScopesRequest(run_id="run", scope="x" * 513)),
+        ("page_size", "ListScopes", pb.ListScopesRequest(page_size=-1)),
+        ("page_token", "ListScopes", pb.ListScopesRequest(page_token="WyJhIl0=")),  # noqa: S106 - ["a"]
+        ("run_id", "ClearTimers", pb.ClearTimersRequest(node_id="a", worker_id="w")),
+        ("node_id", "ClearTimers", pb.ClearTimersRequest(run_id="run", worker_id="w")),
+        ("worker_id", "ClearTimers", pb.ClearTimersRequest(run_id="run", node_id="a")),
+    ],
+)
+async def test_a_malformed_field_is_named(service: Service, field: str, method: str, request_: Any) -> None:
+    """INVALID_ARGUMENT, whatever the state."""
+    error = await error_of(getattr(service.stub(), method)(request_))
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+    assert [violation[0] for violation in error.field_violations] == [field]

@@ -1,4 +1,4 @@
-"""The watchdog wakes when it must, whatever happens to it, and what it has to tell waits in bounded slots."""
+"""The watchdog wakes when it must, whatever happens to it, and tells whom it concerns."""
 
 from __future__ import annotations
 
@@ -6,57 +6,30 @@ import asyncio
 
 import pytest
 
-from rallypoint.timer.refusals import InvalidField
-from rallypoint.timer.values import Expiry, TimerName
-from rallypoint.timer.watchdog import Mailbox, Refusal, Watchdog
+from rallypoint.timer.mailbox import Mail, Mailbox
+from rallypoint.timer.refusals import StreamReplaced
+from rallypoint.timer.run_progress import Stall
+from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings
+from rallypoint.timer.watchdog import Watchdog
 
 from .conftest import Clock, eventually
 
 NAME = TimerName("run", "a", "0@1", "s")
 
 
-def expiry(number: int, offers: int = 1) -> Expiry:
-    return Expiry(number, NAME, 1.0, 0.0, number, offers)
+async def mail_of(mailbox: Mailbox) -> Mail:
+    mail = await mailbox.take()
+    assert mail is not None
+    return mail
 
 
-async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
-    """A subscriber that doesn't read has one slot per timer."""
-    mailbox = Mailbox()
-    for offers in range(1, 100):
-        mailbox.offer(expiry(1, offers))
-    assert await mailbox.take() == ([expiry(1, 99)], [])
-
-
-async def test_refusals_are_bounded() -> None:
-    """A subscriber that sends nonsense and doesn't read keeps the last of them."""
-    mailbox = Mailbox()
-    for number in range(5000):
-        mailbox.refuse(Refusal("w", "s", number, InvalidField("after", "no")))
-    taken = await mailbox.take()
-    assert taken is not None
-    assert [refusal.sequence for refusal in taken[1]] == list(range(4000, 5000))
-
-
-async def test_much_is_told_in_portions() -> None:
-    """Each far below the size of a message; the end comes after the last."""
-    mailbox = Mailbox()
-    for number in range(2500):
-        mailbox.offer(expiry(number))
-    mailbox.end()
-    sizes = []
-    while (taken := await mailbox.take()) is not None:
-        sizes.append(len(taken[0]))
-    assert sizes == [1000, 1000, 500]
-
-
-async def test_an_error_ends_at_once() -> None:
-    """And the first end counts."""
-    mailbox = Mailbox()
-    mailbox.offer(expiry(1))
-    mailbox.end(ValueError("first"))
-    mailbox.end(ValueError("second"))
-    with pytest.raises(ValueError, match="first"):
-        await mailbox.take()
+def pass_time(watchdog: Watchdog, clock: Clock, seconds: float) -> None:
+    """Lets it pass, ringing as often as the watchdog wants to be woken."""
+    end = clock.now + seconds
+    while watchdog._due <= end:
+        clock.now = max(clock.now, watchdog._due)
+        watchdog.ring()
+    clock.now = end
 
 
 async def test_it_wakes_by_itself_at_the_deadline_and_not_before() -> None:
@@ -66,9 +39,7 @@ async def test_it_wakes_by_itself_at_the_deadline_and_not_before() -> None:
     began = watchdog.now()
     watchdog.table.acquire(NAME, 0.05, began)
     watchdog.arm()
-    taken = await mailbox.take()
-    assert taken is not None
-    assert taken[0][0].name == NAME
+    assert (await mail_of(mailbox)).expiries[0].name == NAME
     assert watchdog.now() - began >= 0.05 - 1e-6
     watchdog.drain()
 
@@ -83,9 +54,7 @@ async def test_an_earlier_deadline_moves_the_alarm() -> None:
     watchdog.table.acquire(NAME._replace(scope="soon"), 0.001, watchdog.now())
     watchdog.arm()
     assert watchdog._due < late
-    taken = await mailbox.take()
-    assert taken is not None
-    assert taken[0][0].name.scope == "soon"
+    assert (await mail_of(mailbox)).expiries[0].name.scope == "soon"
     watchdog.drain()
 
 
@@ -137,3 +106,135 @@ async def test_a_watchdog_without_timers_sleeps() -> None:
     assert watchdog._alarm is not None
     watchdog.table.end(subscription, "0@1", "s")
     await eventually(lambda: watchdog._alarm is None)
+
+
+def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Subscription, Mailbox]:
+    """A node with one worker, which has just come to a step."""
+    subscription, mailbox = watchdog.subscribe("run", node_id, 0)
+    watchdog.tell_progress(subscription, "0@1", rank=0, step=step, elapsed=0)
+    watchdog.registered(subscription)
+    watchdog.arm()
+    return subscription, mailbox
+
+
+async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With who stopped first; to nobody of another run. And so is its end."""
+    caplog.set_level("INFO")
+    watchdog = Watchdog(TimerSettings(stall_after=60), clock)
+    (a, first), (_, second) = standing(watchdog, "a"), standing(watchdog, "b", step=8)
+    _, foreign = watchdog.subscribe("other", "a", 0)
+    pass_time(watchdog, clock, 200)
+    assert caplog.text.count("the run stalls") == 1
+    assert "node_id='a' worker_id='0@1' rank=0 step=7 idle=60" in caplog.text
+    for mailbox in (first, second):
+        stall = (await mail_of(mailbox)).stall
+        assert stall is not None
+        assert (stall.over, stall.first.node_id, stall.workers, stall.at_same_step) == (False, "a", 2, 1)
+    watchdog.tell_progress(a, "0@1", rank=0, step=8, elapsed=0)
+    watchdog.arm()
+    assert caplog.text.count("the run stalls no more") == 1
+    for mailbox in (first, second):
+        stall = (await mail_of(mailbox)).stall
+        assert stall is not None
+        assert (stall.over, round(stall.idle)) == (True, 200)
+    assert not foreign._news.is_set()
+    watchdog.drain()
+
+
+async def test_who_subscribes_while_the_run_stalls_is_told(clock: Clock) -> None:
+    """The stream to which it was told first may have broken before."""
+    watchdog = Watchdog(TimerSettings(stall_after=60), clock)
+    standing(watchdog)
+    pass_time(watchdog, clock, 70)
+    _, later = watchdog.subscribe("run", "b", 0)
+    stall = (await mail_of(later)).stall
+    assert isinstance(stall, Stall)
+    assert round(stall.idle) == 70
+    watchdog.drain()
+
+
+async def test_a_watchdog_that_was_paused_reports_nobody_for_it(clock: Clock) -> None:
+    """The time for which it was not watching doesn't count, though only progress is being watched."""
+    watchdog = Watchdog(TimerSettings(stall_after=60), clock)
+    _, mailbox = standing(watchdog)
+    pass_time(watchdog, clock, 30)
+    clock.now += 3600
+    watchdog.ring()
+    pass_time(watchdog, clock, 25)
+    assert not mailbox._news.is_set()
+    pass_time(watchdog, clock, 15)
+    assert mailbox._news.is_set()
+    watchdog.drain()
+
+
+async def test_a_stall_is_noticed_by_itself() -> None:
+    """By the event loop's clock, with no timer that would wake it."""
+    watchdog = Watchdog(TimerSettings(stall_after=0.05))
+    _, mailbox = standing(watchdog)
+    assert (await mail_of(mailbox)).stall is not None
+    watchdog.drain()
+
+
+async def test_an_older_stream_tells_no_progress(clock: Clock) -> None:
+    """What it has to say is of the past."""
+    watchdog = Watchdog(clock=clock)
+    older, _ = standing(watchdog)
+    standing(watchdog, step=9)
+    with pytest.raises(StreamReplaced):
+        watchdog.tell_progress(older, "0@1", rank=0, step=8, elapsed=0)
+    watchdog.unsubscribe(older)
+    assert watchdog.progress_of("run", 1).lowest_step == 9
+    watchdog.drain()
+
+
+async def test_workers_that_are_gone_have_no_progress(clock: Clock) -> None:
+    """Whether their agent or a single call says so; and those of which the next stream does not tell."""
+    watchdog = Watchdog(clock=clock)
+    subscription, _ = standing(watchdog)
+    for worker in ("1@1", "2@1"):
+        watchdog.tell_progress(subscription, worker, rank=1, step=8, elapsed=0)
+    watchdog.clear(subscription, "0@1")
+    watchdog.clear_worker("run", "a", "1@1", None)
+    assert watchdog.progress_of("run", 1).workers == 1
+    again, _ = watchdog.subscribe("run", "a", 0)
+    watchdog.registered(again)
+    assert watchdog.progress_of("run", 1).workers == 0
+    watchdog.drain()
+
+
+async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) -> None:
+    """Once enough was seen, to those who come later as well, and when it is forgotten; to no other run."""
+    watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
+    heard: list[bool] = []
+    watchdog.on_learned = heard.append
+    subscription, one = watchdog.subscribe("run", "a", 0)
+    _, two = watchdog.subscribe("run", "b", 0)
+    _, foreign = watchdog.subscribe("other", "a", 0)
+    watchdog.observe(subscription, "step", 5, 2.0)
+    watchdog.arm()
+    _, late = watchdog.subscribe("run", "c", 0)
+    for mailbox in (one, two, late):
+        assert (await mail_of(mailbox)).learned == [Learned("step", 5, 2.0)]
+    assert watchdog.forget_scopes("run", "step") == 1
+    watchdog.arm()
+    for mailbox in (one, two, late):
+        assert (await mail_of(mailbox)).learned == [Learned("step", 0, 0.0)]
+    assert not foreign._news.is_set()
+    assert heard == [False, True]
+    watchdog.drain()
+
+
+async def test_what_can_not_be_kept_is_logged_once_and_ends_nothing(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that puts a number into its scopes' names has no end of them."""
+    watchdog = Watchdog(TimerSettings(max_scopes_per_run=2), clock)
+    subscription, _ = watchdog.subscribe("run", "a", 0)
+    for number in range(100):
+        watchdog.observe(subscription, f"s{number}", 1, 1.0)
+        watchdog.learn(subscription, f"t{number}", 1, 1.0)
+    assert caplog.text.count("not all can be kept") == 1
+    assert len(watchdog.table.learned_of("run")) == 2
+    watchdog.drain()

@@ -9,19 +9,15 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from rallypoint.cli.limit_flags import Flag, count, seconds, size
 from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.requests import MOST_NODES
 from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.serving.options import Finite, Seconds, Setting
+from rallypoint.serving.options import Finite, Setting
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-# What the machine can't have, in any unit: a slip of the finger, rather than a wish.
-_MOST = 10**12
-_LONGEST = 366 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +74,33 @@ def limit_options(command: _Command) -> _Command:
     return cast(_Command, decorated)
 
 
-def _flags() -> list[_Flag]:
+def _flags() -> list[Flag]:
     rendezvous, store, state = _DEFAULT.rendezvous, _DEFAULT.store, _DEFAULT.state
     return [
-        _count(
+        count(
             "--max-runs",
             rendezvous.runs,
             "Runs at a time, and ended ones until they expire. Each takes some 10 KB.",
         ),
-        _count(
+        count(
             "--max-nodes-per-run",
             rendezvous.nodes_per_run,
             "Nodes of a run at a time, spares included. Each takes some 40 KB.",
             most=MOST_NODES,
         ),
-        _count(
+        count(
             "--max-subscribers-per-run",
             rendezvous.subscribers_per_run,
             "Streams that watch a run or its events at a time. Each change is told to all of them.",
         ),
-        _count(
+        count(
             "--max-events-per-run",
             rendezvous.events_per_run,
             "Events of a run that are kept, in memory. Two rounds of 8,000 nodes have 32,000.",
         ),
-        _bytes("--max-event-bytes-per-run", rendezvous.event_bytes_per_run, "Bytes of these events."),
-        _bytes("--max-event-bytes", rendezvous.event_bytes, "Bytes of the events of all runs, in memory."),
-        _seconds(
+        size("--max-event-bytes-per-run", rendezvous.event_bytes_per_run, "Bytes of these events."),
+        size("--max-event-bytes", rendezvous.event_bytes, "Bytes of the events of all runs, in memory."),
+        seconds(
             "--run-ttl",
             rendezvous.run_ttl,
             "How long a run without nodes is remembered. Longer lets a job come back later, and keeps more runs.",
@@ -118,73 +114,51 @@ def _flags() -> list[_Flag]:
             help="Messages a second that a node may send on its stream; one that sends more is cut off. An agent "
             "sends a heartbeat every 5 s.",
         ),
-        _count(
+        count(
             "--message-burst",
             rendezvous.message_burst,
             "Messages that a node may send on its stream at once.",
         ),
-        _bytes(
+        size(
             "--max-store-bytes-per-run",
             store.run_bytes,
             "Keys and values of a run's store, in memory and on disk.",
         ),
-        _count(
+        count(
             "--max-store-keys-per-run",
             store.run_keys,
             "Keys of a run's store. A million take 4 s to recover.",
         ),
-        _count(
+        count(
             "--max-store-waiters-per-run",
             store.waiters,
             "Requests that wait for keys of a run at the same time. Each is an open call of some 10 KB.",
         ),
-        _count(
+        count(
             "--max-store-waited-keys-per-run",
             store.waited_keys,
             "Keys that they wait for, a key counted once for each of them. Each takes some 200 bytes.",
         ),
-        _bytes(
+        size(
             "--max-store-queued-bytes-per-run",
             store.queued_bytes,
             "Writes of a run that wait for a commit. More lets a slow disk hold more memory, less refuses bursts.",
         ),
-        _count("--max-states", state.states, "Runs that have a fenced state."),
-        _bytes("--max-state-bytes", state.state_bytes, "All fenced states together, in memory and on disk."),
-        _bytes(
+        count("--max-states", state.states, "Runs that have a fenced state."),
+        size("--max-state-bytes", state.state_bytes, "All fenced states together, in memory and on disk."),
+        size(
             "--max-state-queued-bytes",
             state.queued_bytes,
             "Fenced states that wait for a commit. More lets a slow disk hold more memory, less refuses bursts.",
         ),
-        _count(
+        count(
             "--max-state-watchers",
             state.watchers,
             "Streams that watch a fenced state. Each takes some 40 KB.",
         ),
-        _seconds(
+        seconds(
             "--state-ttl",
             _DEFAULT.state_ttl,
             "How long a fenced state is kept that nobody reads, sets or watches. Longer keeps more of them.",
         ),
     ]
-
-
-class _Whole(click.IntRange):
-    """A whole number within bounds."""
-
-    name = "whole number"
-
-
-def _count(name: str, default: int, help_: str, most: int = _MOST) -> _Flag:
-    return click.option(name, cls=Setting, type=_Whole(1, most), default=default, metavar="N", help=help_)
-
-
-def _bytes(name: str, default: int, help_: str) -> _Flag:
-    return click.option(
-        name, cls=Setting, type=_Whole(1, _MOST), default=default, metavar="BYTES", help=help_
-    )
-
-
-def _seconds(name: str, default: float, help_: str) -> _Flag:
-    return click.option(
-        name, cls=Setting, type=Seconds(1, _LONGEST), default=default, metavar="SECONDS", help=help_
-    )

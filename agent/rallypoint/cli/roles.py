@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from rallypoint.agent.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
@@ -16,7 +17,8 @@ from rallypoint.rendezvous.service import open_journal, rendezvous_services
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 from rallypoint.timer.errors import translate as translate_timer
-from rallypoint.timer.service import timer_registration
+from rallypoint.timer.service import timer_registration, timer_service
+from rallypoint.timer.values import TimerSettings
 
 
 async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits: Limits) -> None:
@@ -49,10 +51,15 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
         raise SettingError(str(broken[0])) from broken[0]
 
 
-async def serve_timer_role(options: ServerOptions) -> None:
-    """Serve timers until a signal."""
-    server = Server(options, services=[timer_registration()], translate=translate_timer)
-    await server.serve_until_signal()
+async def serve_timer_role(options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
+    """Serve timers until a signal. What is learned is kept in a file; None: in memory.
+
+    Raises:
+        SettingError: It can't start; one line.
+    """
+    async with timer_service(settings, learned=learned) as service:
+        server = Server(options, services=[service], translate=translate_timer)
+        await server.serve_until_signal()
 
 
 async def serve_agent_role(options: ServerOptions, tls: ClientTLS | None) -> None:

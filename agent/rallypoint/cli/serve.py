@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import click
 
 from rallypoint.cli.limit_options import Limits, limit_options
 from rallypoint.cli.roles import serve_agent_role, serve_rendezvous_role, serve_timer_role
+from rallypoint.cli.timer_options import timer_options
 from rallypoint.serving.logs import configure_logs
 from rallypoint.serving.loop import run
 from rallypoint.serving.options import Setting, server_options
 from rallypoint.serving.settings import ClientTLS, ServerOptions
+from rallypoint.timer.values import TimerSettings
 
 
 @click.group()
@@ -38,9 +41,10 @@ def rendezvous(options: ServerOptions, journal: str, limits: Limits) -> None:
 
 @serve.command()
 @server_options(default_port=29410)
-def timer(options: ServerOptions) -> None:
-    """Serve the watchdog: countdown timers of workers."""
-    _serve(options, serve_timer_role(options))
+@timer_options
+def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
+    """Serve the watchdog: countdown timers and progress of workers."""
+    _serve(options, serve_timer_role(options, settings, learned))
 
 
 @serve.command()

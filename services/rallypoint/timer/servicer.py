@@ -1,33 +1,30 @@
-"""TimerService on the wire: requests in, events out. All decisions are the table's."""
+"""TimerService on the wire: requests in, answers out. All decisions are the watchdog's."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
 from itertools import islice
 from typing import Any
 
 import grpc
 
+from rallypoint.timer import answers
 from rallypoint.timer.durations import to_duration, to_seconds
+from rallypoint.timer.mailbox import Refusal
+from rallypoint.timer.names import check_name
+from rallypoint.timer.page_token import decode_page_token, encode_page_token
 from rallypoint.timer.refusals import Draining, InvalidField, TooMany
+from rallypoint.timer.supervision import Supervision, check_number
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-from rallypoint.timer.values import Expiry, Subscription, TimerName, TimerState, TimerView
-from rallypoint.timer.watchdog import Mailbox, Refusal, Watchdog
-
-MAX_ACTIONS = 1000
-"""Of one SuperviseRequest. Taking them holds up the event loop, so their number is bounded: some 5 ms."""
+from rallypoint.timer.values import TimerName, TimerState
+from rallypoint.timer.watchdog import Watchdog
 
 _MAX_PAGE = 1000
-_STATES = {
-    TimerState.COUNTING: pb.TIMER_STATE_COUNTING,
-    TimerState.OFFERED: pb.TIMER_STATE_OFFERED,
-    TimerState.UNCLAIMED: pb.TIMER_STATE_UNCLAIMED,
-}
+_MAX_WORKERS = 1000
+_DEFAULT_WORKERS = 10
+_STATES: dict[int, TimerState] = {number: state for state, number in answers.STATES.items()}
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,86 +43,63 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         first = await anext(request_iterator, None)
         if first is None:
             return
-        if not first.actions or first.actions[0].WhichOneof("action") != "subscribe":
-            raise InvalidField("actions", "the first action of a stream must be subscribe")
         self._refuse_if_draining()
-        wanted = first.actions[0].subscribe
-        subscription, mailbox = self._watchdog.subscribe(wanted.run_id, wanted.node_id, wanted.lease)
-        reading = asyncio.create_task(self._read(subscription, mailbox, first, request_iterator))
+        supervision = Supervision(self._watchdog, first)
+        reading = asyncio.create_task(supervision.read(request_iterator))
         try:
             interval = to_duration(self._table.settings.reoffer_interval)
-            yield _response([pb.SuperviseEvent(subscribed=pb.Subscribed(reoffer_interval=interval))])
-            while (news := await mailbox.take()) is not None:
-                expiries, refusals = news
-                yield _response([*map(_refused, refusals), *map(_expired, expiries)])
+            yield _event(pb.SuperviseEvent(subscribed=pb.Subscribed(reoffer_interval=interval)))
+            while (mail := await supervision.mailbox.take()) is not None:
+                yield answers.mail_response(mail)
             if self._watchdog.draining:
-                yield _response([pb.SuperviseEvent(draining=pb.Draining())])
+                yield _event(pb.SuperviseEvent(draining=pb.Draining()))
         finally:
             reading.cancel()
-            self._watchdog.unsubscribe(subscription)
+            self._watchdog.unsubscribe(supervision.subscription)
             await asyncio.wait({reading})
 
-    async def _read(
-        self,
-        subscription: Subscription,
-        mailbox: Mailbox,
-        first: pb.SuperviseRequest,
-        requests: AsyncIterator[pb.SuperviseRequest],
-    ) -> None:
+    async def RegisterTimers(
+        self, request: pb.RegisterTimersRequest, context: _Context
+    ) -> pb.RegisterTimersResponse:
+        """See timer_service.proto."""
+        self._refuse_if_draining()
+        check_number(len(request.actions))
+        check_name("run_id", request.run_id)
+        check_name("node_id", request.node_id)
+        if request.lease < 0:
+            raise InvalidField("lease", "must not be negative")
+        for place, action in enumerate(request.actions):
+            if action.WhichOneof("action") is None:
+                raise InvalidField(f"actions[{place}]", "must be one of acquire, release and clear")
         try:
-            self._take(subscription, mailbox, first.actions, start=1)
-            async for request in requests:
-                self._take(subscription, mailbox, request.actions)
-            mailbox.end()
-        except Exception as error:
-            mailbox.end(error)
-
-    def _take(
-        self,
-        subscription: Subscription,
-        mailbox: Mailbox,
-        actions: Sequence[pb.SuperviseAction],
-        start: int = 0,
-    ) -> None:
-        if len(actions) > MAX_ACTIONS:
-            raise InvalidField("actions", f"at most {MAX_ACTIONS} in one message")
-        try:
-            for action in islice(actions, start, None):
-                self._act(subscription, mailbox, action)
+            refusals = [refusal for each in request.actions if (refusal := self._act(request, each))]
         finally:
             self._watchdog.arm()
+        return pb.RegisterTimersResponse(refused=map(answers.refused, refusals))
 
-    def _act(self, subscription: Subscription, mailbox: Mailbox, action: pb.SuperviseAction) -> None:
-        match action.WhichOneof("action"):
-            case "acquire":
-                self._register(subscription, mailbox, action.acquire)
-            case "release":
-                self._table.end(subscription, action.release.worker_id, action.release.scope)
-            case "clear":
-                self._table.clear(subscription, action.clear.worker_id)
-            case "acknowledge":
-                self._table.acknowledge(subscription, action.acknowledge.expiry_id)
-            case "registered":
-                self._table.registered(subscription)
-            case "subscribe":
-                raise InvalidField("actions", "subscribe may only be the first action of a stream")
-            case None:
-                # An action of a newer client: what it is for doesn't exist here.
-                return
-
-    def _register(self, subscription: Subscription, mailbox: Mailbox, acquire: pb.Acquire) -> None:
+    def _act(self, request: pb.RegisterTimersRequest, action: pb.TimerAction) -> Refusal | None:
+        run_id, node_id, lease = request.run_id, request.node_id, _lease(request)
+        acquire, release, now = action.acquire, action.release, self._watchdog.now()
         try:
-            self._table.register(
-                subscription,
-                acquire.worker_id,
-                acquire.scope,
-                to_seconds(acquire.after, "after"),
-                self._watchdog.now(),
-                sequence=acquire.sequence,
-                elapsed=to_seconds(acquire.elapsed, "elapsed"),
-            )
+            match action.WhichOneof("action"):
+                case "acquire":
+                    _refuse_what_is_for_agents(acquire)
+                    name = TimerName(run_id, node_id, acquire.worker_id, acquire.scope)
+                    after, elapsed = (
+                        to_seconds(acquire.after, "after"),
+                        to_seconds(acquire.elapsed, "elapsed"),
+                    )
+                    self._table.acquire(name, after, now, elapsed=elapsed, lease=lease)
+                case "release":
+                    name = TimerName(run_id, node_id, release.worker_id, release.scope)
+                    self._table.release(name, now, lease=lease)
+                case _:
+                    self._watchdog.clear_worker(run_id, node_id, action.clear.worker_id, lease)
         except (InvalidField, TooMany) as error:
-            mailbox.refuse(Refusal(acquire.worker_id, acquire.scope, acquire.sequence, error))
+            # Of the three that an action may be, those that it isn't are empty.
+            worker_id = acquire.worker_id or release.worker_id or action.clear.worker_id
+            return Refusal(worker_id, acquire.scope or release.scope, acquire.sequence, error)
+        return None
 
     async def AcquireTimer(
         self, request: pb.AcquireTimerRequest, context: _Context
@@ -147,76 +121,101 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         self._watchdog.arm()
         return pb.ReleaseTimerResponse(released=released)
 
+    async def ClearTimers(self, request: pb.ClearTimersRequest, context: _Context) -> pb.ClearTimersResponse:
+        """See timer_service.proto."""
+        cleared = self._watchdog.clear_worker(
+            request.run_id, request.node_id, request.worker_id, _lease(request)
+        )
+        self._watchdog.arm()
+        return pb.ClearTimersResponse(cleared=cleared)
+
     async def ListTimers(self, request: pb.ListTimersRequest, context: _Context) -> pb.ListTimersResponse:
         """See timer_service.proto."""
-        if request.page_size < 0:
-            raise InvalidField("page_size", "must not be negative")
-        size = min(request.page_size or _MAX_PAGE, _MAX_PAGE)
-        beyond = _decode_page_token(request.page_token) if request.page_token else None
-        found = self._table.timers(self._watchdog.now(), request.run_id, request.node_id, beyond)
+        size, beyond = _page_size(request), None
+        if request.page_token:
+            beyond = TimerName(*decode_page_token(request.page_token, len(TimerName._fields)))
+        found = self._table.timers(
+            self._watchdog.now(), request.run_id, request.node_id, beyond, states=_states(request.states)
+        )
         page = list(islice(found, size + 1))
-        more = _encode_page_token(page[size - 1].name) if len(page) > size else ""
-        return pb.ListTimersResponse(timers=map(_timer, page[:size]), next_page_token=more)
+        more = encode_page_token(page[size - 1].name) if len(page) > size else ""
+        return pb.ListTimersResponse(timers=map(answers.timer, page[:size]), next_page_token=more)
+
+    async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
+        """See timer_service.proto."""
+        size, beyond = _page_size(request), None
+        if request.page_token:
+            run_id, scope = decode_page_token(request.page_token, 2)
+            beyond = (run_id, scope)
+        page = list(islice(self._table.scopes(request.run_id, beyond), size + 1))
+        more = (
+            encode_page_token((page[size - 1].run_id, page[size - 1].learned.scope))
+            if len(page) > size
+            else ""
+        )
+        settings = self._table.settings
+        return pb.ListScopesResponse(
+            scopes=map(answers.scope, page[:size]),
+            next_page_token=more,
+            warm_up=settings.learn_warm_up,
+            factor=settings.learn_factor,
+            least=to_duration(settings.learn_least),
+        )
+
+    async def ForgetScopes(
+        self, request: pb.ForgetScopesRequest, context: _Context
+    ) -> pb.ForgetScopesResponse:
+        """See timer_service.proto."""
+        forgotten = self._watchdog.forget_scopes(request.run_id, request.scope)
+        self._watchdog.arm()
+        return pb.ForgetScopesResponse(forgotten=forgotten)
+
+    async def GetProgress(self, request: pb.GetProgressRequest, context: _Context) -> pb.GetProgressResponse:
+        """See timer_service.proto."""
+        check_name("run_id", request.run_id)
+        if not 0 <= request.most <= _MAX_WORKERS:
+            raise InvalidField("most", f"must be at least zero and at most {_MAX_WORKERS:,}")
+        return answers.run_progress(
+            self._watchdog.progress_of(request.run_id, request.most or _DEFAULT_WORKERS)
+        )
 
     def _refuse_if_draining(self) -> None:
         if self._watchdog.draining:
             raise Draining
 
 
+def _event(event: pb.SuperviseEvent) -> pb.SuperviseResponse:
+    return pb.SuperviseResponse(events=[event])
+
+
 def _name(request: pb.AcquireTimerRequest | pb.ReleaseTimerRequest) -> TimerName:
     return TimerName(request.run_id, request.node_id, request.worker_id, request.scope)
 
 
-def _lease(request: pb.AcquireTimerRequest | pb.ReleaseTimerRequest) -> int | None:
+def _lease(
+    request: pb.AcquireTimerRequest
+    | pb.ReleaseTimerRequest
+    | pb.ClearTimersRequest
+    | pb.RegisterTimersRequest,
+) -> int | None:
     return request.lease if request.HasField("lease") else None
 
 
-def _response(events: Sequence[pb.SuperviseEvent]) -> pb.SuperviseResponse:
-    return pb.SuperviseResponse(events=events)
+def _refuse_what_is_for_agents(acquire: pb.Acquire) -> None:
+    if acquire.sequence:
+        raise InvalidField("sequence", "is for agents, and must not be set here")
+    if acquire.learned_as:
+        raise InvalidField("learned_as", "is for agents, and must not be set here")
 
 
-def _expired(expiry: Expiry) -> pb.SuperviseEvent:
-    return pb.SuperviseEvent(
-        expired=pb.Expired(
-            expiry_id=expiry.expiry_id,
-            worker_id=expiry.name.worker_id,
-            scope=expiry.name.scope,
-            after=to_duration(expiry.after),
-            late_by=to_duration(expiry.late_by),
-            sequence=expiry.sequence,
-        )
-    )
+def _page_size(request: pb.ListTimersRequest | pb.ListScopesRequest) -> int:
+    if request.page_size < 0:
+        raise InvalidField("page_size", "must not be negative")
+    return min(request.page_size or _MAX_PAGE, _MAX_PAGE)
 
 
-def _refused(refusal: Refusal) -> pb.SuperviseEvent:
-    return pb.SuperviseEvent(
-        refused=pb.Refused(
-            worker_id=refusal.worker_id,
-            scope=refusal.scope,
-            sequence=refusal.sequence,
-            reason=refusal.error.reason,
-            message=str(refusal.error),
-        )
-    )
-
-
-def _timer(view: TimerView) -> pb.Timer:
-    return pb.Timer(
-        **view.name._asdict(),
-        after=to_duration(view.after),
-        remaining=to_duration(view.remaining),
-        state=_STATES[view.state],
-        offers=view.offers,
-    )
-
-
-def _encode_page_token(name: TimerName) -> str:
-    return base64.urlsafe_b64encode(json.dumps(name).encode()).decode()
-
-
-def _decode_page_token(token: str) -> TimerName:
-    with suppress(ValueError, RecursionError):
-        match json.loads(base64.urlsafe_b64decode(token)):
-            case [str(run_id), str(node_id), str(worker_id), str(scope)]:
-                return TimerName(run_id, node_id, worker_id, scope)
-    raise InvalidField("page_token", "is none that this service gave out")
+def _states(wanted: Iterable[int]) -> frozenset[TimerState]:
+    numbers = set(wanted)
+    if not numbers <= _STATES.keys():
+        raise InvalidField("states", "must be COUNTING, OFFERED, UNCLAIMED or LEARNING")
+    return frozenset(_STATES[number] for number in numbers)

@@ -1,0 +1,106 @@
+"""What one subscriber is to be told, in bounded room, however slowly it reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from rallypoint.timer.names import MAX_NAME_BYTES, MAX_SCOPE_BYTES
+from rallypoint.timer.refusals import Refused
+from rallypoint.timer.run_progress import Stall
+from rallypoint.timer.values import Expiry, Learned
+
+# Answers to requests that were not taken, kept for a subscriber that doesn't read. Older ones are dropped.
+_MOST_REFUSALS = 1000
+# Scopes whose latest is kept for it; older ones are dropped: the copy of a reader that slow is of little use.
+_MOST_LEARNED = 10_000
+# Of each kind told in one message, so that it stays below gRPC's 4 MiB.
+_MOST_AT_ONCE = 1000
+
+
+class Refusal:
+    """An acquire of a subscriber that was not taken."""
+
+    __slots__ = ("error", "scope", "sequence", "worker_id")
+
+    def __init__(self, worker_id: str, scope: str, sequence: int, error: Refused) -> None:
+        # A name that is too long is the very thing that is refused: a thousand of them must not fill the memory.
+        self.worker_id = worker_id[:MAX_NAME_BYTES]
+        self.scope = scope[:MAX_SCOPE_BYTES]
+        self.sequence = sequence
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """What there is to tell, in the order of its fields."""
+
+    refusals: list[Refusal]
+    learned: list[Learned]
+    stall: Stall | None
+    expiries: list[Expiry]
+
+
+class Mailbox:
+    """What one subscriber is to be told. Bounded: what is told again takes the place of its first."""
+
+    def __init__(self) -> None:
+        self._expiries: dict[int, Expiry] = {}
+        self._refusals: deque[Refusal] = deque(maxlen=_MOST_REFUSALS)
+        self._learned: dict[str, Learned] = {}
+        self._stall: Stall | None = None
+        self._ended = False
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def offer(self, expiry: Expiry) -> None:
+        """An expiry to tell."""
+        self._expiries[expiry.expiry_id] = expiry
+        self._news.set()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """A refusal to tell."""
+        self._refusals.append(refusal)
+        self._news.set()
+
+    def learn(self, learned: Learned) -> None:
+        """What the run has learned of a scope; only the latest of each is told."""
+        self._learned[learned.scope] = learned
+        if len(self._learned) > _MOST_LEARNED:
+            del self._learned[next(iter(self._learned))]
+        self._news.set()
+
+    def stall(self, stall: Stall) -> None:
+        """Whether the run stalls; only the latest is told."""
+        self._stall = stall
+        self._news.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing more comes: the stream ends, with the error if there is one. The first call counts."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._news.set()
+
+    async def take(self) -> Mail | None:
+        """Waits for what there is to tell; None at the end. Raises the error that `end` was given."""
+        await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        mail = Mail(
+            list(self._refusals),
+            [self._learned.pop(each) for each in list(islice(self._learned, _MOST_AT_ONCE))],
+            self._stall,
+            [self._expiries.pop(each) for each in list(islice(self._expiries, _MOST_AT_ONCE))],
+        )
+        self._refusals.clear()
+        self._stall = None
+        if self._ended and mail == _NOTHING:
+            return None
+        if not self._ended and not self._expiries and not self._learned:
+            self._news.clear()
+        return mail
+
+
+_NOTHING = Mail([], [], None, [])

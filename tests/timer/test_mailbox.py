@@ -1,0 +1,85 @@
+"""What is to be told to one who doesn't read waits in bounded slots, the latest of each kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.timer.mailbox import Mail, Mailbox, Refusal
+from rallypoint.timer.refusals import InvalidField
+from rallypoint.timer.run_progress import Stall, WorkerProgress
+from rallypoint.timer.values import Expiry, Learned, TimerName
+
+NAME = TimerName("run", "a", "0@1", "s")
+
+
+def expiry(number: int, offers: int = 1) -> Expiry:
+    return Expiry(number, NAME, 1.0, 0.0, number, offers)
+
+
+def stall(over: bool) -> Stall:
+    return Stall("run", over, 60.0, WorkerProgress("a", "0@1", 0, 7, 60.0), 1, 1)
+
+
+async def taken(mailbox: Mailbox) -> Mail:
+    mail = await mailbox.take()
+    assert mail is not None
+    return mail
+
+
+async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
+    """A subscriber that doesn't read has one slot per timer."""
+    mailbox = Mailbox()
+    for offers in range(1, 100):
+        mailbox.offer(expiry(1, offers))
+    assert await mailbox.take() == Mail([], [], None, [expiry(1, 99)])
+
+
+async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
+    """What came before it is of no use to anybody."""
+    mailbox = Mailbox()
+    for count in range(100):
+        mailbox.learn(Learned("s", count, 1.0))
+        mailbox.stall(stall(over=count % 2 == 0))
+    assert await mailbox.take() == Mail([], [Learned("s", 99, 1.0)], stall(over=False), [])
+
+
+async def test_refusals_are_bounded() -> None:
+    """A subscriber that sends nonsense and doesn't read keeps the last of them, and no more than its beginning."""
+    mailbox = Mailbox()
+    for number in range(5000):
+        mailbox.refuse(Refusal("w" * 5000, "s" * 5000, number, InvalidField("after", "no")))
+    refusals = (await taken(mailbox)).refusals
+    assert [refusal.sequence for refusal in refusals] == list(range(4000, 5000))
+    assert {(len(refusal.worker_id), len(refusal.scope)) for refusal in refusals} == {(256, 512)}
+
+
+async def test_what_was_learned_is_bounded() -> None:
+    """A run can forget and learn scopes of other names for ever; the latest of them are kept."""
+    mailbox = Mailbox()
+    for number in range(12_000):
+        mailbox.learn(Learned(f"s{number}", 1, 1.0))
+    kept = [learned.scope for _ in range(10) for learned in (await taken(mailbox)).learned]
+    assert kept == [f"s{number}" for number in range(2000, 12_000)]
+
+
+async def test_much_is_told_in_portions() -> None:
+    """Each far below the size of a message; the end comes after the last."""
+    mailbox = Mailbox()
+    for number in range(2500):
+        mailbox.offer(expiry(number))
+        mailbox.learn(Learned(f"s{number}", 1, 1.0))
+    mailbox.end()
+    sizes = []
+    while (mail := await mailbox.take()) is not None:
+        sizes.append((len(mail.expiries), len(mail.learned)))
+    assert sizes == [(1000, 1000), (1000, 1000), (500, 500)]
+
+
+async def test_an_error_ends_at_once() -> None:
+    """And the first end counts."""
+    mailbox = Mailbox()
+    mailbox.offer(expiry(1))
+    mailbox.end(ValueError("first"))
+    mailbox.end(ValueError("second"))
+    with pytest.raises(ValueError, match="first"):
+        await mailbox.take()

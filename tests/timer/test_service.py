@@ -1,0 +1,92 @@
+"""The timer service put together, over a real socket: what it learns outlives it, and is counted once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.server import Server, ServerOptions
+from rallypoint.timer.durations import to_duration
+from rallypoint.timer.service import timer_service, translate
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+
+from .streams import act, subscribe
+
+pytestmark = pytest.mark.integration
+
+
+@asynccontextmanager
+async def serving(folder: Path, learned: Path | None) -> AsyncIterator[pb_grpc.TimerServiceAsyncStub]:
+    """A service that keeps what it learns in that file."""
+    async with timer_service(learned=learned) as service:
+        server = Server(
+            ServerOptions(host=f"unix:{folder / 'timer'}"), services=[service], translate=translate
+        )
+        await server.start()
+        async with open_channel(server.address) as channel:
+            yield pb_grpc.TimerServiceStub(channel)
+        await server.drain(5.0)
+
+
+async def tell(stub: pb_grpc.TimerServiceAsyncStub, *actions: pb.SuperviseAction, node_id: str = "a") -> None:
+    """Says it on a stream of its own, which is over when it was taken."""
+    call = stub.Supervise(timeout=30)
+    await call.write(pb.SuperviseRequest(actions=[subscribe(node_id), *actions]))
+    await call.done_writing()
+    async for _ in call:
+        pass
+
+
+async def counts(stub: pb_grpc.TimerServiceAsyncStub) -> list[tuple[str, int]]:
+    answer = await stub.ListScopes(pb.ListScopesRequest(), timeout=30)
+    return [(scope.scope, scope.count) for scope in answer.scopes]
+
+
+def observed(count: int) -> pb.SuperviseAction:
+    return act(observe=pb.Observe(scope="step", count=count, longest=to_duration(1)))
+
+
+def brought(count: int) -> pb.SuperviseAction:
+    return act(learned=pb.Learned(scope="step", count=count, longest=to_duration(1)))
+
+
+async def test_the_file_and_the_agents_tell_of_the_same_completions(tmp_path: Path) -> None:
+    """Their accounts are not added up: a timer must not run out by what was not seen."""
+    file = tmp_path / "learned.json"
+    async with serving(tmp_path, file) as stub:
+        await tell(stub, observed(60))
+    async with serving(tmp_path, file) as stub:
+        assert await counts(stub) == [("step", 60)]
+        await tell(stub, brought(100))
+        await tell(stub, brought(90), node_id="b")
+        assert await counts(stub) == [("step", 100)]
+        await tell(stub, observed(1))
+    async with serving(tmp_path, file) as stub:
+        assert await counts(stub) == [("step", 101)]
+
+
+async def test_what_an_operator_forgot_stays_forgotten(tmp_path: Path) -> None:
+    """The next service learns it anew."""
+    file = tmp_path / "learned.json"
+    async with serving(tmp_path, file) as stub:
+        await tell(stub, observed(60))
+    async with serving(tmp_path, file) as stub:
+        await stub.ForgetScopes(pb.ForgetScopesRequest(run_id="run"), timeout=30)
+    async with serving(tmp_path, file) as stub:
+        assert await counts(stub) == []
+        await tell(stub, observed(2))
+        assert await counts(stub) == [("step", 2)]
+
+
+async def test_without_a_file_it_is_kept_in_memory(tmp_path: Path) -> None:
+    """For as long as the service lives, agents or not."""
+    async with serving(tmp_path, None) as stub:
+        await tell(stub, observed(60))
+        assert await counts(stub) == [("step", 60)]
+    async with serving(tmp_path, None) as stub:
+        assert await counts(stub) == []
