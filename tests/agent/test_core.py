@@ -219,7 +219,7 @@ class World:
         self.running = 0  # the round of the living workers; 0: none
         self.stopping = False
         self.confirmed = 0
-        self.departed = self.left = self.out = False
+        self.departed = self.left = self.out = self.unfit = False
         self.succeeded = 0  # the round in which the workers here did
         self.finished = 0
         self.done: Counter[str] = Counter()
@@ -240,6 +240,7 @@ class World:
                 self.told(core.Phase.JOINABLE),
                 self.told(choose.choice([core.Phase.FROZEN, core.Phase.FINAL])),  # a spare's
                 core.WorkersGone(),
+                core.NodeUnfit("process 7 outlived SIGKILL"),
                 core.WorkerFailed(),
                 core.WorkersSucceeded(),
                 core.LeaseEnded("it expired"),
@@ -247,7 +248,7 @@ class World:
                 core.StopRequested("got SIGTERM"),
                 core.MembershipEnded(),
             ],
-            weights=[4, 4, 4, 2, 4, 4, 4, 2, 1, 1, 1],
+            weights=[4, 4, 4, 2, 4, 0.7, 4, 4, 2, 1, 1, 1],
         )[0]
 
     def told(self, phase: Any, round_: int = 0) -> Any:
@@ -272,6 +273,11 @@ class World:
             self.confirmed = 0
         elif isinstance(event, core.MembershipEnded):
             self.out = True
+        elif isinstance(event, core.NodeUnfit):
+            # Before anything was started, or after all of it is known to be gone, there is nothing to outlive a kill.
+            if not self.done["StartWorkers"]:
+                return
+            self.unfit = True
         self.state, effects = core.decide(self.state, event)
         for effect in effects:
             self.take(effect)
@@ -297,11 +303,13 @@ class World:
                     effect.assignment.round == self.confirmed, "a round started that was not confirmed"
                 )
                 self.check(not (self.departed or self.out), "workers started by a node that goes, or is out")
+                self.check(not self.unfit, "workers started beside what can't be killed")
                 self.running = effect.assignment.round
             case "StopWorkers":
                 self.check(bool(self.running) and not self.stopping, "a stop of nothing")
                 self.stopping = True
             case "Confirm":
+                self.check(not self.unfit, "confirmed while something lives that can't be killed")
                 self.confirmed = effect.round
             case "ReportSuccess":
                 self.succeeded = effect.round
@@ -360,6 +368,7 @@ def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
 REVERSED = 'StopWorkers("a worker failed"), ReportFailure(state.started)'
 IF_OUT = "if state.out:\n        return state.detail"
 BARRIER = "state.exit_barrier_passed and state.phase is Phase.FINAL"
+OUT_ONLY = "if state.out:\n        return unfit"
 UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                return state, []\n            "
 
 
@@ -377,6 +386,13 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
         ("state.exit_barrier_passed and state.succeeded == seat.round", BARRIER, "before it might"),
         (IF_OUT, IF_OUT.replace("state.out", "False"), "no end"),
         (UNLESS_RUNNING + "done", "done", "while workers are alive"),
+        ("if state.unfit is not None and not state.left and", "if False and", "can't be killed"),
+        ("unfit = replace(state, unfit=event.detail)", "unfit = state", "can't be killed"),
+        (
+            "if state.leaving is not None or state.left or state.out:\n        return unfit",
+            OUT_ONLY,
+            "departed",
+        ),
     ],
 )
 def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, broken: str, seen: str) -> None:
@@ -429,3 +445,72 @@ def test_an_exit_barrier_of_another_round_lets_nobody_go() -> None:
     state, _ = play(core.WorkersSucceeded(), joinable(), frozen(2), state=RUNNING)
     _, effects = play(replace(final(2), exit_barrier_passed=True), state=state)
     assert effects == [core.StartWorkers(seat(2), 0)]
+
+
+# ---- a host on which something outlives SIGKILL
+
+UNFIT = core.NodeUnfit("process 7 outlived SIGKILL")
+
+
+def test_a_worker_that_outlives_its_kill_is_reported_and_the_node_leaves() -> None:
+    """The others hear of the failure, and that this node goes, before what can still be stopped here is."""
+    state, effects = play(core.WorkerFailed(), state=RUNNING)
+    assert effects == [core.ReportFailure(1), core.StopWorkers("a worker failed")]
+    state, effects = play(UNFIT, state=state)
+    assert effects == [core.Depart(UNFIT.detail)]
+    state, effects = play(joinable(), frozen(2), core.WorkersGone(), state=state)
+    assert effects == [core.Leave(UNFIT.detail)]
+    state, effects = play(core.MembershipEnded(), state=state)
+    assert (effects, state.finished, state.unfit) == ([core.Finish()], True, UNFIT.detail)
+
+
+def test_what_outlives_an_ordinary_stop_makes_the_node_leave_too() -> None:
+    """The next round is never confirmed beside it, although it is frozen already."""
+    state, effects = play(joinable(), frozen(2), UNFIT, state=RUNNING)
+    assert effects == [core.Depart(UNFIT.detail)]
+    assert play(core.WorkersGone(), state=state)[1] == [core.Leave(UNFIT.detail)]
+
+
+def test_workers_that_run_beside_it_are_stopped() -> None:
+    """It is known before any of them has failed."""
+    assert play(UNFIT, state=RUNNING)[1] == [core.Depart(UNFIT.detail), core.StopWorkers(UNFIT.detail)]
+
+
+def test_it_is_said_once() -> None:
+    """Killing and stopping both find it."""
+    state, _ = play(core.WorkerFailed(), UNFIT, state=RUNNING)
+    assert play(UNFIT, core.NodeUnfit("another"), state=state) == (state, [])
+
+
+def test_success_stands_whatever_it_left_behind() -> None:
+    """Who goes then would cost the others a round; a run that is over is over."""
+    state, effects = play(core.WorkersSucceeded(), UNFIT, state=RUNNING)
+    assert effects == []
+    assert play(final(1), CLOSED, state=state)[1] == []
+    assert play(CLOSED, core.MembershipEnded(), state=state)[1] == [core.Finish()]
+    barrier = replace(final(1), exit_barrier_passed=True)
+    assert play(barrier, state=state)[1] == [
+        core.Leave("its workers succeeded, and the exit barrier is over")
+    ]
+
+
+@pytest.mark.parametrize("event", [joinable(), frozen(2), final(2), core.LeaseEnded("it expired")])
+def test_after_success_it_leaves_if_its_workers_are_wanted_again(event: core.Event) -> None:
+    """The round re-forms, for a node that was lost: without this host."""
+    state, _ = play(core.WorkersSucceeded(), UNFIT, state=RUNNING)
+    assert play(event, state=state)[1] == [core.Depart(UNFIT.detail), core.Leave(UNFIT.detail)]
+
+
+def test_a_node_that_leaves_already_only_remembers_it() -> None:
+    """Its exit code tells whoever started it; the run hears one reason."""
+    leaving, _ = play(core.StopRequested("got SIGTERM"), state=RUNNING)
+    state, effects = play(UNFIT, state=leaving)
+    assert (effects, state.leaving, state.unfit) == ([], "got SIGTERM", UNFIT.detail)
+    assert play(core.WorkersGone(), state=state)[1] == [core.Leave("got SIGTERM")]
+
+
+def test_out_of_the_run_it_is_only_remembered() -> None:
+    """There is nobody to tell any more."""
+    out, _ = play(CLOSED, core.MembershipEnded(), state=RUNNING)
+    state, effects = play(UNFIT, core.WorkersGone(), state=out)
+    assert (effects, state.unfit) == ([core.Finish()], UNFIT.detail)

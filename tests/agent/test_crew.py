@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 
 from process_probe import until
+from rallypoint.agent import reaping
 from rallypoint.agent.config import JobConfig, Peer
 from rallypoint.agent.console import Console
 from rallypoint.agent.core import Assignment
 from rallypoint.agent.crew import Crew
 from rallypoint.agent.errors import COULD_NOT_START, WorkerFailure
+from rallypoint.agent.hang import Hang
 from rallypoint.agent.logs import LogDirectory, Redirect, Streams
 from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import Killed
 from rallypoint.agent.workers import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
@@ -45,6 +48,7 @@ class Told:
     def __init__(self) -> None:
         """Nothing yet."""
         self.failures: list[WorkerFailure] = []
+        self.unfit: list[str] = []
         self.successes = 0
 
     def success(self) -> None:
@@ -90,13 +94,19 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]
                 console=console,
                 log_directory=logs,
                 sockets={"RALLYPOINT_STORE_SOCKET": "/run/store"},
+                stacks=tmp_path,
                 on_failure=told.failures.append,
                 on_success=told.success,
+                on_unfit=told.unfit.append,
             )
             stack.push_async_callback(crew.stop, signal.SIGKILL, 0.0)
             return crew
 
         yield make_crew
+
+
+def _found(folder: Path, pattern: str) -> list[Path]:
+    return list(folder.glob(pattern))
 
 
 async def test_success_is_told_once_when_all_have_succeeded(
@@ -207,11 +217,106 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
     crew = make("sleep 60")
     await crew.start()
     assert sorted(crew.names) == ["0@3", "1@3"]
-    await crew.reap("1@3", "it did not leave 'step' within 2 s")
+    await crew.reap(Hang("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid))
     await until(lambda: bool(told.failures), "the failure")
     (failure,) = told.failures
-    assert (failure.rank, failure.exit_code, failure.message) == (5, -9, "it did not leave 'step' within 2 s")
+    accusation = "it did not leave 'step' within 2 s (found 0.010 s later)"
+    assert (failure.rank, failure.exit_code, failure.message) == (5, -9, accusation)
+    assert failure.traceback.startswith(
+        f"rank 5, process {failure.pid}, hangs in 'step', which may take 2 s: "
+    )
     assert crew.workers[0].exit is None
+
+
+async def test_a_worker_that_is_only_to_be_told_of_lives_on(
+    make: Callable[..., Crew], told: Told, tmp_path: Path
+) -> None:
+    """What it was doing is in its file."""
+    crew = make("sleep 60")
+    await crew.start()
+    await crew.reap(Hang("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid, signal=None))
+    (file,) = _found(tmp_path, "logs/*/attempt_0/1/hang.txt")
+    assert f"rank 5, process {crew.workers[1].pid}, hangs in 'step'" in file.read_text()
+    assert (crew.workers[1].exit, told.failures) == (None, [])
+
+
+async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
+    make: Callable[..., Crew], told: Told, tmp_path: Path
+) -> None:
+    """It did not do what it was started for."""
+    crew = make(
+        'trap "touch $1/heard.$LOCAL_RANK; exit 0" USR1; touch $1/ready.$LOCAL_RANK; while :; do sleep 0.01; done'
+    )
+    await crew.start()
+    await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
+    await crew.reap(Hang("0@3", "step", after=2.0, late_by=0.01, signal=signal.SIGUSR1))
+    await until(lambda: bool(told.failures), "the failure")
+    (failure,) = told.failures
+    assert (failure.rank, failure.exit_code) == (4, 0)
+    assert failure.message.startswith("it did not leave 'step'")
+    assert [path.name for path in _found(tmp_path, "heard.*")] == ["heard.0"]
+    assert crew.workers[1].exit is None
+
+
+async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
+    make: Callable[..., Crew], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure first, and once; whoever stops the others does not wait for it."""
+    crew = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 60')
+    await crew.start()
+    await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
+    pid = crew.workers[1].pid
+
+    async def kill_in_vain(*_: object) -> Killed:
+        assert told.failures == []
+        return Killed(1, (pid,))
+
+    monkeypatch.setattr(crew._spawner, "kill", kill_in_vain)
+    monkeypatch.setattr(reaping, "SLOW_DEATH", 0.05)
+    await crew.reap(Hang("1@3", "save", after=2.0, late_by=0.01, pid=pid))
+    (failure,) = told.failures
+    (why,) = told.unfit
+    assert why.startswith(f"process of workers outlived SIGKILL: {pid} (")
+    assert failure.message == f"it did not leave 'save' within 2 s (found 0.010 s later); {why}"
+    assert (failure.rank, failure.pid, failure.exit_code) == (5, pid, -9)
+    # The other one ends of the signal; the one that was killed in vain lives, and is not waited for.
+    report = await asyncio.wait_for(crew.stop(signal.SIGTERM, 3600.0), 60)
+    assert report.killed == (1,)
+    assert len(told.failures) == 1
+
+
+async def test_a_worker_that_ended_meanwhile_is_left_alone(make: Callable[..., Crew], told: Told) -> None:
+    """Nor is one of another round, or one that was stopped, anybody's to kill."""
+    crew = make("exit 0", workers=1)
+    await crew.start()
+    await until(lambda: told.successes > 0, "success")
+    await crew.reap(Hang("0@3", "step", after=2.0, late_by=0.01))
+    await crew.stop(signal.SIGKILL, 0.0)
+    await crew.reap(Hang("0@3", "step", after=2.0, late_by=0.01))
+    assert told.failures == []
+
+
+async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
+    make: Callable[..., Crew], told: Told, tmp_path: Path
+) -> None:
+    """Named in its environment; and nothing of it is left."""
+    crew = make('test -p "$RALLYPOINT_STACKS" && echo "$RALLYPOINT_STACKS" > $1/pipe.$LOCAL_RANK')
+    await crew.start()
+    await until(lambda: told.successes > 0, "success")
+    pipes = {Path((tmp_path / f"pipe.{rank}").read_text().strip()) for rank in (0, 1)}
+    assert len(pipes) == 2
+    await crew.stop(signal.SIGKILL, 0.0)
+    assert not any(pipe.exists() for pipe in pipes)
+
+
+async def test_without_a_place_for_pipes_workers_run_all_the_same(
+    make: Callable[..., Crew], told: Told, tmp_path: Path
+) -> None:
+    """Their stacks, should they hang, are had in other ways, or not at all."""
+    crew = make('test -z "$RALLYPOINT_STACKS"')
+    crew._stacks = tmp_path / "none"
+    await crew.start()
+    await until(lambda: told.successes > 0, "success")
 
 
 async def test_a_process_is_traced_to_its_worker(make: Callable[..., Crew], tmp_path: Path) -> None:
@@ -241,3 +346,20 @@ async def test_workers_get_the_environment_of_their_place(
         "4 8 2 /run/store\n",
         "5 8 2 /run/store\n",
     ]
+
+
+async def test_of_workers_that_all_hang_each_is_examined(
+    make: Callable[..., Crew], told: Told, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most of them wait for the one that hangs: the first to be killed ends the round, and may be any of them."""
+    crew = make("sleep 60")
+    await crew.start()
+    reaped = [
+        asyncio.create_task(crew.reap(Hang(name, "step", after=2.0, late_by=0.01))) for name in crew.names
+    ]
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(crew.stop(signal.SIGTERM, 60.0))
+    await asyncio.gather(*reaped, stopping)
+    assert len(_found(tmp_path, "logs/*/attempt_0/*/hang.txt")) == 2
+    assert caplog.text.count("a worker hangs, and is being stopped") == 2
+    assert told.failures == []

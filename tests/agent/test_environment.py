@@ -48,6 +48,7 @@ def test_a_worker_sees_torchruns_variables_and_ours() -> None:
     """The whole of it: a variable that is missing, or one too many, is a change of the interface."""
     assert environment() == {
         "PATH": "/bin",
+        "PYTHONFAULTHANDLER": "1",
         "RANK": "5",
         "LOCAL_RANK": "1",
         "GROUP_RANK": "1",
@@ -74,9 +75,9 @@ def test_a_worker_sees_torchruns_variables_and_ours() -> None:
     }
 
 
-def test_what_the_user_set_about_threads_and_nccl_stays() -> None:
-    """Those two are defaults; the ranks are not."""
-    chosen = {"OMP_NUM_THREADS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+def test_what_the_user_set_stays() -> None:
+    """Some are defaults; the ranks are not."""
+    chosen = {"OMP_NUM_THREADS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "PYTHONFAULTHANDLER": ""}
     seen = environment(replace(CONFIG, environment=chosen))
     assert {name: seen[name] for name in chosen} == chosen
 

@@ -16,6 +16,7 @@ from rallypoint.agent.errors import (
     MAX_TRACEBACK,
     WorkerFailure,
     describe_failure,
+    failure_to_end,
     failure_to_start,
     render,
     sentence,
@@ -208,3 +209,17 @@ def test_reports_of_signals_and_of_what_never_ran() -> None:
     assert "pid        never started" in never
     assert "reason     no program 'x'" in never
     assert "log " not in never
+
+
+def test_a_worker_that_sigkill_did_not_end_has_failed_all_the_same() -> None:
+    """Nobody saw its end; the report says what it was sent, and why that is not enough."""
+    failure = failure_to_end(
+        "it hangs; it outlived\nSIGKILL", pid=7, rank=3, role="trainer", host="n", local_rank=1
+    )
+    assert (failure.message, failure.exit_code, failure.signal_name) == (
+        "it hangs; it outlived SIGKILL",
+        -9,
+        "SIGKILL",
+    )
+    assert (failure.pid, failure.rank, failure.local_rank) == (7, 3, 1)
+    assert "it hangs" in render(failure)

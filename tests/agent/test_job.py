@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,14 @@ import pytest
 
 from process_probe import fresh_marker, gone, living, until
 from rallypoint.agent import job as job_module
+from rallypoint.agent import reaping
 from rallypoint.agent.config import JobConfig, Peer
-from rallypoint.agent.job import FAILED, REFUSED, SUCCEEDED, Job, JobResult
+from rallypoint.agent.crew import Crew
+from rallypoint.agent.job import Job
+from rallypoint.agent.job_result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobResult
 from rallypoint.agent.logs import LogError, Redirect, Streams
 from rallypoint.agent.processes import Spawner
+from rallypoint.agent.workers import StopReport
 from rallypoint.cli.roles import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -407,3 +413,68 @@ async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
     job.request_stop("got SIGTERM", signal.SIGTERM)
     assert await running == JobResult(128 + signal.SIGINT, "left the run: got SIGINT")
     assert sorted(path.name for path in bench.folder.glob("saved.*")) == ["saved.0", "saved.1"]
+
+
+# ---- a host on which something outlives SIGKILL
+
+
+@pytest.fixture
+def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A process that every stop reports as left: nothing that SIGKILL doesn't end can be had on any machine."""
+    stop = Crew.stop
+
+    async def stop_in_vain(crew: Crew, number: int, timeout: float) -> StopReport:
+        return replace(await stop(crew, number, timeout), left=(os.getpid(),))
+
+    monkeypatch.setattr(Crew, "stop", stop_in_vain)
+    monkeypatch.setattr(reaping, "SLOW_DEATH", 0.05)
+    return os.getpid()
+
+
+async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor: int) -> None:
+    """It takes no part in the next round, although restarts are left, and its exit code says so."""
+    job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 60', restarts=5)
+    result = await bench.run(job)
+    assert result.exit_code == UNFIT == 3
+    assert result.detail.startswith(
+        f"this host is not fit to run workers: process of workers outlived SIGKILL: {survivor} ("
+    )
+    assert result.failure is not None
+    assert (result.failure.rank, result.failure.traceback) == (1, "no data")
+    assert job.state.confirmed == 1
+    run = await bench.state()
+    assert (len(run.nodes), run.HasField("run_end")) == (0, False)
+
+
+async def test_a_run_that_fails_at_last_is_no_excuse_for_an_unfit_host(bench: Bench, survivor: int) -> None:
+    """Whoever starts the next job has to know; the failure that ended the run is told all the same."""
+    result = await bench.run(bench.job("exit 3"))
+    assert result.exit_code == UNFIT
+    assert result.failure is not None
+
+
+async def test_success_stays_success_whatever_it_left_behind(bench: Bench, survivor: int) -> None:
+    """The work is done."""
+    job = bench.job("exit 0")
+    result = await bench.run(job)
+    assert (result.exit_code, result.detail) == (SUCCEEDED, "all 2 workers of round 1 succeeded")
+    assert f"outlived SIGKILL: {survivor}" in (job.state.unfit or "")
+
+
+async def test_without_a_place_for_temporary_files_nothing_is_joined(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says what to do."""
+
+    make = tempfile.TemporaryDirectory
+
+    def refuse(prefix: str, **more: Any) -> tempfile.TemporaryDirectory[str]:
+        if prefix == "rallypoint_stacks_":
+            raise OSError(28, "No space left on device")
+        return make(prefix=prefix, **more)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(
+        SettingError, match=r"can't make a temporary folder: .*No space left.*; set TMPDIR to another"
+    ):
+        await bench.run(bench.job("exit 0"))

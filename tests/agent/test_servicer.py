@@ -14,7 +14,8 @@ import pytest
 
 from rallypoint.agent.core import AgentState, Phase, Workers
 from rallypoint.agent.crew import Worker
-from rallypoint.agent.job import Job, JobResult
+from rallypoint.agent.job import Job
+from rallypoint.agent.job_result import JobResult
 from rallypoint.agent.servicer import Launch, supervisor_registration
 from rallypoint.agent.spawn_protocol import WorkerExit
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb

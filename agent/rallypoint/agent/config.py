@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallypoint.agent.logs import Redirect
-from rallypoint.agent.settings import SHUTDOWN_TIMEOUT
+from rallypoint.agent.settings import EVIDENCE_TIMEOUT, SHUTDOWN_TIMEOUT
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import ClientTLS
 
@@ -47,6 +47,9 @@ class JobConfig:
         close_timeout: How long to try to give the lease back.
         shutdown_timeout: How long workers may take to stop before they are killed (torchrun's
             `--shutdown-timeout`). Shorter loses checkpoints; longer keeps every other host waiting.
+        stall_after: Have the run reported when none of its workers advances for so long; 0: never; None: as the
+            timer service is set.
+        evidence_timeout: How long to look into a worker that hangs before it is killed; 0: not at all.
     """
 
     run_id: str
@@ -67,6 +70,8 @@ class JobConfig:
     connect_timeout: float = 60.0
     close_timeout: float = 30.0
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
+    stall_after: float | None = None
+    evidence_timeout: float = EVIDENCE_TIMEOUT
 
 
 def new_node_id() -> str:

@@ -73,7 +73,17 @@ class WorkersSucceeded:
 
 @dataclass(frozen=True, slots=True)
 class WorkersGone:
-    """The group was stopped: none of its processes, and none of their descendants, is alive."""
+    """The group was stopped: none of its processes, and none of their descendants, is alive.
+
+    Where some outlive SIGKILL, NodeUnfit comes first, and this says that nothing more can be done about them.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUnfit:
+    """Processes of workers outlived SIGKILL, so no other round may run on this host; `detail` says which."""
+
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,14 @@ class MembershipEnded:
 
 
 Event: TypeAlias = (
-    Updated | LeaseEnded | WorkerFailed | WorkersSucceeded | WorkersGone | StopRequested | MembershipEnded
+    Updated
+    | LeaseEnded
+    | WorkerFailed
+    | WorkersSucceeded
+    | WorkersGone
+    | NodeUnfit
+    | StopRequested
+    | MembershipEnded
 )
 
 
@@ -170,6 +187,8 @@ class AgentState:
     confirmed: int = 0
     started: int = 0
     succeeded: int = 0
+    # Why this host can't run another round, once it can't.
+    unfit: str | None = None
     # Why this node is to leave, once it is.
     leaving: str | None = None
     left: bool = False
@@ -218,12 +237,27 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
             return done, [ReportSuccess(state.started)]
         case WorkersGone():
             return replace(state, workers=Workers.ABSENT), []
+        case NodeUnfit():
+            return _note_unfit(state, event)
         case StopRequested():
             if state.leaving is not None or state.left or state.out:
                 return state, []
             return replace(state, leaving=event.detail), [Depart(event.detail)]
         case MembershipEnded():
             return replace(state, out=True, detail=event.detail or state.detail), []
+
+
+def _note_unfit(state: AgentState, event: NodeUnfit) -> tuple[AgentState, list[Effect]]:
+    if state.unfit is not None:
+        return state, []
+    unfit = replace(state, unfit=event.detail)
+    if state.leaving is not None or state.left or state.out:
+        return unfit, []
+    if state.workers is Workers.ABSENT and state.succeeded and state.succeeded == state.started:
+        # What its workers have achieved stands: to go now would cost the others a round.
+        return unfit, []
+    # Told at once: the others need not wait for what will never end here.
+    return replace(unfit, leaving=event.detail), [Depart(event.detail)]
 
 
 def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
@@ -239,6 +273,8 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
         return replace(state, finished=True), Finish()
     if state.leaving is not None:
         return None if state.left else (replace(state, left=True), Leave(state.leaving))
+    if state.unfit is not None and not state.left and not _stands_by_success(state):
+        return replace(state, leaving=state.unfit), Depart(state.unfit)
     seat = state.assignment
     if seat is None or state.left:
         return None
@@ -250,6 +286,13 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
         running = replace(state, workers=Workers.RUNNING, started=seat.round)
         return running, StartWorkers(seat, state.restart_count)
     return None
+
+
+def _stands_by_success(state: AgentState) -> bool:
+    """Whether the round in which the workers here succeeded is still the latest, or the last."""
+    seat = state.assignment
+    latest = state.phase is Phase.FINAL and seat is not None and seat.round == state.succeeded
+    return latest or state.phase is Phase.CLOSED
 
 
 def _reason_to_stop(state: AgentState) -> str | None:

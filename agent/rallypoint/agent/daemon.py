@@ -12,7 +12,8 @@ import grpc
 
 from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config import JobConfig, Peer, new_node_id
-from rallypoint.agent.job import REFUSED, Job, JobResult
+from rallypoint.agent.job import Job
+from rallypoint.agent.job_result import REFUSED, JobResult
 from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration

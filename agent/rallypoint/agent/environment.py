@@ -54,6 +54,8 @@ def worker_environment(
         **sockets,
     }
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # Where a Python program is when native code kills it, it can only say itself, in its log.
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
     if config.local_world_size > 1:
         # As torchrun: several workers that each start a thread per core only hinder each other.
         environment.setdefault("OMP_NUM_THREADS", "1")

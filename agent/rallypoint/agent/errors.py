@@ -145,6 +145,31 @@ def failure_to_start(
     )
 
 
+def failure_to_end(
+    message: str, *, pid: int, rank: int, role: str, host: str, local_rank: int
+) -> WorkerFailure:
+    """A worker that SIGKILL did not end; it has failed all the same, from now on.
+
+    Args:
+        message: why it was killed, and what it waits for.
+        pid: its process.
+        rank: its place in the round.
+        role: its role.
+        host: name of this host.
+        local_rank: its place among the workers of this host.
+    """
+    return WorkerFailure(
+        local_rank=local_rank,
+        rank=rank,
+        role=role,
+        host=host,
+        pid=pid,
+        exit_code=-signal.SIGKILL,
+        time=clock.time(),
+        message=_head(message),
+    )
+
+
 def signal_name(number: int) -> str:
     """The name of a signal; its number as text if it has none."""
     if signal.SIGRTMIN <= number <= signal.SIGRTMAX:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import singledispatchmethod
 from pathlib import Path
 from typing import Any
-
-import grpc
 
 from rallypoint.agent import core
 from rallypoint.agent.addresses import free_port
@@ -19,9 +17,12 @@ from rallypoint.agent.config import JobConfig
 from rallypoint.agent.console import Console
 from rallypoint.agent.crew import Crew, Worker
 from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.job_result import FAILED, JobResult, refusal_of, verdict
 from rallypoint.agent.logs import LogDirectory
-from rallypoint.agent.messages import assignment_value, failure_message, failure_value, phase_value
+from rallypoint.agent.messages import assignment_value, failure_message, phase_value
 from rallypoint.agent.processes import Spawner
+from rallypoint.agent.reaping import describe_left, who_outlives
 from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
@@ -30,11 +31,7 @@ from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.logs import get_logger
-
-# Exit codes of a job, beside 128 + N for one that signal N ended.
-SUCCEEDED = 0
-FAILED = 1
-REFUSED = 2
+from rallypoint.serving.settings import SettingError
 
 # Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
 # wrapper around this program that passes it on; that must not cost the workers their checkpoints.
@@ -42,23 +39,10 @@ _ONE_REQUEST = 0.2
 # Seconds to try to give the lease back when asked to stop at once. Without that, the others would wait for the lease
 # to end, which takes longer.
 _HURRIED_LEAVING = 1.0
+# Seconds that the spawner gets to kill what is left, where it is known that something can't be killed.
+_VAIN_KILLING = 1.0
 
 _log = get_logger("rallypoint.agent")
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """How a job ended on this host.
-
-    Attributes:
-        exit_code: See the constants above.
-        detail: One sentence for people.
-        failure: The failure that ended the run, on whichever host it was.
-    """
-
-    exit_code: int
-    detail: str
-    failure: WorkerFailure | None = None
 
 
 class Job:
@@ -86,6 +70,7 @@ class Job:
         self._membership_task: asyncio.Task[None] | None = None
         self._console: Console
         self._log_directory: LogDirectory | None = None
+        self._stacks: Path
         self._sockets: WorkerSockets
 
     @property
@@ -118,6 +103,7 @@ class Job:
 
         Raises:
             LogError: Its logs can't be written where they were asked for; nothing was joined or started.
+            SettingError: There is no place for temporary files; likewise.
         """
         config = self._config
         async with AsyncExitStack() as stack:
@@ -128,8 +114,15 @@ class Job:
             channel = open_channel(config.rendezvous.endpoint, config.rendezvous.tls)
             stack.push_async_callback(channel.close)
             self._sockets = await stack.enter_async_context(
-                WorkerSockets(config, channel, worker_of=self._worker_of, on_hung=self._reap)
+                WorkerSockets(
+                    config,
+                    channel,
+                    worker_of=self._worker_of,
+                    rank_of=self._rank_of,
+                    on_hung=self._reap,
+                )
             )
+            self._stacks = Path(stack.enter_context(_temporary_folder()))
             self._membership = Membership(
                 channel,
                 config.rendezvous.endpoint,
@@ -194,8 +187,10 @@ class Job:
             console=self._console,
             log_directory=self._log_directory,
             sockets=self._sockets.environment,
+            stacks=self._stacks,
             on_failure=self._on_failure,
             on_success=self._on_success,
+            on_unfit=self._on_unfit,
         )
         first, last = seat.base_rank, seat.base_rank + self._config.local_world_size - 1
         _log.info(
@@ -262,10 +257,10 @@ class Job:
                 local_ranks=list(report.killed),
                 waited=round(report.seconds, 1),
             )
-        if report.left:
-            _log.error("processes outlived SIGKILL (uninterruptible sleep?)", pids=list(report.left))
         for worker in crew.names:
             self._sockets.clear(worker)
+        if left := await who_outlives(report.left):
+            self._on_unfit(await describe_left(left))
         self._events.put_nowait(core.WorkersGone())
 
     async def _hurry(self, crew: Crew) -> None:
@@ -299,7 +294,7 @@ class Job:
                 outcome = pb.Outcome.Value(f"OUTCOME_{error.metadata['outcome']}")
                 self._run_end = pb.RunEnd(outcome=outcome, detail=error.message)
             else:
-                self._refusal = _refusal(self._config.rendezvous.endpoint, error)
+                self._refusal = refusal_of(self._config.rendezvous.endpoint, error)
         finally:
             self._events.put_nowait(core.MembershipEnded(self._refusal or ""))
 
@@ -344,22 +339,34 @@ class Job:
         self._failure = failure
         self._events.put_nowait(core.WorkerFailed())
 
+    def _on_unfit(self, detail: str) -> None:
+        if self._state.unfit is None:
+            _log.error("this host can't run another round", reason=detail)
+        self._events.put_nowait(core.NodeUnfit(detail))
+
     def _on_success(self) -> None:
         assert self._crew is not None, "a crew succeeded"
         self._spawn(self._sweep(self._crew))
 
     async def _sweep(self, crew: Crew) -> None:
         """What workers left behind when they ended must not live into the next round."""
-        await crew.stop(signal.SIGKILL, 0.0)
+        report = await crew.stop(signal.SIGKILL, 0.0)
+        left = await who_outlives(report.left)
+        unfit = await describe_left(left) if left else None
         self._events.put_nowait(core.WorkersSucceeded())
+        if unfit is not None:
+            self._on_unfit(unfit)
 
     def _worker_of(self, pid: int) -> str | None:
         return self._crew.worker_of(pid) if self._crew is not None else None
 
-    async def _reap(self, worker: str, accusation: str) -> None:
-        if self._crew is not None and worker in self._crew.names:
-            _log.error("worker hangs and is killed", worker=worker, reason=accusation)
-            await self._crew.reap(worker, accusation)
+    def _rank_of(self, worker: str) -> int | None:
+        return self._crew.rank_of(worker) if self._crew is not None else None
+
+    async def _reap(self, hang: Hang) -> bool:
+        if self._crew is not None and hang.worker_id in self._crew.names:
+            await self._crew.reap(hang)
+        return True
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -387,32 +394,27 @@ class Job:
         await asyncio.gather(self._membership_task, *self._tasks, return_exceptions=True)
 
     async def _close_spawner(self) -> None:
-        await self._spawner.close()
+        if self._state.unfit is not None:
+            await self._spawner.close(_VAIN_KILLING)
+        else:
+            await self._spawner.close()
 
     def _verdict(self) -> JobResult:
-        if self._broken is not None:
-            return self._broken
-        if self._run_end is not None:
-            failure = failure_value(self._run_end.failure) if self._run_end.HasField("failure") else None
-            succeeded = self._run_end.outcome == pb.OUTCOME_SUCCEEDED
-            return JobResult(SUCCEEDED if succeeded else FAILED, self._run_end.detail, failure)
-        if self._state.leaving is not None:
-            return JobResult(
-                128 + (self._stop_signal or signal.SIGTERM), f"left the run: {self._state.leaving}"
-            )
-        if self._state.left and self._refusal is None:
-            return JobResult(
-                SUCCEEDED, "the workers here succeeded; others were not done within the exit barrier"
-            )
-        # Once workers ran, it was started as asked, and what ended it is a failure.
-        code = REFUSED if self._crew is None else FAILED
-        return JobResult(code, self._refusal or "the membership ended without a reason")
+        return self._broken or verdict(
+            self._state,
+            run_end=self._run_end,
+            failure=self._failure,
+            refusal=self._refusal,
+            stop_signal=self._stop_signal,
+            ran=self._crew is not None,
+        )
 
 
-def _refusal(endpoint: str, error: ServiceError) -> str:
-    if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:  # gRPC's own: nobody of ours said it
-        return f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
-    return f"{endpoint} refused this node: {error.message}"
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="rallypoint_stacks_")
+    except OSError as error:
+        raise SettingError(f"can't make a temporary folder: {error}; set TMPDIR to another one") from None
 
 
 def _join_request(config: JobConfig) -> pb.JoinRun:

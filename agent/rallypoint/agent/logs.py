@@ -1,8 +1,9 @@
 """Where workers' output goes: the log directory, and which streams the console sees.
 
-    <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}
+    <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json,hang.txt}
 
-The layout is torchrun's; `n` counts the starts of the group on this host, so no attempt overwrites another.
+The layout is torchrun's, but for hang.txt; `n` counts the starts of the group on this host, so no attempt overwrites
+another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Self
 STDOUT_FILE = "stdout.log"
 STDERR_FILE = "stderr.log"
 ERROR_FILE = "error.json"
+HANG_FILE = "hang.txt"
 
 _LONGEST_RUN_ID = 64  # characters of it in a directory name, which may have 255 bytes
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -108,6 +110,11 @@ class WorkerLogs:
     stdout: Path
     stderr: Path
     error_file: Path
+
+    @property
+    def hang_file(self) -> Path:
+        """Written by the agent if a timer of the worker runs out: what it was doing."""
+        return self.stderr.with_name(HANG_FILE)
 
 
 @dataclass(frozen=True, slots=True)

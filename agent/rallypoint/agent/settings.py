@@ -25,6 +25,10 @@ KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_poli
 # Seconds that workers get to stop, unless told otherwise; torchrun's default.
 SHUTDOWN_TIMEOUT = 30.0
 
+# Seconds that looking into a worker that hangs may take before it is killed, in all. A tenth of it is usual; more is
+# for processes that don't answer. Longer delays the restart where evidence is hard to have; shorter loses it there.
+EVIDENCE_TIMEOUT = 2.0
+
 # Bounds that no sensible run comes near. The rendezvous service has the same, and refuses what passes them; here
 # they give the one-line error before anything is started, and keep numbers within what a message can hold.
 MOST_NODES = 100_000

@@ -89,6 +89,8 @@ class WorkerGroup:
         self._copies = copies
         self._workers: dict[int, WorkerProcess] = {}
         self._sent: set[int] = set()
+        # Local ranks of workers that got SIGKILL already: more patience changes nothing for them.
+        self._struck: set[int] = set()
         self._asked_to_stop_at = 0.0
         self._deadline = 0.0
         self._patience: asyncio.Timeout | None = None
@@ -178,7 +180,9 @@ class WorkerGroup:
         Raises:
             KeyError: there is no worker of that local rank.
         """
-        return await self._spawner.kill(self._workers[local_rank], timeout)
+        worker = self._workers[local_rank]
+        self._struck.add(local_rank)
+        return await self._spawner.kill(worker, timeout)
 
     def _exited(self, how: WorkerExit) -> None:
         self._on_exit(dataclasses.replace(how, during_stop=self._stopping is not None))
@@ -189,7 +193,11 @@ class WorkerGroup:
             self._spawner.vacate(self)
             return StopReport()
         # Only those that get the signal are waited for; what a dead worker left behind has no claim to patience.
-        waiting = [worker.cleared for worker in self._workers.values() if worker.alive]
+        waiting = [
+            worker.cleared
+            for rank, worker in self._workers.items()
+            if worker.alive and rank not in self._struck
+        ]
         if waiting:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._deadline) as self._patience:

@@ -1,0 +1,231 @@
+"""What the kernel tells of a process that hangs: what each thread does, and what it waits for.
+
+Read from /proc, with no help of the process. What can't be read (another user's process, a kernel built without)
+is left out. Reading may block where the process holds a lock of the kernel: do it where that stops nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rallypoint.agent.system_calls import TAKE_DESCRIPTOR, name_of
+
+MOST_THREADS = 64
+"""Threads that are looked at. A trainer has hundreds, most of them idle in the same pool."""
+
+_MOST_BYTES = 16 * 1024  # of one file of /proc
+_MOST_FRAMES = 24  # of a kernel stack
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "I": "idle",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead, but not waited for",
+    "X": "dead",
+}
+
+# What a wait channel or the innermost frames of a kernel stack mean, the telling part first.
+_MEANINGS = (
+    (r"futex", "waits for a lock or another thread"),
+    (r"hrtimer_nanosleep|do_nanosleep|clock_nanosleep", "sleeps for a time it chose"),
+    (r"nfs|rpc_wait", "waits for a network file system (NFS)"),
+    (r"fuse", "waits for a file system in user space (FUSE)"),
+    (r"ceph|lustre|ll_|cl_sync|gpfs|mmfs", "waits for a network file system"),
+    (r"nvidia|uvm_|amdgpu|kfd_", "waits for the GPU driver"),
+    (r"ib_|rdma|mlx|efa_", "waits for the network card's driver (RDMA)"),
+    (r"percpu_rwsem_wait|__sb_start_write", "waits for a frozen file system, or another lock of the kernel"),
+    (r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty", "waits for a disk"),
+    (r"pipe_read|pipe_write|anon_pipe", "waits for the other end of a pipe"),
+    (
+        r"unix_stream|unix_dgram|skb_wait|sk_wait|tcp_|inet_|sk_stream",
+        "waits for the other end of a connection",
+    ),
+    (r"ep_poll|do_epoll|do_select|do_poll|poll_schedule", "waits for connections or files to be ready"),
+    (r"do_wait|kernel_wait", "waits for a child process"),
+    (r"sigsuspend|sigtimedwait|sys_pause", "waits for a signal"),
+    (r"n_tty_read|tty_", "waits for a terminal"),
+    (r"mem_cgroup|reclaim|shrink_|try_charge", "waits for memory"),
+    (r"rwsem|mutex|down_", "waits for a lock of the kernel"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A thread, as the kernel sees it; what could not be read is empty.
+
+    Attributes:
+        tid: its number; the main thread's is the process's.
+        name: its name.
+        state: one letter, see proc_pid_stat(5).
+        wait_channel: function of the kernel in which it waits.
+        call: system call that it is in, with the file where that takes one.
+        kernel_stack: innermost frame first.
+        cpu_seconds: processor time that it has used since it began.
+    """
+
+    tid: int
+    name: str
+    state: str
+    wait_channel: str = ""
+    call: str = ""
+    kernel_stack: tuple[str, ...] = ()
+    cpu_seconds: float = 0.0
+
+    @property
+    def state_in_words(self) -> str:
+        """What the state's letter means."""
+        return _STATES.get(self.state, f"in state {self.state}")
+
+    @property
+    def meaning(self) -> str:
+        """What it waits for, in words; empty if that can't be told, or it waits for nothing."""
+        if self.state not in "SDI":
+            return ""
+        for place in (self.wait_channel, *self.kernel_stack[:6], self.call):
+            for pattern, meaning in _MEANINGS:
+                if place and re.search(pattern, place):
+                    return meaning
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLook:
+    """A process at one moment.
+
+    Attributes:
+        pid: which.
+        cpu_seconds: processor time that it has used since it began, all threads together.
+        threads: at most MOST_THREADS, the main thread first.
+        thread_count: how many there are.
+        catches: the signals for which it has handlers.
+    """
+
+    pid: int
+    cpu_seconds: float
+    threads: tuple[Thread, ...]
+    thread_count: int
+    catches: frozenset[int] = frozenset()
+
+    @property
+    def main(self) -> Thread:
+        """The main thread."""
+        return self.threads[0]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
+        return self.main.state in "Tt"
+
+    @property
+    def stuck(self) -> Thread | None:
+        """A thread in uninterruptible sleep, which not even SIGKILL ends; the main thread if it is one."""
+        return next((thread for thread in self.threads if thread.state == "D"), None)
+
+
+def look_at(pid: int) -> ProcessLook | None:
+    """Looks at a process; None if there is none. Never raises."""
+    line = _read(f"/proc/{pid}/stat")
+    main = _thread(pid, pid)
+    if not line or main is None:
+        return None
+    tids: list[int] = []
+    with suppress(OSError):
+        tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+    others = (_thread(pid, tid) for tid in [tid for tid in tids if tid != pid][: MOST_THREADS - 1])
+    threads = (main, *(thread for thread in others if thread is not None))
+    return ProcessLook(pid, _cpu_seconds(line), threads, max(len(tids), 1), caught_signals(pid))
+
+
+def caught_signals(pid: int) -> frozenset[int]:
+    """The signals for which a process has handlers: others would do to it what they do by default."""
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    mask = int(found[1], 16) if found else 0
+    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
+
+
+def render_threads(look: ProcessLook) -> str:
+    """A paragraph for each thread: what it does, what it waits for, and its stack inside the kernel."""
+    blocks = ["\n".join(_lines_of(thread, main=thread is look.main)) for thread in look.threads]
+    if look.thread_count > len(look.threads):
+        blocks.append(f"... and {look.thread_count - len(look.threads)} more threads")
+    return "\n".join(blocks)
+
+
+def _lines_of(thread: Thread, *, main: bool) -> Iterator[str]:
+    place = f" in {thread.wait_channel}" if thread.wait_channel else ""
+    meaning = f": {thread.meaning}" if thread.meaning else ""
+    call = f"; system call: {thread.call}" if thread.call else ""
+    kind = "main thread" if main else "thread"
+    yield (
+        f"{kind} {thread.tid} ({thread.name}): {thread.state_in_words}{place}{meaning}{call}; "
+        f"{thread.cpu_seconds:.2f} s of processor time since it began"
+    )
+    for frame in thread.kernel_stack:
+        yield f"    {frame}"
+
+
+def _thread(pid: int, tid: int) -> Thread | None:
+    folder = f"/proc/{pid}/task/{tid}"
+    line = _read(f"{folder}/stat")
+    fields = _after_name(line)
+    if not fields:
+        return None
+    channel = _read(f"{folder}/wchan").strip()
+    return Thread(
+        tid=tid,
+        name=line[line.find("(") + 1 : line.rfind(")")],
+        state=fields[0],
+        wait_channel="" if channel == "0" else channel,
+        call=_call(pid, _read(f"{folder}/syscall").split()),
+        kernel_stack=_kernel_stack(_read(f"{folder}/stack")),
+        cpu_seconds=_cpu_seconds(line),
+    )
+
+
+def _call(pid: int, words: list[str]) -> str:
+    if not words or not words[0].isdigit():  # "running", or "-1" outside of a call
+        return ""
+    number = int(words[0])
+    name = name_of(number)
+    if name not in TAKE_DESCRIPTOR or len(words) < 2:
+        return name
+    descriptor = int(words[1], 16) & 0xFFFFFFFF
+    with suppress(OSError):
+        return f"{name} of {os.readlink(f'/proc/{pid}/fd/{descriptor}')} (descriptor {descriptor})"
+    return f"{name} of descriptor {descriptor}"
+
+
+def _kernel_stack(text: str) -> tuple[str, ...]:
+    frames = [line.partition("] ")[2] for line in text.splitlines()]
+    return tuple(frame for frame in frames if frame)[:_MOST_FRAMES]
+
+
+def _cpu_seconds(line: str) -> float:
+    fields = _after_name(line)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
+
+
+def _after_name(line: str) -> list[str]:
+    """The fields of a stat line from the state on; the name before them may hold anything."""
+    return line[line.rfind(")") + 2 :].split() if ")" in line else []
+
+
+def _read(path: str) -> str:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.read(fd, _MOST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)

@@ -1,0 +1,252 @@
+"""Evidence of a hang is had in time whatever fails, and says first what a person needs first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.hung_process import hung
+from process_probe import until
+from rallypoint.agent import evidence as evidence_module
+from rallypoint.agent.evidence import Evidence, PythonStacks, Suspect, gather, in_background
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.native_stacks import ProcessLook, Thread, look_at
+from rallypoint.agent.python_stacks import StackPipe
+
+HANG = Hang("1@3", "step", after=60.0, late_by=0.01, pid=7, cpu_seconds=10.0)
+MAIN = Thread(7, "trainer", "S", "futex_do_wait", "futex", ("futex_do_wait+0x1/0x2",), 3.0)
+STACKS = PythonStacks(
+    'Current thread 0x7f (most recent call first):\n  File "/a/t.py", line 31 in step', "as asked"
+)
+
+
+def found(cpu: float = 10.2, main: Thread = MAIN, *others: Thread, hang: Hang = HANG) -> Evidence:
+    """Evidence of a process as the kernel describes it."""
+    threads = (main, *others)
+    return Evidence(hang, 2, [ProcessLook(7, cpu, threads, len(threads))], {7: STACKS})
+
+
+@contextmanager
+def suspects(*pids: int) -> Iterator[Sequence[Suspect]]:
+    """Processes, held on to."""
+    with ExitStack() as stack:
+        pinned = [Suspect(pid, os.pidfd_open(pid)) for pid in pids]
+        for suspect in pinned:
+            stack.callback(os.close, suspect.pidfd)
+        yield pinned
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[StackPipe]:
+    """A pipe for one worker."""
+    made = StackPipe.make(tmp_path / "stacks")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed."""
+
+    async def spy(_pid: int) -> str:
+        return ""
+
+    monkeypatch.setattr(evidence_module, "spy", spy)
+
+
+# ---- what it says
+
+
+def test_the_first_line_says_who_hangs_where_and_what_it_waits_for() -> None:
+    """All that a person needs at night, in one sentence."""
+    assert found().summary == (
+        "rank 2, process 7, hangs in 'step', which may take 60 s: it waits for a lock or another thread, "
+        "in step (t.py:31); it used 0.2 s of processor time in the 60.0 s since it began"
+    )
+    assert found().text.splitlines()[0] == found().summary
+
+
+@pytest.mark.parametrize(
+    ("cpu", "state", "says"),
+    [
+        (69.0, "R", ": it computes, in"),
+        (69.0, "S", ": other threads compute while its main thread waits for a lock or another thread, in"),
+        (
+            30.0,
+            "S",
+            ": it waits for a lock or another thread at the moment, and computed for a part of the time, in",
+        ),
+        (30.0, "R", ": it computes at the moment, in"),
+        (10.0, "T", ": it was stopped by a signal, in"),
+        (10.0, "t", ": it was stopped by a debugger, in"),
+        (
+            10.0,
+            "D",
+            ": it is in uninterruptible sleep: it waits for a lock or another thread (futex_do_wait), "
+            "system call futex, in step",
+        ),
+    ],
+)
+def test_waiting_is_told_from_computing(cpu: float, state: str, says: str) -> None:
+    """By the processor time since the scope began, and by the state now."""
+    assert says in found(cpu, replace(MAIN, state=state)).summary
+
+
+def test_a_thread_in_uninterruptible_sleep_is_named_although_the_main_thread_is_not() -> None:
+    """It is what keeps the process from being killed."""
+    stuck = replace(MAIN, tid=9, name="writer", state="D")
+    assert "its thread 9 (writer) is in uninterruptible sleep: it waits" in found(10.2, MAIN, stuck).summary
+
+
+def test_without_a_first_figure_nothing_is_said_of_processor_time() -> None:
+    """The timer was set at the service, by who knows whom."""
+    summary = found(hang=replace(HANG, cpu_seconds=None)).summary
+    assert summary.endswith(": its main thread waits for a lock or another thread, in step (t.py:31)")
+
+
+def test_with_nothing_found_the_hang_itself_is_told() -> None:
+    """The process may be gone."""
+    evidence = Evidence(replace(HANG, pid=0), 2)
+    assert evidence.text == "rank 2 hangs in 'step', which may take 60 s"
+
+
+def test_the_text_has_the_stacks_before_what_the_kernel_says() -> None:
+    """And names what is missing."""
+    evidence = found()
+    evidence.gaps.append("the moon")
+    places = [
+        evidence.text.index(part) for part in (STACKS.text, "Missing: the moon.", "main thread 7 (trainer)")
+    ]
+    assert places == sorted(places)
+
+
+# ---- how it is had
+
+
+async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
+    """A child of the worker may hold the timer, and the worker wait for it."""
+    with hung(pipe.path, "gil") as child, hung(pipe.path, "lock") as worker, suspects(child, worker) as asked:
+        await until(
+            lambda: all((look := look_at(pid)) and look.main.call for pid in (child, worker)), "both to hang"
+        )
+        evidence = Evidence(replace(HANG, pid=child, cpu_seconds=0.0), 2)
+        await gather(evidence, asked, pipe, 20.0)
+    assert [look.pid for look in evidence.looks] == [child, worker]
+    assert "hold_the_gil" in evidence.stacks[child].text
+    assert "wait_in_a_lock" in evidence.stacks[worker].text
+    assert evidence.gaps == []
+    assert "in hold_the_gil (hung_process.py:" in evidence.summary
+
+
+async def test_a_process_without_a_handler_is_not_signalled(pipe: StackPipe, no_py_spy: None) -> None:
+    """It would die of it; what is missing is said."""
+    with hung(None, "lock") as pid, suspects(pid) as asked:
+        evidence = Evidence(replace(HANG, pid=pid), 2)
+        await gather(evidence, asked, pipe, 20.0)
+        look = look_at(pid)
+        assert look is not None
+        assert look.main.state != "Z"
+    assert evidence.stacks == {}
+    assert "has not used rallypoint.timer" in evidence.text
+
+
+async def test_py_spy_helps_where_the_process_is_silent(
+    pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked, it does not answer: the next way is tried."""
+
+    async def spy(pid: int) -> str:
+        return f"stacks of {pid}"
+
+    monkeypatch.setattr(evidence_module, "spy", spy)
+    with hung(pipe.path, "silent") as pid, suspects(pid) as asked:
+        evidence = Evidence(replace(HANG, pid=pid), 2)
+        await gather(evidence, asked, pipe, 20.0)
+    assert evidence.stacks[pid] == PythonStacks(f"stacks of {pid}", "by py-spy")
+
+
+@pytest.mark.parametrize("signal", [0, None])
+async def test_a_stopped_process_is_resumed_only_if_it_is_to_be_killed(
+    pipe: StackPipe, no_py_spy: None, signal: int | None
+) -> None:
+    """Who asked for a report alone does not want to find it running."""
+    with hung(pipe.path, "stopped") as pid, suspects(pid) as asked:
+        await until(lambda: bool((look := look_at(pid)) and look.stopped), "it to be stopped")
+        evidence = Evidence(replace(HANG, pid=pid, signal=signal), 2)
+        await gather(evidence, asked, pipe, 20.0)
+        look = look_at(pid)
+        assert look is not None
+        assert look.stopped == (signal is None)
+    assert ("in stop" in evidence.text) == (signal == 0)
+    assert "it was stopped by a signal" in evidence.summary
+
+
+async def test_what_hangs_costs_no_more_than_the_bound(
+    pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even a look into /proc may: the process may hold a lock that it needs."""
+    release = threading.Event()
+
+    def hang(_pid: int) -> None:
+        release.wait(60)
+
+    monkeypatch.setattr(evidence_module, "look_at", hang)
+    evidence = Evidence(HANG, 2)
+    with suspects(os.getpid()) as asked:
+        began = time.monotonic()
+        await gather(evidence, asked, pipe, 0.05)
+        assert time.monotonic() - began < 30
+    release.set()
+    assert "longer than 0.05 s" in evidence.text
+
+
+async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound cuts the last way short, not what the ones before it found."""
+
+    async def spy(_pid: int) -> str:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    monkeypatch.setattr(evidence_module, "spy", spy)
+    with hung(pipe.path, "lock") as first, hung(None, "lock") as second, suspects(first, second) as asked:
+        evidence = Evidence(replace(HANG, pid=first), 2)
+        await gather(evidence, asked, pipe, 3.0)
+    assert list(evidence.stacks) == [first]
+    assert len(evidence.looks) == 2
+
+
+async def test_a_failure_of_ours_is_a_gap_and_no_failure(
+    pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is killed all the same."""
+
+    def fail(_pid: int) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(evidence_module, "look_at", fail)
+    evidence = Evidence(HANG, 2)
+    with suspects(os.getpid()) as asked:
+        await gather(evidence, asked, pipe, 20.0)
+    assert "RuntimeError('no such thing')" in evidence.text
+
+
+async def test_work_in_the_background_gives_its_result_or_its_error() -> None:
+    """And who is cancelled does not wait for it."""
+    assert await in_background(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_background(lambda: 1 // 0)
+    release = threading.Event()
+    waiting = asyncio.create_task(in_background(lambda: release.wait(60)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    release.set()

@@ -1,0 +1,353 @@
+"""A worker whose timer ran out is examined, asked as it chose, and killed; each step is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.hung_process import hung
+from process_probe import until
+from rallypoint.agent import evidence as evidence_module
+from rallypoint.agent import reaping as reaping_module
+from rallypoint.agent.errors import MAX_TRACEBACK, WorkerFailure
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.native_stacks import ProcessLook, Thread, caught_signals, look_at
+from rallypoint.agent.python_stacks import StackPipe
+from rallypoint.agent.reaping import Reaping, Victim, accusation, describe_left, who_outlives
+from rallypoint.agent.spawn_protocol import Killed
+
+FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL", "the last lines")
+
+
+class Kill:
+    """Stands in for the kill of a tree, and notes when it came."""
+
+    def __init__(self, pid: int) -> None:
+        """Of this process."""
+        self.pid = pid
+        self.found_alive: bool | None = None
+
+    async def __call__(self) -> Killed:
+        """Kill it."""
+        look = look_at(self.pid)
+        self.found_alive = look is not None and look.main.state != "Z"
+        os.kill(self.pid, signal.SIGKILL)
+        return Killed(1, ())
+
+
+def read(path: Path) -> str:
+    """What is in a file."""
+    return path.read_text()
+
+
+@contextmanager
+def start(*command: str, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process; it is killed afterwards, unless it has ended."""
+    with subprocess.Popen(command, **more) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Reaping]:
+    """Makes the reaping of a process."""
+
+    def make_reaping(
+        pid: int,
+        *,
+        chosen: int | None = 0,
+        holder: int = 0,
+        timeout: float = 20.0,
+        pipe: StackPipe | None = None,
+        is_ours: Callable[[int], bool] = lambda _pid: True,
+    ) -> Reaping:
+        stderr = tmp_path / "stderr.log"
+        stderr.touch()
+        victim = Victim(pid, 5, stderr, tmp_path / "hang.txt", pipe, is_ours)
+        return Reaping(Hang("1@3", "step", 2.0, 0.01, holder, chosen, 0.0), victim, timeout)
+
+    return make_reaping
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed."""
+
+    async def spy(_pid: int) -> str:
+        return ""
+
+    monkeypatch.setattr(evidence_module, "spy", spy)
+
+
+def test_the_accusation_names_scope_deadline_and_lateness() -> None:
+    """And where a learned deadline came from: people must be able to judge it."""
+    hang = Hang("1@3", "step", after=2.0, late_by=0.0123)
+    assert accusation(hang) == "it did not leave 'step' within 2 s (found 0.012 s later)"
+    learned = Hang("1@3", "step", after=61.5, late_by=0.0123, learned_from=40)
+    assert accusation(learned) == (
+        "it did not leave 'step' within 61.5 s, as learned from 40 completions (found 0.012 s later)"
+    )
+
+
+async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reaping], tmp_path: Path) -> None:
+    """The whole in the file, to which each hang of a worker adds; the report says where it is."""
+    pipe = StackPipe.make(tmp_path / "stacks")
+    with hung(pipe.path, "lock") as pid:
+        await until(lambda: bool((look := look_at(pid)) and look.main.call), "it to hang")
+        reaping = make(pid, pipe=pipe)
+        await reaping.examine()
+        await make(pid, pipe=pipe, chosen=None).examine()
+    pipe.close()
+    text = read(tmp_path / "hang.txt")
+    assert text.count("it did not leave 'step' within 2 s") == 2
+    assert text.count("in wait_in_a_lock\n") == 2
+    charged = reaping.case.charge(FAILURE)
+    assert charged.message == accusation(reaping.hang)
+    assert "in wait_in_a_lock\n" in charged.traceback
+    assert charged.traceback.endswith(f"All of it: {tmp_path / 'hang.txt'}")
+    assert reaping.case.figures["evidence"] == str(tmp_path / "hang.txt")
+
+
+async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reaping], tmp_path: Path) -> None:
+    """The kill comes at once; the report has what the worker itself left behind."""
+    with hung(None, "lock") as pid:
+        reaping = make(pid, timeout=0.0)
+        await reaping.examine()
+        kill = Kill(pid)
+        await reaping.end(kill)
+    assert kill.found_alive
+    assert not (tmp_path / "hang.txt").exists()
+    charged = reaping.case.charge(FAILURE)
+    assert (charged.message, charged.traceback) == (accusation(reaping.hang), "the last lines")
+    assert reaping.case.figures == {"reason": charged.message}
+
+
+async def test_a_report_holds_the_beginning_of_long_evidence(
+    make: Callable[..., Reaping], tmp_path: Path
+) -> None:
+    """It travels to every node; what matters most comes first."""
+    with hung(None, "lock") as pid:
+        reaping = make(pid)
+        await reaping.examine()
+    assert reaping.case.evidence is not None
+    reaping.case.evidence.gaps.append("é" * MAX_TRACEBACK)
+    text = reaping.case.charge(FAILURE).traceback
+    assert len(text.encode()) <= MAX_TRACEBACK
+    assert text.startswith("rank 5, process")
+    assert text.endswith(f"\n...\n\nAll of it: {tmp_path / 'hang.txt'}")
+
+
+async def test_the_chosen_signal_comes_first_and_is_waited_for(
+    make: Callable[..., Reaping], tmp_path: Path, no_py_spy: None
+) -> None:
+    """A worker that ends of it has all the time that it needs, up to a bound; then its tree is killed."""
+    program = f"""if True:
+        import signal, sys
+        def end(number, frame):
+            open({str(tmp_path / "heard")!r}, "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        while True:
+            signal.pause()
+    """
+    with start(sys.executable, "-c", program) as process:
+        await until(lambda: signal.SIGTERM in caught_signals(process.pid), "the handler")
+        reaping = make(process.pid, chosen=signal.SIGTERM)
+        kill = Kill(process.pid)
+        await reaping.end(kill)
+        assert not kill.found_alive
+    assert (tmp_path / "heard").exists()
+    assert reaping.case.condemned
+
+
+async def test_who_ignores_the_chosen_signal_is_killed(
+    make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patience has an end."""
+    monkeypatch.setattr(reaping_module, "SIGNAL_PATIENCE", 0.05)
+    with start("sh", "-c", 'trap "" TERM; exec sleep 60') as process:
+        await until(lambda: _runs(process.pid, "sleep"), "it to ignore the signal")
+        kill = Kill(process.pid)
+        await asyncio.wait_for(make(process.pid, chosen=signal.SIGTERM).end(kill), 20)
+        assert kill.found_alive
+
+
+def _runs(pid: int, name: str) -> bool:
+    look = look_at(pid)
+    return look is not None and look.main.name == name
+
+
+async def test_a_stopped_process_hears_the_chosen_signal(
+    make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is resumed, or it would not."""
+    monkeypatch.setattr(reaping_module, "SIGNAL_PATIENCE", 20.0)
+    with start("sh", "-c", "kill -STOP $$; exec sleep 60") as process:
+        await until(lambda: bool((look := look_at(process.pid)) and look.stopped), "it to be stopped")
+        kill = Kill(process.pid)
+        await make(process.pid, chosen=signal.SIGTERM).end(kill)
+        assert not kill.found_alive
+
+
+async def test_as_the_last_resort_it_says_its_stacks_as_it_dies(
+    make: Callable[..., Reaping], tmp_path: Path, no_py_spy: None
+) -> None:
+    """Of SIGABRT, into its log; what was in there before is not taken for them, and no core is written."""
+    log = tmp_path / "stderr.log"
+    log.write_text("Fatal Python error: of a child, long ago\n")
+    program = "import ctypes\ndef hold_the_gil():\n    ctypes.PyDLL(None).sleep(60)\nhold_the_gil()\n"
+    (tmp_path / "program.py").write_text(program)
+    with ExitStack() as stack, log.open("a") as stderr:
+        # Cores are wanted, as far as this machine lets them be.
+        shell = 'ulimit -c $(ulimit -Hc); exec "$@"'
+        command = ["sh", "-c", shell, "-", sys.executable, "-X", "faulthandler", "program.py"]
+        process = stack.enter_context(start(*command, stderr=stderr, cwd=tmp_path))
+        await until(lambda: _sleeps(process.pid), "it to hang")
+        reaping = make(process.pid)
+        await reaping.examine()
+        assert reaping.case.evidence is not None
+        assert reaping.case.evidence.stacks == {}
+        kill = Kill(process.pid)
+        await reaping.end(kill)
+        assert not kill.found_alive
+        assert process.wait() == -signal.SIGABRT
+    assert "in hold_the_gil" in read(tmp_path / "hang.txt")
+    text = reaping.case.charge(FAILURE).traceback
+    assert text.splitlines()[0].endswith(", in hold_the_gil (program.py:3)")
+    assert "as it died of SIGABRT" in text
+    assert "long ago" not in text
+    assert "Missing: " not in text
+    assert set(os.listdir(tmp_path)) == {"stderr.log", "hang.txt", "program.py"}
+
+
+def _sleeps(pid: int) -> bool:
+    look = look_at(pid)
+    return look is not None and "nanosleep" in look.main.call
+
+
+@pytest.mark.parametrize("chosen", [0, None])
+async def test_who_has_no_handler_or_is_to_live_is_not_made_to_die_of_sigabrt(
+    make: Callable[..., Reaping], no_py_spy: None, chosen: int | None
+) -> None:
+    """It would leave a core and no stacks."""
+    with start("sleep", "60") as process:
+        reaping = make(process.pid, chosen=chosen)
+        await reaping.examine()
+        if chosen is not None:
+            kill = Kill(process.pid)
+            await reaping.end(kill)
+            assert kill.found_alive
+        else:
+            assert (look := look_at(process.pid)) is not None
+            assert look.main.state == "S"
+
+
+async def test_a_number_that_is_anothers_by_now_gets_no_signal(
+    make: Callable[..., Reaping], no_py_spy: None
+) -> None:
+    """The worker is gone, and the kernel gave its process id away."""
+    with hung(None, "lock") as stranger:
+        reaping = make(stranger, chosen=signal.SIGTERM, is_ours=lambda _pid: False)
+        await reaping.examine()
+
+        async def kill() -> Killed:
+            return Killed(0, ())
+
+        await reaping.end(kill)
+        look = look_at(stranger)
+        assert look is not None
+        assert look.main.state != "Z"
+    assert reaping.case.evidence is not None
+    assert reaping.case.evidence.looks == []
+
+
+async def test_a_file_that_cannot_be_written_costs_no_kill(
+    make: Callable[..., Reaping], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, or hangs as the worker does because of it; the report has the evidence all the same."""
+    monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
+    (tmp_path / "hang.txt").mkdir()
+    with hung(None, "lock") as pid:
+        refused = make(pid)
+        await refused.examine()
+        (tmp_path / "hang.txt").rmdir()
+        os.mkfifo(tmp_path / "hang.txt")  # opening it waits for a reader that never comes
+        stuck = make(pid)
+        await asyncio.wait_for(stuck.examine(), 20)
+    for reaping in (refused, stuck):
+        assert reaping.case.file is None
+        assert reaping.case.charge(FAILURE).traceback.startswith("rank 5, process")
+        assert reaping.case.figures["evidence"] == "could not be written"
+    with (tmp_path / "hang.txt").open():
+        pass  # lets the thread that waits go
+
+
+async def test_what_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it waits for: that is what has to be mended."""
+    stuck = Thread(7, "trainer", "D", "folio_wait_bit_common", "write of /data/x (descriptor 3)")
+    looks = {
+        7: ProcessLook(7, 0.0, (stuck,), 1),
+        8: ProcessLook(8, 0.0, (Thread(8, "sh", "R"),), 1),
+        **dict.fromkeys(range(9, 13)),
+    }
+    monkeypatch.setattr(reaping_module, "look_at", looks.get)
+    assert await describe_left([7]) == (
+        "process of workers outlived SIGKILL: 7 (trainer) is in uninterruptible sleep: it waits for a disk "
+        "(folio_wait_bit_common, write of /data/x (descriptor 3))"
+    )
+    assert (await describe_left([8, 9, 10, 11, 12])).startswith(
+        "processes of workers outlived SIGKILL: 8 (sh) is running; 9; 10; 11 and 1 more"
+    )
+
+
+async def test_describing_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look into /proc may need the very lock that the process holds."""
+    release = threading.Event()
+    monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
+    monkeypatch.setattr(reaping_module, "look_at", lambda _pid: release.wait(60))
+    assert await asyncio.wait_for(describe_left([7]), 20) == "process of workers outlived SIGKILL: 7"
+    release.set()
+
+
+async def test_looking_and_writing_share_one_bound(
+    make: Callable[..., Reaping], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hangs in one of them leaves the other its part; all of it together is what a restart waits for."""
+
+    async def spy(_pid: int) -> str:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    monkeypatch.setattr(evidence_module, "spy", spy)
+    monkeypatch.setattr(reaping_module, "_GATHERING", 0.02)
+    with hung(None, "lock") as pid:
+        reaping = make(pid, timeout=20.0)
+        await asyncio.wait_for(reaping.examine(), 40)
+    assert "longer than 0.4 s" in read(tmp_path / "hang.txt")
+    assert f"What the kernel says of process {pid}" in read(tmp_path / "hang.txt")
+
+
+async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing its memory takes time; who waits in the kernel for what may never come is not waited for."""
+    with start("sleep", "60") as slow, start("sleep", "60") as stuck, start("sleep", "60") as dead:
+        dead.kill()
+        asleep = ProcessLook(stuck.pid, 0.0, (Thread(stuck.pid, "sleep", "D"),), 1)
+        looks = {stuck.pid: asleep}
+        monkeypatch.setattr(reaping_module, "look_at", lambda pid: looks.get(pid) or look_at(pid))
+        asyncio.get_running_loop().call_later(0.2, slow.kill)
+        assert await asyncio.wait_for(who_outlives([slow.pid, stuck.pid, dead.pid]), 19) == (stuck.pid,)
+        monkeypatch.setattr(reaping_module, "SLOW_DEATH", 0.05)
+        looks.clear()
+        assert await who_outlives([stuck.pid]) == (stuck.pid,)

@@ -1,0 +1,138 @@
+"""A worker that hangs in the way it is told to, inside of `expires`: hanging_worker.py FOLDER WAY RANK AFTER [SIGNAL].
+
+SIGNAL is what `expires` takes under that name, or `unguarded`: without `expires`, and rallypoint not even imported.
+In round 1, the worker of that rank does so; all others, and all of later rounds, wait until FOLDER/finish exists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER, WAY = Path(sys.argv[1]), sys.argv[2]
+RANK, ROUND = int(os.environ["RANK"]), int(os.environ["RALLYPOINT_ROUND"])
+MEANT = ROUND == 1 and int(sys.argv[3]) == RANK
+AFTER = float(sys.argv[4])
+SIGNAL = sys.argv[5] if len(sys.argv) > 5 else ""
+
+
+def say(event: str, **fields: Any) -> None:
+    """A line of JSON, all at once."""
+    line = {"event": event, "rank": RANK, "round": ROUND, "pid": os.getpid(), "at": time.time(), **fields}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def wait() -> None:
+    """Until the test lets it finish."""
+    while not (FOLDER / "finish").exists():
+        time.sleep(0.02)
+
+
+def sleep_with_the_gil() -> None:
+    """In C, as a library without a release of the interpreter does."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def match_catastrophically() -> None:
+    """A regular expression that backtracks for ever, with the GIL held."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def wait_in_a_lock() -> None:
+    """A deadlock."""
+    lock = threading.Lock()
+    with lock, lock:
+        pass
+
+
+def stop_itself() -> None:
+    """As a batch system that suspends jobs would do."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(3600)
+
+
+def sleep_beside_others() -> None:
+    """Threads that compute, and so answer whoever looks whether the process lives."""
+
+    def compute() -> None:
+        while True:
+            sum(range(1000))
+
+    threading.Thread(target=compute, daemon=True).start()
+    time.sleep(3600)
+
+
+def wait_for_a_child() -> None:
+    """One in a session of its own, which must not outlive the worker."""
+    with subprocess.Popen(["sleep", "3600"], start_new_session=True) as child:
+        say("child", child=child.pid)
+
+
+def open_checkpoint() -> int:
+    """On the disk that the test freezes then."""
+    checkpoint = os.open(FOLDER / "disk" / "checkpoint", os.O_WRONLY | os.O_CREAT)
+    say("opened")
+    while not (FOLDER / "frozen").exists():
+        time.sleep(0.01)
+    return checkpoint
+
+
+def write_to_a_frozen_disk() -> None:
+    """It waits in the kernel, and no signal ends it."""
+    os.write(CHECKPOINT, b"x")
+
+
+CHECKPOINT = open_checkpoint() if MEANT and WAY == "disk" else -1
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "gil": sleep_with_the_gil,
+    "regex": match_catastrophically,
+    "lock": wait_in_a_lock,
+    "stop": stop_itself,
+    "others": sleep_beside_others,
+    "child": wait_for_a_child,
+    "disk": write_to_a_frozen_disk,
+}
+
+
+def told_to_stop(_number: int, _frame: object) -> None:
+    """As a checkpoint before the end would be written."""
+    say("told to stop")
+    sys.exit(1)
+
+
+def hang() -> None:
+    """As told."""
+    if SIGNAL == "unguarded":
+        say("hanging", after=AFTER)
+        WAYS[WAY]()
+    else:
+        from rallypoint.timer import expires
+
+        with expires(after=AFTER, scope="step", signal=int(SIGNAL) if SIGNAL else None):
+            say("hanging", after=AFTER)
+            WAYS[WAY]()
+
+
+def main() -> None:
+    """Do as told."""
+    signal.signal(signal.SIGTERM, told_to_stop)
+    say("started")
+    if MEANT:
+        hang()
+    wait()
+
+
+main()

@@ -1,0 +1,192 @@
+"""A worker that hangs dies soon after its deadline whatever it hangs in, and alone; its report says where it was."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from integration.scene import PATIENCE, RUN, Scene, scene
+from programs import Deaths
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.channel import open_channel
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
+
+pytestmark = pytest.mark.integration
+
+WORKER = Path(__file__).with_name("hanging_worker.py")
+AFTER = 0.5
+# Seconds past its deadline at which a worker is dead, even on a machine that is very busy.
+MOST_LATE = 15.0
+
+
+@asynccontextmanager
+async def hanging(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    *more: str,
+    after: float = AFTER,
+    max_restarts: int = 1,
+) -> AsyncIterator[Scene]:
+    """One host with two workers, the second of which hangs in round 1."""
+    async with scene(folder, monkeypatch, nodes="1", max_restarts=max_restarts) as stage:
+        command = (str(WORKER), str(folder), way, "1", str(after), *more)
+        stage.job = replace(stage.job, command=command)
+        yield stage
+
+
+async def hangs(stage: Scene) -> Mapping[str, Any]:
+    """Wait until the worker hangs; returns what it said last."""
+    (said,) = await stage.said("hanging", 1)
+    return said
+
+
+def hang_file(stage: Scene, local_rank: int = 1) -> str:
+    """What the agent found out of that worker in its first attempt."""
+    (file,) = (stage.folder / "logs").glob(f"*/attempt_0/{local_rank}/hang.txt")
+    return file.read_text()
+
+
+async def reaped(stage: Scene, function: str) -> str:
+    """Wait for the hung worker's end, and for the next round; returns its evidence.
+
+    The neighbour ends later, of the round's end, and in good order.
+    """
+    said = await hangs(stage)
+    neighbour = next(line for line in await stage.said("started", 2) if line["rank"] == 0)
+    neighbours_death = asyncio.create_task(Deaths([neighbour["pid"]]).all(PATIENCE))
+    died = await Deaths([said["pid"]]).all(PATIENCE)
+    late = died - (said["at"] + said["after"])
+    text = hang_file(stage)
+    print(f"dead {late * 1000:.0f} ms after its deadline, evidence included: {text.splitlines()[2]}")  # noqa: T201
+    assert 0 <= late < MOST_LATE
+    assert function in text
+    assert await neighbours_death >= died
+    assert [line["rank"] for line in await stage.said("told to stop", 1)] == [0]
+    second = await stage.started(2, round_=2)
+    assert [fields["rank"] for fields in second] == [0, 1]
+    detail = (await stage.becomes("round 2", lambda run: run.round == 2)).last_round_end.detail
+    assert "worker of rank 1 on node a failed: it did not leave 'step' within 0.5 s" in detail
+    await stage.finish()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("way", "function", "state"),
+    [
+        ("gil", "in sleep_with_the_gil", "it sleeps for a time it chose"),
+        ("regex", "in match_catastrophically", "it computes"),
+        ("lock", "in wait_in_a_lock", "it waits for a lock or another thread"),
+        ("stop", "in stop_itself", "it was stopped by a signal"),
+        ("others", "in sleep_beside_others", "other threads compute while its main thread"),
+    ],
+)
+async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, function: str, state: str
+) -> None:
+    """In C with the GIL held, in a lock, stopped, or with other threads at work; the job runs on and succeeds."""
+    async with hanging(tmp_path, monkeypatch, way) as stage:
+        await stage.start_agents("a")
+        summary = (await reaped(stage, function)).splitlines()[2]
+    # How much it computed is the machine's to say, which may have had no processor for it.
+    assert state.split(" ", 1)[0] in summary
+    assert re.search(rf"{state}|it computes at the moment|for a part of the time", summary)
+    assert re.search(r"it used \d+\.\d s of processor time in the \d\.\d s since it began$", summary)
+
+
+async def test_the_report_of_a_run_that_ends_has_the_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no restart left, on the console of each host."""
+    async with hanging(tmp_path, monkeypatch, "lock", max_restarts=0) as stage:
+        (agent,) = await stage.start_agents("a")
+        assert await agent.ended(PATIENCE) == 1
+        report = agent.report
+    reason = re.search(r"^  reason +(.+)$", report, re.MULTILINE)
+    assert reason is not None
+    assert re.fullmatch(r"it did not leave 'step' within 0\.5 s \(found \d+\.\d{3} s later\)", reason[1])
+    assert re.search(
+        r"^  rank 1, process \d+, hangs in 'step', which may take 0\.5 s: ", report, re.MULTILINE
+    )
+    assert re.search(r'^    File ".*hanging_worker\.py", line \d+ in wait_in_a_lock$', report, re.MULTILINE)
+    assert re.search(r"^  All of it: .*/attempt_0/1/hang\.txt$", report, re.MULTILINE)
+
+
+async def test_what_a_hung_worker_has_started_dies_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a session of its own."""
+    async with hanging(tmp_path, monkeypatch, "child") as stage:
+        await stage.start_agents("a")
+        (said,) = await stage.said("child", 1)
+        childs_death = asyncio.create_task(Deaths([said["child"]]).all(PATIENCE))
+        await reaped(stage, "in wait_for_a_child")
+        await childs_death
+
+
+async def test_a_chosen_signal_comes_before_the_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that listens can still say, or write down, what it was at."""
+    async with hanging(tmp_path, monkeypatch, "child", str(int(signal.SIGTERM))) as stage:
+        await stage.start_agents("a")
+        # The hung one first, of its own signal; its neighbour because the round ends. Their lines come in any order.
+        told = {line["rank"]: line["at"] for line in await stage.said("told to stop", 2)}
+        assert told[1] < told[0]
+        await stage.started(2, round_=2)
+        await stage.finish()
+
+
+async def test_a_timer_that_only_reports_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evidence is gathered, and the job goes on."""
+    async with hanging(tmp_path, monkeypatch, "others", "0") as stage:
+        (agent,) = await stage.start_agents("a")
+        said = await hangs(stage)
+        told = await agent.log.first(
+            "a word of it", lambda line: line.event == "a worker hangs, and lives on as its timer says"
+        )
+        assert (told.fields["rank"], told.fields["pid"]) == (1, said["pid"])
+        assert Path(told.fields["evidence"]).read_text() == hang_file(stage)  # noqa: ASYNC240
+        assert "in sleep_beside_others" in hang_file(stage)
+        job = await stage.cluster.get_job("a")
+        assert [worker.pid for worker in job.workers][1] == said["pid"]
+        run = await stage.cluster.get_run(RUN)
+        assert (run.round, run.phase) == (1, pb.PHASE_FINAL)
+
+
+async def test_a_timer_set_by_somebody_else_guards_any_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the timer service, for a worker that knows nothing of Rallypoint: Python says its stacks as it dies."""
+    async with hanging(tmp_path, monkeypatch, "gil", "unguarded") as stage:
+        await stage.cluster.start_timer()
+        await stage.start_agents("a")
+        said = await hangs(stage)
+        async with open_channel(stage.cluster.timer_endpoint) as channel:
+            after = Duration()
+            after.FromMilliseconds(500)
+            request = timer_pb.AcquireTimerRequest(
+                run_id=RUN, node_id="a", worker_id="1@1", scope="step", after=after
+            )
+            await timer_grpc.TimerServiceStub(channel).AcquireTimer(request, timeout=PATIENCE)
+        await Deaths([said["pid"]]).all(PATIENCE)
+        await stage.started(2, round_=2)
+        run = await stage.becomes("round 2", lambda run: run.round == 2)
+        assert (
+            "worker of rank 1 on node a failed: it did not leave 'step' within 0.5 s"
+            in run.last_round_end.detail
+        )
+        text = hang_file(stage)
+        assert "main thread" in text
+        assert "in sleep_with_the_gil" in text
+        await stage.finish()
