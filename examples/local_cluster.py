@@ -146,7 +146,7 @@ class LocalCluster:
 
     async def start_timer(self) -> Program:
         """Starts the timer service; returns when it is ready. Again: at the same port."""
-        return await self._start_service(TIMER)
+        return await self._start_service(TIMER, "--learned", str(self.folder / "timer-learned.json"))
 
     async def start_agent(self, name: str, job: Job) -> Program:
         """Starts an agent as the node of that name; returns when it has joined the run."""

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from digits import Array, Integers, accuracy, fresh_state, load_digits, loss_and_gradient
-from rallypoint.timer import configure, expires
+from rallypoint.timer import configure, expires, progress
 from rallypoint.worker import Store, record
 
 BATCH = 48  # over all workers together; 1, 2, 3, 4, 6, 8, 12 and 16 workers get equal parts
@@ -190,6 +190,7 @@ def train(world: World, options: argparse.Namespace) -> float:
                 velocity -= LEARNING_RATE * gradient
                 weights += velocity
             losses.append(loss)
+            progress((epoch - 1) * len(steps) + step)
             if step % options.average_every == 0 or step == len(steps):
                 with expires(after=2 * PATIENCE, scope="average"):
                     state = world.average(state)
@@ -251,7 +252,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Trains this worker's share; rank 0 says how well it went."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: every step is safe to die in, no traceback needed
-    configure(required=False)  # of a worker without an agent, nobody watches the timers
+    configure(required=False)  # of a worker without an agent, nobody watches timers and progress
     options = parse(arguments)
     world = World.from_environment()
     if world.size > BATCH:

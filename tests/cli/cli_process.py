@@ -47,12 +47,12 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
 
 @contextmanager
 def service(role: str, *arguments: str | Path) -> Iterator[str]:
-    """A service in a process of its own; yields its address, and ends it."""
+    """A service in a process of its own; yields its address, and ends it. A timer service leaves no file behind."""
     process = subprocess.Popen(
         [str(RALLYPOINT), "serve", role, "--port", "0", "--log-format", "json", *map(str, arguments)],
         stderr=subprocess.PIPE,
         text=True,
-        env=clean_environment(),
+        env=clean_environment(RALLYPOINT_LEARNED="none"),
     )
     assert process.stderr is not None
     try:

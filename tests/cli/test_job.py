@@ -51,6 +51,8 @@ async def run(spawner: Spawner, **flags: Any) -> int:
         "tee": "0",
         "local_addr": "",
         "shutdown_timeout": 1.0,
+        "evidence_timeout": 2.0,
+        "stall_after": None,
         "node_id": "",
         "timer_endpoint": "",
         "supervisor_address": "127.0.0.1:0",

@@ -19,6 +19,9 @@ COMMANDS = [
     ["serve", "timer"],
     ["serve", "agent"],
     ["status"],
+    ["progress"],
+    ["timers"],
+    ["scopes"],
     ["close"],
     ["completion"],
 ]
@@ -41,13 +44,23 @@ def test_every_command_has_help(command: list[str], flag: str) -> None:
 def test_the_commands_are_listed_as_they_introduce_themselves() -> None:
     """The list is written by hand, so that it costs no imports; it must not go out of date."""
     result = CliRunner().invoke(main, ["--help"])
-    for name in ("run", "serve", "status", "close", "completion"):
+    for name in ("run", "serve", "status", "progress", "timers", "scopes", "close", "completion"):
         assert f"\n  {name} " in result.output
         assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "run --help", "status --help", "close --help", "completion bash"]
+    "command",
+    [
+        "--help",
+        "run --help",
+        "status --help",
+        "progress --help",
+        "timers --help",
+        "scopes --help",
+        "close --help",
+        "completion bash",
+    ],
 )
 def test_help_and_completion_load_no_grpc(command: str) -> None:
     """It takes longer than all the rest, and completion runs at every press of the Tab key."""

@@ -35,27 +35,52 @@ ABOUT_A_RUN = [
     ["evict", "run-1", "node-1"],
     ["close", "run-1"],
 ]
-COMMANDS = [["status"], *ABOUT_A_RUN]
+OF_TIMERS = [
+    ["timers"],
+    ["timers", "run-1", "--expired"],
+    ["scopes", "run-1"],
+    ["scopes", "run-1", "--forget-all"],
+    ["progress", "run-1"],
+]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_nobody_there_is_told_at_once(command: list[str]) -> None:
+def _part_of_id(part: list[str] | str) -> str:
+    return part if isinstance(part, str) else " ".join(part)
+
+
+COMMANDS = [
+    *((command, "rendezvous service", "--rdzv-endpoint") for command in (["status"], *ABOUT_A_RUN)),
+    *((command, "timer service", "--timer-endpoint") for command in OF_TIMERS),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
+def test_nobody_there_is_told_at_once(command: list[str], name: str, flag: str) -> None:
     """With the address, the reason, and the flag."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        told = refused(*command, "--rdzv-endpoint", address)
-    assert told.startswith(f"no rendezvous service answers at {address}: ")
+        told = refused(*command, flag, address)
+    assert told.startswith(f"no {name} answers at {address}: ")
     assert "Connection refused" in told
-    assert told.endswith("check --rdzv-endpoint")
+    assert told.endswith(f"check {flag}")
 
 
-def test_a_host_that_says_nothing_is_told_after_the_timeout() -> None:
+@pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
+def test_a_host_that_says_nothing_is_told_after_the_timeout(command: list[str], name: str, flag: str) -> None:
     """It is waited for no longer than was asked."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        told = refused("status", "--rdzv-endpoint", address, "--timeout", "0.3")
-    assert told == f"no rendezvous service answered at {address} within 0.3 s"
+        told = refused(*command, flag, address, "--timeout", "0.3")
+    assert told == f"no {name} answered at {address} within 0.3 s"
+
+
+@pytest.mark.parametrize("command", OF_TIMERS, ids=" ".join)
+def test_another_service_is_told_from_a_timer_service(rendezvous: str, command: list[str]) -> None:
+    """The two are easily mistaken for each other: their addresses differ in a digit."""
+    told = refused(*command, "--timer-endpoint", rendezvous)
+    assert told.startswith(f"what answers at {rendezvous} is no timer service (")
+    assert told.endswith("check --timer-endpoint")
 
 
 @pytest.mark.parametrize("command", ABOUT_A_RUN, ids=" ".join)
@@ -65,9 +90,10 @@ def test_an_unknown_run_is_told(rendezvous: str, command: list[str]) -> None:
     assert told == f"{rendezvous}: there is no run 'run-1' (RUN_NOT_FOUND)"
 
 
-def test_a_wrong_endpoint_is_told() -> None:
+@pytest.mark.parametrize(("command", "name", "flag"), COMMANDS, ids=_part_of_id)
+def test_a_wrong_endpoint_is_told(command: list[str], name: str, flag: str) -> None:
     """With what is expected."""
-    assert "endpoint 'here' has no port, expected host:port" in refused("status", "--rdzv-endpoint", "here")
+    assert "endpoint 'here' has no port, expected host:port" in refused(*command, flag, "here")
 
 
 def test_a_service_without_runs_says_so(rendezvous: str) -> None:

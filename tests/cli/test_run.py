@@ -79,6 +79,8 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
         "tee": "0",
         "local_addr": "",
         "shutdown_timeout": 30.0,
+        "evidence_timeout": 2.0,
+        "stall_after": None,
         "node_id": "",
         "timer_endpoint": "",
         "supervisor_address": "127.0.0.1:0",

@@ -27,6 +27,8 @@ from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import decode
 from rallypoint.serving.settings import ServerOptions
 
+KEEPING_NOTHING = {"rendezvous": ("--journal", "memory"), "timer": ("--learned", "none")}
+
 
 @pytest.fixture
 def taken() -> Iterator[int]:
@@ -37,7 +39,7 @@ def taken() -> Iterator[int]:
 
 def arguments(role: str) -> list[str]:
     """What a role needs besides the port, so as to leave no file behind."""
-    return ["serve", role, *(["--journal", "memory"] if role == "rendezvous" else [])]
+    return ["serve", role, *KEEPING_NOTHING.get(role, ())]
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *flags: str | Path) -> str:
@@ -65,14 +67,16 @@ def test_unreadable_tls_files_are_told_in_one_line(monkeypatch: pytest.MonkeyPat
     garbage = tmp_path / "garbage.pem"
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
-        told = refused(monkeypatch, "timer", "--port", "0", "--tls-cert", file, "--tls-key", file)
+        told = refused(
+            monkeypatch, *arguments("timer")[1:], "--port", "0", "--tls-cert", file, "--tls-key", file
+        )
         assert told.startswith(f"--tls-cert {file}")
         assert reason in told
 
 
 def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless one insists; what to do instead is in the line."""
-    told = refused(monkeypatch, "timer", "--port", "0", "--host", "0.0.0.0")  # noqa: S104
+    told = refused(monkeypatch, *arguments("timer")[1:], "--port", "0", "--host", "0.0.0.0")  # noqa: S104
     assert told.startswith("refusing to serve plaintext on 0.0.0.0:0")
     assert "--tls-cert" in told
 

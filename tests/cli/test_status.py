@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds
 from rallypoint.cli import operator
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
 
 def run_message(**more: Any) -> pb.Run:
@@ -155,3 +158,79 @@ def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None
     _, line = CliRunner().invoke(main, ["status"]).output.splitlines()
     assert line.startswith(f" {name} ")
     assert line.rstrip().endswith(detail)
+
+
+@pytest.fixture
+def timers() -> Iterator[ScriptedTimers]:
+    """A timer service that knows of a run whose rank 3 is behind."""
+    slowest = timer_pb.WorkerProgress(node_id="b", worker_id="w3", rank=3, step=1200, idle=seconds(75.0))
+    with scripted_timers() as servicer:
+        servicer.progress = timer_pb.GetProgressResponse(
+            workers=4, lowest_step=1200, highest_step=1207, idle=seconds(0.5), slowest=[slowest]
+        )
+        yield servicer
+
+
+SLOWEST = "slowest worker: rank 3 on node b (worker w3), at step 1200 for 1m15s (7 behind the fastest)"
+
+
+def test_the_slowest_worker_is_shown_if_the_timer_service_is_named(
+    answer: Callable[..., str], timers: ScriptedTimers
+) -> None:
+    """Beneath the nodes; and a stall, with who stopped first."""
+    response, asking = pb.GetRunResponse(run=run_message()), ["digits", "--timer-endpoint", timers.address]
+    plain = answer(response, ["digits"])
+    assert timers.asked == []
+    assert answer(response, asking) == f"{plain}{SLOWEST}\n"
+    assert timers.asked == [timer_pb.GetProgressRequest(run_id="digits", most=1)]
+    timers.progress.stalled.MergeFrom(
+        timer_pb.Stalled(idle=seconds(605), first=timers.progress.slowest[0], workers=4, at_same_step=2)
+    )
+    stall = (
+        "the run STALLS: no worker has advanced for 10m05s; rank 3 on node b (worker w3) stopped first, "
+        "1m15s ago at step 1200 (2 of 4 workers are at that step)"
+    )
+    assert answer(response, asking) == f"{plain}{SLOWEST}\n{stall}\n"
+    fields = json.loads(answer(response, [*asking, "--json"]))
+    assert (fields["run"]["runId"], fields["progress"]["stalled"]["atSameStep"]) == ("digits", 2)
+
+
+def test_a_run_without_progress_is_said_to_tell_none(
+    answer: Callable[..., str], timers: ScriptedTimers
+) -> None:
+    """Nothing at all would leave one wondering whether anybody was asked."""
+    timers.progress = timer_pb.GetProgressResponse()
+    shown = answer(pb.GetRunResponse(run=run_message()), ["digits", "--timer-endpoint", timers.address])
+    assert shown.splitlines()[-1] == "no worker tells its progress"
+
+
+def test_a_list_of_runs_asks_no_timer_service(answer: Callable[..., str], timers: ScriptedTimers) -> None:
+    """Though the environment names one: it would be one question for each run."""
+    answer(pb.ListRunsResponse(runs=[run_message()]), ["--timer-endpoint", timers.address])
+    assert timers.asked == []
+
+
+@pytest.mark.parametrize("endpoint", ["nobody", "mute", "here"])
+def test_a_timer_service_that_does_not_answer_spoils_nothing(
+    answer: Callable[..., str], endpoint: str
+) -> None:
+    """The run is shown as ever; why there is no progress is one line more."""
+    response = pb.GetRunResponse(run=run_message())
+    plain = answer(response, ["digits"])
+    with socket.create_server(("127.0.0.1", 0)) as mute, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = {"mute": mute, "nobody": nobody}.get(endpoint, mute).getsockname()[1]
+        address = "here" if endpoint == "here" else f"127.0.0.1:{port}"
+        asking = ["digits", "--timeout", "0.3", "--timer-endpoint", address]
+        shown = answer(response, asking)
+        fields = json.loads(answer(response, [*asking, "--json"]))
+    assert shown.startswith(plain)
+    (line,) = shown.removeprefix(plain).splitlines()
+    reason = {
+        "nobody": f"no timer service answers at {address}: ",
+        "mute": f"no timer service answered at {address} within 0.3 s",
+        "here": "endpoint 'here' has no port, expected host:port",
+    }[endpoint]
+    assert line.startswith(f"how far the workers are is not known: {reason}")
+    assert (fields["run"]["runId"], fields["progress"]) == ("digits", None)
+    assert fields["progressError"].startswith(reason)

@@ -22,3 +22,8 @@ def plain_console() -> Console:
     if not console.is_terminal:
         console.width = _LONGEST_LINE
     return console
+
+
+def printable(text: str) -> str:
+    """A text that can do nothing to a terminal, and is one line: names are users' own, and may hold anything."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

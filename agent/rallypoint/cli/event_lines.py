@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.json_format import MessageToJson
 
+from rallypoint.cli.console import printable
 from rallypoint.cli.moments import show_moment, show_span
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -33,7 +34,7 @@ class EventLines:
         kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if _known(event) else "?"
         # What operators do is all that somebody must answer for; who caused the rest, its sentence says.
         by = f" ({event.actor})" if event.actor.startswith("operator ") else ""
-        sentence = _printable(f"{event.detail}{by}")
+        sentence = printable(f"{event.detail}{by}")
         return f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
 
 
@@ -44,8 +45,3 @@ def json_line(event: pb.Event) -> str:
 
 def _known(event: pb.Event) -> bool:
     return event.kind in pb.EventKind.values()
-
-
-def _printable(text: str) -> str:
-    """A text that can do nothing to a terminal: certificates name operators, and may hold anything."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -12,7 +12,8 @@ import click
 from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config import JobConfig, Peer, new_node_id
 from rallypoint.agent.errors import render
-from rallypoint.agent.job import FAILED, SUCCEEDED, Job, JobResult
+from rallypoint.agent.job import Job
+from rallypoint.agent.job_result import FAILED, SUCCEEDED, JobResult
 from rallypoint.agent.logs import LogError, Redirect
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
@@ -47,6 +48,8 @@ async def run_job(
     tee: str,
     local_addr: str,
     shutdown_timeout: float,
+    evidence_timeout: float,
+    stall_after: float | None,
     node_id: str,
     timer_endpoint: str,
     supervisor_address: str,
@@ -85,6 +88,8 @@ async def run_job(
                 connect_timeout=conf.read_timeout,
                 close_timeout=conf.close_timeout,
                 shutdown_timeout=shutdown_timeout,
+                evidence_timeout=evidence_timeout,
+                stall_after=stall_after,
             )
             job = Job(config, spawner)
             await _serve_supervisor(stack, job, supervisor_address)
@@ -116,7 +121,12 @@ async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str) -> No
     except SettingError as error:
         raise SettingError(f"--supervisor-address {address}: {error}") from None
     stack.push_async_callback(server.stop)
-    _log.info("supervisor ready", supervisor=server.address, rendezvous=job.config.rendezvous.endpoint)
+    _log.info(
+        "supervisor ready",
+        supervisor=server.address,
+        rendezvous=job.config.rendezvous.endpoint,
+        timer=job.config.timer.endpoint,
+    )
 
 
 async def _run_until_signalled(job: Job) -> JobResult:

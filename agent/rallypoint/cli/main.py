@@ -86,6 +86,12 @@ class LazyGroup(click.Group):
             "rallypoint.cli.rounds:rounds",
             "Show a run's rounds: why each ended, how long the next took.",
         ),
+        "progress": (
+            "rallypoint.cli.progress:progress",
+            "Show how far a run's workers have come, and who stopped first.",
+        ),
+        "timers": ("rallypoint.cli.timers:timers", "Show workers' timers: what counts down, what ran out."),
+        "scopes": ("rallypoint.cli.scopes:scopes", "Show, or forget, how long scopes were seen to take."),
         "restart": ("rallypoint.cli.restart:restart", "Start all workers of a run anew."),
         "evict": ("rallypoint.cli.evict:evict", "Take a node out of a run and keep it out."),
         "close": ("rallypoint.cli.close:close", "End a run on all its hosts."),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.agent.settings import MOST_RESTARTS, MOST_SECONDS, SHUTDOWN_TIMEOUT
+from rallypoint.agent.settings import EVIDENCE_TIMEOUT, MOST_RESTARTS, MOST_SECONDS, SHUTDOWN_TIMEOUT
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.nodes import NodeCount, RendezvousConfType, Text, WorkerCount
 from rallypoint.serving.options import Seconds, Setting, client_options
@@ -90,6 +90,19 @@ def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
     help="How long workers may take to stop before they are killed.",
 )
 @_flag(
+    "--evidence-timeout",
+    type=Seconds(0, MOST_SECONDS),
+    default=EVIDENCE_TIMEOUT,
+    metavar="SECONDS",
+    help="How long to look into a worker that hangs before it is killed; 0: not at all.",
+)
+@_flag(
+    "--stall-after",
+    type=Seconds(0, MOST_SECONDS),
+    metavar="SECONDS",
+    help="Report a run in which no worker advances for so long; 0: never; without it, as the timer service is set.",
+)
+@_flag(
     "--node-id",
     type=Text(),
     default="",
@@ -125,7 +138,8 @@ def run(**flags: Any) -> None:
 
     The job's other hosts run the same command. Worker failures restart all workers, up to --max-restarts; hosts
     that come and go change the number of workers. Exit code 0: all workers of all hosts succeeded; 1: the job
-    failed or was cancelled; 2: it could not be started as asked; 128+N: this host left because of signal N.
+    failed or was cancelled; 2: it could not be started as asked; 3: this host is not fit to run workers, since
+    processes of them can't be killed; 128+N: this host left because of signal N.
     """
     command = _worker_command(
         **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python")}

@@ -15,15 +15,6 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 def service_options(command: _Command) -> _Command:
     """Gives a command `rdzv_endpoint`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
-    decorated = client_options(command)
-    decorated = click.option(
-        "--timeout",
-        cls=Setting,
-        type=Seconds(0.1),
-        default=10.0,
-        metavar="SECONDS",
-        help="How long to try.",
-    )(decorated)
     return click.option(
         "--rdzv-endpoint",
         cls=Setting,
@@ -31,4 +22,16 @@ def service_options(command: _Command) -> _Command:
         default="127.0.0.1:29400",
         metavar="HOST:PORT",
         help="Address of the rendezvous service.",
-    )(decorated)
+    )(timeout_option(client_options(command)))
+
+
+def timeout_option(command: _Command) -> _Command:
+    """Gives a command `timeout`: seconds in which it is to be answered."""
+    return click.option(
+        "--timeout",
+        cls=Setting,
+        type=Seconds(0.1),
+        default=10.0,
+        metavar="SECONDS",
+        help="How long to try.",
+    )(command)

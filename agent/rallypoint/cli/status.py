@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rallypoint.cli.console import plain_console
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.service_options import service_options
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.serving.options import Setting
+from rallypoint.serving.settings import ClientTLS, SettingError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+    from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
 
 # Names of nodes in one line of text; a run may refuse a thousand.
@@ -26,11 +28,26 @@ _MOST_NAMES = 20
 @click.command()
 @click.argument("run_id", type=Text(), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@click.option(
+    "--timer-endpoint",
+    cls=Setting,
+    type=Text(),
+    default="",
+    show_default=False,
+    metavar="HOST:PORT",
+    help="With RUN_ID, ask this timer service how far the workers have come; without it, nobody is asked.",
+)
 @service_options
 def status(
-    run_id: str | None, rdzv_endpoint: str, as_json: bool, timeout: float, tls: ClientTLS | None
+    *,
+    run_id: str | None,
+    rdzv_endpoint: str,
+    timer_endpoint: str,
+    as_json: bool,
+    timeout: float,
+    tls: ClientTLS | None,
 ) -> None:
-    """Show all runs, or RUN_ID with its nodes."""
+    """Show all runs, or RUN_ID with its nodes, and with its slowest worker if --timer-endpoint is given."""
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.cli.operator import ask  # noqa: PLC0415
@@ -45,11 +62,53 @@ def status(
     if as_json:
         fields = MessageToDict(response, always_print_fields_with_no_presence=True)
         del fields["nextPageToken"]  # all pages are in it
+        if run_id is not None and timer_endpoint:
+            fields |= _progress_fields(run_id, timer_endpoint, tls, timeout)
         click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
         _print_run(response.run)
+        if timer_endpoint:
+            _print_progress(response.run.run_id, timer_endpoint, tls, timeout)
     else:
         _print_runs(list(response.runs))
+
+
+def _progress_fields(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float) -> dict[str, Any]:
+    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415
+
+    try:
+        answer = _ask_progress(run_id, endpoint, tls, timeout)
+    except SettingError as error:
+        return {"progress": None, "progressError": str(error)}
+    return {"progress": MessageToDict(answer, always_print_fields_with_no_presence=True)}
+
+
+def _print_progress(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float) -> None:
+    from rallypoint.cli.progress_lines import slowest_line, stall_line  # noqa: PLC0415
+
+    console = plain_console()
+    try:
+        answer = _ask_progress(run_id, endpoint, tls, timeout)
+    except SettingError as error:
+        # What is known of the run is worth having without it.
+        console.print(f"how far the workers are is not known: {error}")
+        return
+    if not answer.workers:
+        console.print("no worker tells its progress")
+        return
+    console.print(slowest_line(answer))
+    if answer.HasField("stalled"):
+        console.print(stall_line(answer.stalled))
+
+
+def _ask_progress(
+    run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float
+) -> timer_pb.GetProgressResponse:
+    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415
+    from rallypoint.timer.v1 import timer_service_pb2 as timer_pb  # noqa: PLC0415
+
+    request = timer_pb.GetProgressRequest(run_id=run_id, most=1)
+    return ask_timer(endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
 
 
 def _print_runs(runs: list[pb.Run]) -> None:

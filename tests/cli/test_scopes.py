@@ -1,0 +1,121 @@
+"""`rallypoint scopes`: what was learned, how much is missing, and forgetting no more than was asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cli.scripted_timers import ScriptedTimers, scripted_timers, seconds
+from rallypoint.cli.main import main
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+
+
+@pytest.fixture
+def timers() -> Iterator[ScriptedTimers]:
+    """A service that has learned of three scopes in one run, and one in another."""
+    with scripted_timers() as servicer:
+        servicer.scopes.scopes.extend(
+            [
+                pb.Scope(run_id="digits", scope="load", count=7, longest=seconds(0.25), timers=4),
+                pb.Scope(run_id="digits", scope="save", count=0, timers=1),
+                pb.Scope(
+                    run_id="digits", scope="step", count=1200, longest=seconds(14.5), after=seconds(72.5)
+                ),
+                pb.Scope(run_id="other", scope="step", count=20, longest=seconds(1.0), after=seconds(60.0)),
+            ]
+        )
+        yield servicer
+
+
+def run(servicer: ScriptedTimers, *arguments: str) -> Result:
+    """The command's end."""
+    return CliRunner().invoke(main, ["scopes", *arguments, "--timer-endpoint", servicer.address])
+
+
+def words(text: str) -> list[list[str]]:
+    """The words of each line."""
+    return [line.split() for line in text.splitlines()]
+
+
+def test_what_was_learned_is_shown_and_how_much_is_missing(timers: ScriptedTimers) -> None:
+    """Over all pages; and the rule that makes a timeout of it."""
+    *table, rule = run(timers, "digits").stdout.splitlines()
+    assert words("\n".join(table)) == [
+        ["scope", "seen", "longest", "timeout", "timers"],
+        ["load", "7", "0.250s", "7", "of", "20", "seen", "4"],
+        ["save", "0", "-", "0", "of", "20", "seen", "1"],
+        ["step", "1200", "14.500s", "1m12s", "0"],
+    ]
+    assert rule == "a timeout is 5 times the longest, at least 1m00s, once 20 were seen"
+
+
+def test_all_runs_are_shown_by_name(timers: ScriptedTimers) -> None:
+    """Where none is asked for."""
+    lines = words(run(timers).stdout)
+    assert [line[0] for line in lines[:-1]] == ["run", "digits", "digits", "digits", "other"]
+
+
+def test_programs_get_the_services_own_answer(timers: ScriptedTimers) -> None:
+    """All pages in one."""
+    shown = json.loads(run(timers, "digits", "--json").stdout)
+    assert (shown["warmUp"], shown["factor"], shown["least"]) == ("20", 5.0, "60s")
+    assert [(each["scope"], each.get("after")) for each in shown["scopes"]] == [
+        ("load", None),
+        ("save", None),
+        ("step", "72.500s"),
+    ]
+    assert "nextPageToken" not in shown
+
+
+def test_nothing_learned_is_said(timers: ScriptedTimers) -> None:
+    """With what would."""
+    assert run(timers, "nobody").stdout == 'nothing was learned; `expires(after="auto")` does\n'
+
+
+@pytest.mark.parametrize(
+    ("flags", "told", "left"),
+    [
+        (
+            ["--forget", "step"],
+            "run digits has forgotten the scope step and learns it anew\n",
+            ["load", "save"],
+        ),
+        (
+            ["--forget", "step", "--forget", "stpe"],
+            "run digits has forgotten the scope step and learns it anew\n"
+            "run digits had learned nothing of the scope stpe, so there was nothing to forget\n",
+            ["load", "save"],
+        ),
+        (["--forget-all"], "run digits has forgotten 3 scopes and learns anew\n", []),
+    ],
+)
+def test_what_is_forgotten_is_said(
+    timers: ScriptedTimers, flags: list[str], told: str, left: list[str]
+) -> None:
+    """And of the run that was named, nothing else; nothing of any other."""
+    assert run(timers, "digits", *flags).output == told
+    remaining = [(each.run_id, each.scope) for each in timers.scopes.scopes]
+    assert remaining == [*(("digits", scope) for scope in left), ("other", "step")]
+    again = run(timers, "digits", "--forget-all", "--json")
+    assert json.loads(again.stdout) == {"forgotten": len(left)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--forget", "step"], "--forget needs RUN_ID"),
+        (["--forget-all"], "--forget-all needs RUN_ID"),
+        (["", "--forget-all"], "--forget-all needs RUN_ID"),
+        (["digits", "--forget", "step", "--forget-all"], "contradict each other"),
+        (["digits", "--forget", "step", "--forget", ""], "needs the name of a scope"),
+    ],
+)
+def test_a_slip_forgets_nothing(timers: ScriptedTimers, arguments: list[str], told: str) -> None:
+    """Least of all every scope, for which an empty name stands on the wire."""
+    result = run(timers, *arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert told in result.stderr
+    assert timers.asked == []

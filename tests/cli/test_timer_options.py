@@ -1,0 +1,175 @@
+"""What `serve timer` is told reaches the service, and what can't be is told in one line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cli.cli_process import rallypoint, refusal, service
+from rallypoint.cli import serve as serve_module
+from rallypoint.cli.main import main
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import ServerOptions
+from rallypoint.timer.durations import to_duration
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from rallypoint.timer.values import TimerSettings
+
+# Every setting that has a flag, with a value that no default has.
+SETTINGS: dict[str, int | float] = {
+    "--learn-warm-up": 11,
+    "--learn-factor": 2.5,
+    "--learn-least": 0.5,
+    "--learned-retention": 14.5,
+    "--stall-after": 15.5,
+    "--reoffer-interval": 0.25,
+    "--expiry-retention": 17.5,
+    "--max-timers": 18,
+    "--max-timers-per-node": 19,
+    "--max-nodes": 20,
+    "--max-scopes-per-run": 21,
+    "--max-learned-runs": 22,
+}
+EXPECTED = TimerSettings(
+    learn_warm_up=11,
+    learn_factor=2.5,
+    learn_least=0.5,
+    learned_retention=14.5,
+    stall_after=15.5,
+    reoffer_interval=0.25,
+    retention=17.5,
+    max_timers=18,
+    max_timers_per_node=19,
+    max_nodes=20,
+    max_scopes_per_run=21,
+    max_learned_runs=22,
+)
+
+Chosen = Callable[..., tuple[TimerSettings, Path | None]]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """Runs `serve timer` up to where it would serve; returns what it would serve with."""
+
+    def choose(*flags: str, **environment: str) -> tuple[TimerSettings, Path | None]:
+        taken: list[tuple[TimerSettings, Path | None]] = []
+
+        async def role(_options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
+            taken.append((settings, learned))
+
+        monkeypatch.setattr(serve_module, "configure_logs", lambda *_: None)
+        monkeypatch.setattr(serve_module, "serve_timer_role", role)
+        result = CliRunner().invoke(main, ["serve", "timer", *flags], env=environment)
+        assert result.exit_code == 0, result.stderr
+        return taken[0]
+
+    return choose
+
+
+def test_without_flags_the_settings_are_those_of_the_service(chosen: Chosen) -> None:
+    """Said once, where they are explained; and what is learned is kept."""
+    assert chosen() == (TimerSettings(), Path("var/timer-learned.json"))
+
+
+def test_every_setting_can_be_set(chosen: Chosen, tmp_path: Path) -> None:
+    """By flag, in the environment, in a file; each reaches the setting that it is named for."""
+    assert chosen(*(str(part) for flag in SETTINGS.items() for part in flag))[0] == EXPECTED
+    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in SETTINGS}
+    environment = {f"RALLYPOINT_{names[flag].upper()}": str(value) for flag, value in SETTINGS.items()}
+    assert chosen(**environment)[0] == EXPECTED
+    file = tmp_path / "rallypoint.toml"
+    file.write_text(
+        "\n".join(["[serve.timer]", *(f"{names[flag]} = {value}" for flag, value in SETTINGS.items())])
+    )
+    assert chosen("--config", str(file))[0] == EXPECTED
+
+
+def test_where_it_is_kept_and_whether_runs_are_reported_can_be_turned_off(chosen: Chosen) -> None:
+    """By a word, and by a zero."""
+    settings, learned = chosen("--learned", "none", "--stall-after", "0")
+    assert (settings.stall_after, learned) == (None, None)
+    assert chosen("--learned", "/a/b.json")[1] == Path("/a/b.json")
+
+
+@pytest.mark.parametrize("flag", SETTINGS)
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "many", ""])
+def test_a_setting_that_is_none_is_told_in_one_line(flag: str, value: str) -> None:
+    """With the flag, and what is wrong with its value."""
+    result = CliRunner().invoke(
+        main, ["serve", "timer", "--port", "0", "--learned", "none", f"{flag}={value}"]
+    )
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert flag in result.stderr
+    assert value in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--learn-factor", "0.9"), ("--learn-least", "0"), ("--max-timers", "0"), ("--learned", "")],
+)
+def test_what_would_make_no_sense_is_refused(flag: str, value: str) -> None:
+    """A factor below one would accuse workers that are as fast as ever."""
+    result = CliRunner().invoke(main, ["serve", "timer", "--port", "0", "--learned", "none", flag, value])
+    assert result.exit_code == 2
+    assert flag in result.stderr
+
+
+@pytest.mark.parametrize("content", ["", "no JSON", '{"format": 9}'])
+def test_a_file_that_can_not_be_read_is_told_in_one_line_and_not_touched(
+    tmp_path: Path, content: str
+) -> None:
+    """Whoever wants to rescue what is in it finds every byte as it was."""
+    file = tmp_path / "learned.json"
+    file.write_text(content)
+    told = refusal(rallypoint("serve", "timer", "--port", "0", "--learned", file))
+    assert told.startswith(f"the file of learned durations {file} is ")
+    assert "was not touched" in told
+    assert file.read_text() == content
+
+
+async def observe(address: str, *, count: int) -> None:
+    """Tells a service that workers of run "run" left scope "step" so many times, as an agent would."""
+    async with open_channel(address) as channel:
+        call = pb_grpc.TimerServiceStub(channel).Supervise(timeout=20)
+        actions = [
+            pb.SuperviseAction(subscribe=pb.Subscribe(run_id="run", node_id="a")),
+            pb.SuperviseAction(observe=pb.Observe(scope="step", count=count, longest=to_duration(4))),
+        ]
+        await call.write(pb.SuperviseRequest(actions=actions))
+        await call.done_writing()
+        async for _ in call:
+            pass
+
+
+async def scopes(address: str) -> list[pb.Scope]:
+    async with open_channel(address) as channel:
+        answer = await pb_grpc.TimerServiceStub(channel).ListScopes(pb.ListScopesRequest(), timeout=20)
+        return list(answer.scopes)
+
+
+@pytest.mark.integration
+async def test_what_is_learned_outlives_the_process_that_learned_it(tmp_path: Path) -> None:
+    """In the file that the flag names; a second service at the same file is refused."""
+    file = tmp_path / "folder" / "learned.json"
+    with service("timer", "--learned", file, "--learn-factor", "3") as address:
+        await observe(address, count=30)
+        second = refusal(rallypoint("serve", "timer", "--port", "0", "--learned", file))
+        assert "is in use by another process" in second
+    with service("timer", "--learned", file, "--learn-factor", "3") as address:
+        (scope,) = await scopes(address)
+    assert (scope.run_id, scope.scope, scope.count) == ("run", "step", 30)
+    assert (scope.longest, scope.after) == (to_duration(4), to_duration(12))
+
+
+@pytest.mark.integration
+def test_a_service_that_keeps_nothing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, no folder, no lock."""
+    monkeypatch.chdir(tmp_path)
+    with service("timer", "--learned", "none") as address:
+        asyncio.run(observe(address, count=30))
+    assert list(tmp_path.iterdir()) == []

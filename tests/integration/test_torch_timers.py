@@ -1,0 +1,43 @@
+"""Code written for torch's timers is guarded as it is: by torch's own client, or with one line changed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment
+
+pytestmark = [pytest.mark.integration, pytest.mark.torch]
+
+WORKER = Path(__file__).with_name("torch_timer_worker.py")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("client", ["stock", "ours"])
+def test_a_worker_that_hangs_in_torchs_expires_is_reaped_and_the_job_goes_on(
+    tmp_path: Path, client: str
+) -> None:
+    """Its failure names the scope, its neighbour is started again with it, and the second round ends well."""
+    pytest.importorskip("torch.distributed.elastic.timer")
+    result = subprocess.run(
+        [
+            *[str(RALLYPOINT), "run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"],
+            *["--log-dir", str(tmp_path), "--log-format", "json", str(WORKER), client],
+        ],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    ends = re.findall(r"rank \d is done after \d restarts", result.stdout)
+    assert [end for end in sorted(ends) if end.endswith("1 restarts")] == [
+        "rank 0 is done after 1 restarts",
+        "rank 1 is done after 1 restarts",
+    ]
+    assert "rank 1 is done after 0 restarts" not in ends
+    assert "all reduce" in result.stderr
