@@ -60,6 +60,10 @@ test: $(VENV)/.ready ## the whole suite, with what it needs
 simulate: $(VENV)/.ready ## simulated clusters with every kind of trouble: SEEDS=10000, or SEED=123 to replay one
 	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
 
+.PHONY: simulate-timers
+simulate-timers: $(VENV)/.ready ## simulated watchdogs, agents and workers that hang: SEEDS=10000, or SEED=123 to replay one
+	PYTHONPATH=tests $(BIN)/python -m simulation --of timers $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
+
 # SEED=7 sends others; SEED=7 ONLY=1234 sends that one alone, and shows what comes (docs/limits.md).
 .PHONY: hostile
 hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a rendezvous service; COUNT=10000 sends fewer

@@ -1,4 +1,4 @@
-"""Plays seeds: one with its whole trace, or a range of them on all cores. `make simulate` calls it."""
+"""Plays seeds: one with its whole trace, or a range of them on all cores. `make simulate` and the like call it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 
 import click
 
-from simulation.blocks import leave_interrupts, play_block
-from simulation.scenario import Failed, Scenario, shown
+from simulation.blocks import KINDS, leave_interrupts, play_block, scenario_of
 
 # Seeds of one errand of a process.
 _BLOCK = 50
@@ -23,36 +22,34 @@ _MOST_FAILURES = 5
 
 
 @click.command()
+@click.option(
+    "--of", type=click.Choice(KINDS), default=KINDS[0], show_default=True, help="What is simulated."
+)
 @click.option("--seed", type=int, help="Play this seed and show all that happens.")
 @click.option("--seeds", type=click.IntRange(1), default=1000, show_default=True, help="Play so many seeds.")
 @click.option("--first", type=int, default=0, show_default=True, help="The first of them.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default=True, help="Processes.")
-def main(seed: int | None, seeds: int, first: int, jobs: int) -> None:
+def main(of: str, seed: int | None, seeds: int, first: int, jobs: int) -> None:
     """Play simulations; exit code 1 if one breaks an invariant, 130 after Ctrl-C."""
     if seed is not None:
-        sys.exit(_replay(seed))
+        sys.exit(_replay(of, seed))
     try:
-        failures = _play_range(range(first, first + seeds), jobs)
+        failures = _play_range(of, range(first, first + seeds), jobs)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)
     sys.exit(1 if failures else 0)
 
 
-def _replay(seed: int) -> int:
-    scenario, verdict = Scenario(seed), "no violation"
-    try:
-        scenario.play()
-    except Failed as failure:
-        verdict = str(failure).splitlines()[0]
-    for line in shown(scenario.cluster):
+def _replay(kind: str, seed: int) -> int:
+    lines, verdict = scenario_of(kind).replay(seed)
+    for line in lines:
         click.echo(line)
-    click.echo(scenario.plan.describe())
-    click.echo(verdict)
-    return 0 if verdict == "no violation" else 1
+    click.echo(verdict or "no violation")
+    return 1 if verdict else 0
 
 
-def _play_range(seeds: range, jobs: int) -> int:
+def _play_range(kind: str, seeds: range, jobs: int) -> int:
     """Play a range and say how it goes; returns how many seeds failed."""
     begun = said = time.monotonic()
     played = failures = 0
@@ -61,7 +58,7 @@ def _play_range(seeds: range, jobs: int) -> int:
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=leave_interrupts) as pool:
         under_way: set[Future[list[str]]] = set()
         try:
-            while _fill(pool, under_way, blocks, 2 * jobs) and failures < _MOST_FAILURES:
+            while _fill(pool, kind, under_way, blocks, 2 * jobs) and failures < _MOST_FAILURES:
                 done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in done:
                     for report in future.result():
@@ -78,10 +75,14 @@ def _play_range(seeds: range, jobs: int) -> int:
 
 
 def _fill(
-    pool: ProcessPoolExecutor, under_way: set[Future[list[str]]], blocks: Iterator[range], most: int
+    pool: ProcessPoolExecutor,
+    kind: str,
+    under_way: set[Future[list[str]]],
+    blocks: Iterator[range],
+    most: int,
 ) -> bool:
     while len(under_way) < most and (block := next(blocks, None)) is not None:
-        under_way.add(pool.submit(play_block, block))
+        under_way.add(pool.submit(play_block, kind, block))
     return bool(under_way)
 
 

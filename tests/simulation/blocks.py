@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import signal
+from importlib import import_module
+from typing import Any
 
-from simulation.scenario import Failed, play
+from simulation.seeds import Failed
+
+_SCENARIOS = {"clusters": "simulation.scenario", "timers": "simulation.timers.scenario"}
+KINDS = tuple(_SCENARIOS)
+"""What a seed may stand for."""
+
+
+def scenario_of(kind: str) -> Any:
+    """The module that plays seeds of a kind: it has `play` and `replay`."""
+    return import_module(_SCENARIOS[kind])
 
 
 def leave_interrupts() -> None:
@@ -12,9 +23,9 @@ def leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def play_block(seeds: range) -> list[str]:
+def play_block(kind: str, seeds: range) -> list[str]:
     """Play seeds; returns a report for each that fails."""
-    reports = []
+    play, reports = scenario_of(kind).play, []
     for seed in seeds:
         try:
             play(seed)

@@ -14,7 +14,7 @@ import heapq
 import random
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -113,6 +113,34 @@ class Clockwork:
         finally:
             events._set_running_loop(None)
 
+    def unwind(self, processes: Sequence[Process]) -> None:
+        """Let go of all that processes were doing, killed or not, by having every task cancelled.
+
+        For what awaits in a `finally`, as generators of handlers do, and complains when it is merely dropped.
+        """
+        self.steps = 0
+        try:
+            for process in processes:
+                process.alive = True
+                # A task whose next step was dropped, since it was killed, would wait for it for ever.
+                process.resume()
+            # What has arrived may begin something new; who has been cancelled twice, has ended.
+            for _ in range(3):
+                self._timers.clear()
+                for process in processes:
+                    events._set_running_loop(process._loop)
+                    for task in list(process._tasks):
+                        task.cancel()
+                self._run_ready(lambda: None)
+        except Stuck:
+            pass  # who doesn't end, is dropped
+        finally:
+            events._set_running_loop(None)
+            for process in processes:
+                process.alive = False
+            for process in processes:
+                process.dispose()
+
     def _run_ready(self, check: Callable[[], None]) -> None:
         ready, current = self._ready, None
         while ready:
@@ -131,6 +159,7 @@ class Clockwork:
                     current = process
                 process.run(handle)
             else:
+                process.parked.append(handle)
                 continue
             self.steps += 1
             check()
@@ -168,6 +197,7 @@ class Process:
         self.paused = False
         self.paused_since = 0.0
         self._awake_since = clockwork.now
+        # What falls due while it is stopped, or has been killed.
         self.parked: list[Handle] = []
         self._clockwork = clockwork
         self._on_error = on_error
@@ -207,11 +237,11 @@ class Process:
         """End it, with nothing of it ever run again."""
         self.alive = False
         self.paused = False
-        self.parked.clear()
 
     def dispose(self) -> None:
         """Let go of what it was doing when it was killed."""
         self.alive = False
+        self.parked.clear()
         for task in self._tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()

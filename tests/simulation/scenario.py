@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +11,9 @@ from simulation import faults
 from simulation.clockwork import Stuck
 from simulation.cluster import Cluster
 from simulation.plan import RUN, SHORT_TTL, Plan, draw_plan
+from simulation.seeds import Failed, fingerprint, quiet, report, shown
+
+__all__ = ["Failed", "Scenario", "fingerprint", "play", "replay", "shown"]
 
 # Virtual seconds that nodes may take to agree once there is no more trouble: the longest terms of a plan (a lease of
 # 15 s, a departure and a confirmation of 20 s each, a keep-alive of 30 s) one after the other, and some.
@@ -21,13 +21,6 @@ AGREE_WITHIN = 180.0
 # Until the first round of a cluster without any trouble runs, and until the last node has gone from a closed run.
 FORM_WITHIN = 60.0
 END_WITHIN = 90.0
-# What of a trace is shown: lines, and characters of each. A replay shows all.
-_LAST = 80
-_WIDTH = 240
-
-
-class Failed(AssertionError):
-    """A seed breaks an invariant; the message says which, and how to see it again."""
 
 
 class Scenario:
@@ -45,10 +38,10 @@ class Scenario:
         """
         cluster = self.cluster
         try:
-            with _quiet(), _checkpoints(self.plan.records_per_checkpoint):
+            with quiet(), _checkpoints(self.plan.records_per_checkpoint):
                 self._play()
         except (Violation, Stuck) as error:
-            raise Failed(self._report(error)) from error
+            raise Failed(report(error, cluster, self.plan, "simulate")) from error
         finally:
             cluster.dispose()
         return cluster
@@ -125,30 +118,6 @@ class Scenario:
         if not clockwork.run(clockwork.now + seconds, done, cluster.referee.check):
             raise Violation(f"{invariant} within {seconds:g} s")
 
-    def _report(self, error: Exception) -> str:
-        return "\n".join(
-            [
-                f"{error}  [seed {self.plan.seed}]",
-                *(line[:_WIDTH] for line in shown(self.cluster)[-_LAST:]),
-                self.plan.describe(),
-                f"{error}",
-                f"replay: make simulate SEED={self.plan.seed}",
-            ]
-        )
-
-
-def shown(cluster: Cluster) -> list[str]:
-    """The trace of a cluster, a line for each entry."""
-    return [
-        f"{at:10.4f} {what:10} " + " ".join(" ".join(str(detail).split()) for detail in details)
-        for at, what, details in cluster.trace
-    ]
-
-
-def fingerprint(cluster: Cluster) -> str:
-    """A hash of all that happened."""
-    return hashlib.sha256("\n".join(shown(cluster)).encode()).hexdigest()
-
 
 def play(seed: int) -> Cluster:
     """Play a seed.
@@ -157,6 +126,16 @@ def play(seed: int) -> Cluster:
         Failed: It breaks an invariant.
     """
     return Scenario(seed).play()
+
+
+def replay(seed: int) -> tuple[list[str], str]:
+    """Play a seed; returns all that happened, and what came of it: empty if no invariant was broken."""
+    scenario, verdict = Scenario(seed), ""
+    try:
+        scenario.play()
+    except Failed as failure:
+        verdict = str(failure).splitlines()[0]
+    return [*shown(scenario.cluster), scenario.plan.describe()], verdict
 
 
 @contextmanager
@@ -168,17 +147,3 @@ def _checkpoints(records: int) -> Iterator[None]:
         yield
     finally:
         hosted_run._RECORDS_PER_CHECKPOINT = before
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No logs, and no garbage collection in the middle: what it would end must not depend on when it comes."""
-    before, collected = logging.root.manager.disable, gc.isenabled()
-    logging.disable(logging.CRITICAL)
-    gc.disable()
-    try:
-        yield
-    finally:
-        logging.disable(before)
-        if collected:
-            gc.enable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.lag import LagSettings
 from simulation.clockwork import Process
 from simulation.disk import Disk, DiskJournal
+from simulation.handlers import handlers_of
 from simulation.network import Connection
 from simulation.referee import Referee
 from simulation.wire import ServerCall
@@ -30,20 +32,6 @@ LAG = LagSettings(tolerance=0.25, pulse=1.0, settle=1.0)
 _GRACE = 5.0
 _FLUSH = 0.05
 _WALL_TIME = 1.7e9
-
-
-class _Registry:
-    """What generated code takes for a server."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-
-    def add_generic_rpc_handlers(self, _: Any) -> None:
-        """The registered ones are enough."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """Take the handlers of a service."""
-        self.handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
 
 
 class Server:
@@ -86,10 +74,9 @@ class Server:
 
     async def _main(self) -> None:
         self.engine.recover(await self.journal.open())
-        registry = _Registry()
-        pb_grpc.add_RendezvousServiceServicer_to_server(self._servicer, registry)  # type: ignore[arg-type]
-        for method, handler in registry.handlers.items():
-            self._handlers[method] = await self._wrapped(method, handler)
+        self._handlers = await handlers_of(
+            partial(pb_grpc.add_RendezvousServiceServicer_to_server, self._servicer), self._calls
+        )
         self._on_ready(self)
         self.process.create_task(self.engine.serve()).add_done_callback(self._served)
 
@@ -98,13 +85,6 @@ class Server:
             self.process.call_later(_FLUSH, self._on_exit, self)
         else:
             self._referee.unforeseen(f"the engine ended: {serving!r}")
-
-    async def _wrapped(self, method: str, handler: Any) -> Any:
-        async def found(_: object) -> Any:
-            return handler
-
-        details: Any = _Details(method)
-        return await self._calls.intercept_service(found, details)
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
         """Take a call."""
@@ -132,11 +112,3 @@ class Server:
             self._referee.drained_late(excused=excused)  # what is open still, is cut
         await asyncio.sleep(_FLUSH)
         self._on_exit(self)
-
-
-class _Details:
-    """Of a call, what interceptors look at."""
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-        self.invocation_metadata = ()

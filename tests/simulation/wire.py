@@ -1,4 +1,4 @@
-"""gRPC as far as the rendezvous service and its clients use it, over the simulated network.
+"""gRPC as far as our services and their clients use it, over the simulated network.
 
 Stubs and servicers are the generated ones, messages travel as bytes, and the chassis' own interceptor stands around
 every handler, so that errors are mapped, sent and understood as in production.
@@ -7,8 +7,10 @@ every handler, so that errors are mapped, sent and understood as in production.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
@@ -109,6 +111,8 @@ class ClientCall:
     def _raise_for_status(self) -> None:
         assert self._status is not None, "raised when there is one"
         code, details, trailing = self._status
+        if self._status is _CANCELLED:
+            raise asyncio.CancelledError
         if code is not grpc.StatusCode.OK:
             raise grpc.aio.AioRpcError(
                 code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=details
@@ -249,7 +253,10 @@ class ServerCall:
             request = self if handler.request_streaming else await self._request()
             if handler.response_streaming:
                 behaviour = handler.stream_stream or handler.unary_stream
-                await behaviour(request, self)
+                if inspect.isasyncgenfunction(behaviour):
+                    await self._write_all(behaviour(request, self))
+                else:
+                    await behaviour(request, self)
             else:
                 answer = await handler.unary_unary(request, self)
                 if self._code is None:
@@ -259,7 +266,14 @@ class ServerCall:
         except asyncio.CancelledError:
             if not self._gone:
                 raise
+        except Exception as error:
+            self.process.call_exception_handler({"message": "a call failed", "exception": error})
         self._finish()
+
+    async def _write_all(self, answers: Any) -> None:
+        async with aclosing(answers):
+            async for answer in answers:
+                await self.write(answer)
 
     def _finish(self) -> None:
         if self._gone:

@@ -1,0 +1,184 @@
+"""What may befall a scene. Each action is a function of it; a seed has about half of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from simulation.timers.host import RUN, Host
+from simulation.timers.scene import Scene
+
+Action = Callable[[Scene], None]
+ACTIONS: dict[str, tuple[Action, float]] = {}
+
+
+def action(weight: float) -> Callable[[Action], Action]:
+    """Make a function an action, more or less frequent."""
+
+    def register(function: Action) -> Action:
+        ACTIONS[function.__name__] = (function, weight)
+        return function
+
+    return register
+
+
+def draw_actions(chance: random.Random) -> dict[str, float]:
+    """The actions of a seed, each with its weight: about half of them, so that rare combinations come up."""
+    chosen = {name: weight * chance.uniform(0.2, 2.0) for name, (_, weight) in ACTIONS.items()}
+    return {name: weight for name, weight in chosen.items() if chance.random() < 0.5} or chosen
+
+
+def _host(scene: Scene) -> Host | None:
+    return scene.chance.choice(scene.alive) if scene.alive else None
+
+
+@action(2.0)
+def kill_service(scene: Scene) -> None:
+    """The service is gone with all that it knows."""
+    scene.end_service(silently=scene.chance.random() < 0.2)
+
+
+@action(1.0)
+def drain_service(scene: Scene) -> None:
+    """The service ends in good order, and another one starts."""
+    if scene.service is not None:
+        scene.note("drain", scene.service.process.name)
+        for host in scene.hosts:
+            host.registered_at = None
+        service = scene.service
+        service.process.call_soon(service.drain)
+
+
+@action(2.0)
+def pause_service(scene: Scene) -> None:
+    """The service stands still."""
+    scene.pause_service(scene.chance.choice([0.05, 0.3, 1.0, 4.0, 12.0]))
+
+
+@action(1.5)
+def pause_agent(scene: Scene) -> None:
+    """An agent stands still, and its workers go on."""
+    if host := _host(scene):
+        scene.stop_agent(host, scene.chance.choice([0.05, 0.3, 1.0, 4.0]))
+
+
+@action(1.5)
+def pause_host(scene: Scene) -> None:
+    """An agent stands still with its workers."""
+    if host := _host(scene):
+        scene.stop_host(host, scene.chance.choice([0.3, 0.6, 2.0, 8.0]))
+
+
+@action(0.7)
+def pause_everything(scene: Scene) -> None:
+    """A machine stands still on which there is all."""
+    seconds = scene.chance.choice([0.6, 2.0, 8.0])
+    scene.pause_service(seconds)
+    for host in scene.alive:
+        scene.stop_host(host, seconds)
+
+
+@action(0.7)
+def stop_worker(scene: Scene) -> None:
+    """A process of a worker is stopped, which is its own fault."""
+    if (host := _host(scene)) and host.programs and not host.stillness.standing:
+        process = scene.chance.choice(host.programs).process
+        if process.alive and not process.paused:
+            scene.note("stop worker", process.name)
+            process.pause()
+            scene.clockwork.after(scene.chance.choice([0.3, 3.0]), _let_go, host, process)
+
+
+def _let_go(host: Host, process: object) -> None:
+    for program in host.programs:
+        if program.process is process and process.paused and not host.stillness.standing:
+            program.process.resume()
+
+
+@action(1.5)
+def block_link(scene: Scene) -> None:
+    """The network swallows everything, for longer or shorter than a keep-alive takes."""
+    up, down = scene.chance.choice([(True, True), (True, False), (False, True)])
+    link = scene.chance.choice(scene.links)
+    scene.block(link, up=up, down=down, seconds=scene.chance.choice([0.3, 2.0, 20.0]))
+
+
+@action(1.5)
+def cut_off(scene: Scene) -> None:
+    """Connections break, and no other comes about for a while."""
+    link = scene.chance.choice(scene.links)
+    if link.whole:
+        scene.reset(link)
+        scene.block(link, up=True, down=True, seconds=scene.chance.choice([0.5, 3.0]))
+
+
+@action(1.0)
+def save_learned(scene: Scene) -> None:
+    """What runs have learned is written down for the services to come."""
+    if scene.service is not None and not scene.service.process.paused:
+        scene.save_learned(scene.service)
+
+
+@action(0.5)
+def forget_scopes(scene: Scene) -> None:
+    """An operator has the run learn anew."""
+    if scene.service is not None:
+        scene.note("forget", scene.service.process.name)
+        scene.service.process.call_soon(scene.service.watchdog.forget_scopes, RUN, "")
+
+
+@action(2.0)
+def reset_link(scene: Scene) -> None:
+    """Connections break."""
+    scene.reset(scene.chance.choice(scene.links))
+
+
+@action(0.5)
+def crash_agent(scene: Scene) -> None:
+    """An agent dies, and its workers with it."""
+    if host := _host(scene):
+        scene.crash_host(host, silently=scene.chance.random() < 0.3)
+
+
+@action(0.7)
+def renew_lease(scene: Scene) -> None:
+    """A node gets a new lease from the rendezvous service."""
+    if (host := _host(scene)) and not host.process.paused:
+        host.lease += 1
+        host.registered_at = None
+        scene.note("renew", host.process.name)
+        host.process.call_soon(host.client.renew, host.lease)
+
+
+@action(1.0)
+def cut_line(scene: Scene) -> None:
+    """A worker's process loses the connection to its agent, and comes back."""
+    if (host := _host(scene)) and host.programs:
+        program = scene.chance.choice(host.programs)
+        scene.note("cut", program.process.name)
+        program.cut(scene.chance.choice([0.001, 0.2, 1.0]))
+
+
+@action(0.7)
+def kill_worker(scene: Scene) -> None:
+    """A worker dies by itself."""
+    if (host := _host(scene)) and host.workers:
+        host.lose_worker(scene.chance.choice(list(host.workers.values())))
+
+
+@action(1.0)
+def fork_worker(scene: Scene) -> None:
+    """A worker forks a process that has timers of its own."""
+    if (host := _host(scene)) and host.workers:
+        host.fork(scene.chance.choice(list(host.workers.values())))
+
+
+@action(0.7)
+def end_child(scene: Scene) -> None:
+    """A forked process is gone."""
+    if host := _host(scene):
+        children = [
+            program for program in host.programs if program is not host.workers[program.worker_id].programs[0]
+        ]
+        if children:
+            scene.chance.choice(children).die()

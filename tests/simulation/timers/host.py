@@ -1,0 +1,271 @@
+"""One life of an agent: the product's timer socket and client, its host's workers, and a reaper that may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from rallypoint.agent.hang import Hang
+from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.timer.client import TimerClient
+from simulation.clockwork import Clockwork, Process
+from simulation.network import Link, Network
+from simulation.timers.programs import Program, Temper
+from simulation.timers.referee import Referee
+from simulation.timers.sockets import Line, Listener, ReadingProcess
+from simulation.timers.truth import Span, Stillness
+from simulation.wire import Channel
+
+RUN = "run"
+# Process ids begin above those that a kernel gives out: what the product reads of them in /proc is not there.
+_FIRST_PID = 2**22
+# How many of all programs use the product's `expires`.
+_BY_TABLE = 0.7
+# Seconds until the agent hears that a process has started. It may connect before.
+_BIRTH_NEWS = 0.1
+# Seconds for which a process may take a connection for whole that broke: as long as it need not ring, and some.
+_UNNOTICED = 3.0
+# Seconds until the agent hears that a worker has died, and until another takes its place.
+_NEWS = 0.3
+_REPLACED = 1.0
+
+
+@dataclass(slots=True)
+class Reaping:
+    """How reapers of a seed are: how often one fails or raises, and how long evidence takes at most, seconds."""
+
+    failing: float
+    raising: float
+    evidence: float
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker: its first process, and those that it forked."""
+
+    worker_id: str
+    programs: list[Program] = field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it lives."""
+        return self.programs[0].process.alive
+
+    def die(self) -> None:
+        """All its processes are killed."""
+        for program in self.programs:
+            program.die()
+
+
+class _Socket(TimerSocket):
+    """The product's, at a door that is simulated."""
+
+    def begin(self, process: ReadingProcess, door: Listener) -> None:
+        """What `start` does."""
+        process.add_reader(door, self._accept, door)
+        self._timers.start(self._judge, self._tables.forget)
+
+
+class Host:
+    """An agent's life on a host."""
+
+    def __init__(
+        self,
+        clockwork: Clockwork,
+        network: Network,
+        referee: Referee,
+        chance: random.Random,
+        link: Link,
+        *,
+        name: str,
+        lease: int,
+        new_process: Callable[[str], ReadingProcess],
+        temper: Temper,
+        reaping: Reaping,
+    ) -> None:
+        """Start it without workers.
+
+        Args:
+            clockwork: What makes it go.
+            network: What it reaches the service by.
+            referee: Who is told what happens.
+            chance: What decides here.
+            link: Its way into the network.
+            name: Of the node.
+            lease: Of the node; more than in its earlier lives.
+            new_process: Starts a process of the host; all have one clock.
+            temper: How its workers are.
+            reaping: How its reaper is.
+        """
+        self.name = name
+        self.link = link
+        self.stillness = Stillness()
+        self.workers: dict[str, Worker] = {}
+        self.lease = lease
+        # When a service last heard of all its timers; None: its stream is broken, or what it says is held up.
+        self.registered_at: float | None = None
+        # When its agent, its network or its service last went on after it had been stopped.
+        self.shaken_at = -1e9
+        self._clockwork = clockwork
+        self._referee = referee
+        self._chance = chance
+        self._new_process = new_process
+        self._temper = temper
+        self._reaping = reaping
+        self._born = 0
+        self._pids = count(_FIRST_PID)
+        self.process = new_process(f"{name}#{lease}/agent")
+        channel: Any = Channel(self.process, link, network)
+        self.client = TimerClient(
+            channel, run_id=RUN, node_id=name, lease=lease, clock=self.process.time, jitter=chance.random
+        )
+        self.door = Listener()
+        self.socket = _Socket(
+            "",
+            self.client,
+            worker_of=self._worker_of,
+            rank_of=lambda worker_id: None,
+            on_expired=self._reap,
+            clock=self.process.time,
+        )
+        self._known: dict[int, str] = {}
+        self.process.call_soon(self.socket.begin, self.process, self.door)
+
+    def connect(self, pid: int) -> Line:
+        """See programs.Surroundings."""
+        if not self.process.alive:
+            raise ConnectionRefusedError
+        line = Line(pid)
+        self.door.knock(line)
+        return line
+
+    def now(self) -> float:
+        """The world's time."""
+        return self._clockwork.now
+
+    @property
+    def programs(self) -> list[Program]:
+        """All processes of its workers, the dead ones included."""
+        return [program for worker in self.workers.values() for program in worker.programs]
+
+    def guards(self, span: Span, *, all_along: bool = False) -> bool:
+        """See Reaper."""
+        worker = self.workers.get(span.worker_id)
+        if worker is None or not self.process.alive:
+            return False
+        program = next(each for each in worker.programs if each.pid == span.pid)
+        return program.guarded and not (all_along and program.cut_off_at > span.since - _UNNOTICED)
+
+    # ---- workers
+
+    def start_worker(self) -> None:
+        """Start one more."""
+        if not self.process.alive:
+            return
+        self._born += 1
+        worker = Worker(f"{self.name}.{self.lease}.{self._born}")
+        self.workers[worker.worker_id] = worker
+        self._referee.note("worker", worker.worker_id)
+        self._start_program(worker)
+
+    def fork(self, worker: Worker) -> None:
+        """One of its processes forks."""
+        if worker.alive:
+            self._start_program(worker)
+
+    def _start_program(self, worker: Worker) -> None:
+        pid = next(self._pids)
+        process = self._new_process(f"{worker.worker_id}/{len(worker.programs)}")
+        by_table = self._chance.random() < _BY_TABLE
+        program = Program(
+            worker.worker_id, pid, process, self, self._referee, self._temper, self._chance, by_table
+        )
+        if self.stillness.standing:
+            program.process.pause()
+        worker.programs.append(program)
+        program.start()
+        delay = self._chance.choice([0.0, self._chance.uniform(0.0, _BIRTH_NEWS)])
+        self._clockwork.after(delay, self.process.call_soon, self._introduce, worker, pid)
+
+    def _introduce(self, worker: Worker, pid: int) -> None:
+        if worker.alive:
+            self._known[pid] = worker.worker_id
+            self.socket.introduce()
+
+    def _worker_of(self, pid: int) -> str | None:
+        return self._known.get(pid)
+
+    def lose_worker(self, worker: Worker) -> None:
+        """A worker dies, whoever killed it; after a while the agent hears of it."""
+        if not worker.alive:
+            return
+        self._referee.note("gone", worker.worker_id)
+        worker.die()
+        self._clockwork.after(self._chance.uniform(0.0, _NEWS), self._hear_of, worker)
+
+    def _hear_of(self, worker: Worker) -> None:
+        self.process.call_soon(self._clear, worker)
+
+    def _clear(self, worker: Worker) -> None:
+        for program in worker.programs:
+            self._known.pop(program.pid, None)
+        self.socket.clear(worker.worker_id)
+        del self.workers[worker.worker_id]
+        if not self._temper.steady:
+            self._clockwork.after(self._chance.uniform(0.0, _REPLACED), self.start_worker)
+
+    # ---- reaping
+
+    async def _reap(self, hang: Hang) -> bool | None:
+        referee, chance, reaping = self._referee, self._chance, self._reaping
+        referee.reap_asked(self, hang)
+        try:
+            await asyncio.sleep(chance.uniform(0.0, reaping.evidence))
+            if not self._temper.steady and chance.random() < reaping.failing:
+                referee.note("reap failed", hang.worker_id, hang.scope)
+                self.shaken_at = max(self.shaken_at, self.now())
+                return False
+            worker = self.workers.get(hang.worker_id)
+            if worker is not None:
+                self.lose_worker(worker)
+            if chance.random() < reaping.raising:
+                raise OSError("simulated: the report could not be written")
+            return True
+        finally:
+            referee.reap_over(self, hang)
+
+    # ---- what befalls it
+
+    def stop(self) -> None:
+        """The whole host stands still."""
+        self.stillness.begin(self.now())
+        for process in self._those():
+            process.pause()
+
+    def go_on(self, arrivals_first: bool) -> None:
+        """The host goes on."""
+        self.stillness.end(self.now())
+        for process in self._those():
+            resume(process, arrivals_first)
+
+    def _those(self) -> list[Process]:
+        live = [program.process for program in self.programs if program.process.alive]
+        return [self.process, *live]
+
+    def crash(self) -> None:
+        """The agent is killed, and its spawner takes the workers down."""
+        self.process.kill()
+        self._referee.agent_died(self)
+        for worker in self.workers.values():
+            worker.die()
+
+
+def resume(process: Process, arrivals_first: bool) -> None:
+    """Let a process go on. What has arrived meanwhile comes before or after what has fallen due: as loops differ."""
+    if arrivals_first:
+        process.parked.sort(key=lambda handle: "_fire" in getattr(handle.callback, "__name__", ""))
+    process.resume()

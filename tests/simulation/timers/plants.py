@@ -1,0 +1,253 @@
+"""Bugs to plant in the product: each makes it wrong in one way that simulations of timers must find."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.agent.timer_tables import Table, Tables
+from rallypoint.serving.lag import WatchClock
+from rallypoint.timer.client import TimerClient
+from rallypoint.timer.client_values import ExpiredTimer
+from rallypoint.timer.core import TimerTable
+from rallypoint.timer.countdown import Countdown
+from rallypoint.timer.learning import Scope, ScopeBook
+from rallypoint.timer.ledger import Change, Ledger, Start
+from rallypoint.timer.values import Subscription, TimerSettings
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def forget_to_register_again(patch: pytest.MonkeyPatch) -> None:
+    """An agent believes that a new stream knows what the one before was told."""
+
+    def lazy(self: Ledger) -> None:
+        self._gone.clear()
+        self._acknowledged.clear()
+
+    patch.setattr(Ledger, "restart", lazy)
+
+
+def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
+    """A timer that is told again begins anew."""
+
+    def fresh(self: Ledger, *args: Any) -> list[Change]:
+        return [
+            replace(change, elapsed=0.0) if isinstance(change, Start) else change
+            for change in take(self, *args)
+        ]
+
+    take = Ledger.take
+    patch.setattr(Ledger, "take", fresh)
+
+
+def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:
+    """What has passed of a timer is what had passed when the attempt to connect began."""
+    tell, now = TimerClient._tell, TimerClient._changes
+
+    async def hasty(self: TimerClient, call: Any) -> None:
+        early = [now(self)]
+        self._changes = lambda: early.pop() if early else now(self)  # type: ignore[method-assign]
+        await tell(self, call)
+
+    patch.setattr(TimerClient, "_tell", hasty)
+
+
+def obey_an_expiry_that_crossed_a_release(patch: pytest.MonkeyPatch) -> None:
+    """An agent reaps whom the service names."""
+    patch.setattr(TimerClient, "holds", lambda self, expired: True)
+
+
+def judge_without_a_look(patch: pytest.MonkeyPatch) -> None:
+    """An agent reaps by what it saw in the tables when it last looked."""
+
+    async def rash(self: TimerSocket, expired: ExpiredTimer) -> bool | None:
+        async with self._judging.setdefault(expired.worker_id, asyncio.Lock()):
+            if not self._timers.holds(expired):
+                return None
+            return await self._on_expired(self._hang(expired))
+
+    patch.setattr(TimerSocket, "_judge", rash)
+
+
+def judge_two_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Two timers of a worker that run out have it reaped twice."""
+
+    async def eager(self: TimerSocket, expired: ExpiredTimer) -> bool | None:
+        self._judging.clear()
+        return await judge(self, expired)
+
+    judge = TimerSocket._judge
+    patch.setattr(TimerSocket, "_judge", eager)
+
+
+def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
+    """An expiry counts as dealt with as soon as it has come, whatever becomes of the reaping."""
+
+    async def rash(self: TimerClient, expired: ExpiredTimer) -> None:
+        key = (expired.worker_id, expired.scope, expired.sequence)
+        self._ledger.settle(*key, self._dealing[key])
+        self._news.note()
+        await deal(self, expired)
+
+    deal = TimerClient._deal
+    patch.setattr(TimerClient, "_deal", rash)
+
+
+def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:
+    """A reaper that could not is not asked again."""
+
+    def begin(self: TimerClient, on_expired: Any, *args: Any) -> None:
+        async def done(expired: ExpiredTimer) -> None:
+            await on_expired(expired)
+
+        start(self, done, *args)
+
+    start = TimerClient.start
+    patch.setattr(TimerClient, "start", begin)
+
+
+def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
+    """Watch clocks go on while nobody watches."""
+    patch.setattr(WatchClock, "observe", lambda self, now, due: 0.0)
+
+
+def obey_though_our_host_was_paused(patch: pytest.MonkeyPatch) -> None:
+    """An agent takes the service's word for it that a timer has run out."""
+    patch.setattr(TimerClient, "_ran_out", lambda self, expired: True)
+
+
+def tell_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
+    """An expiry that is not acknowledged is not told again."""
+
+    def once(self: TimerTable, now: float, settings: TimerSettings) -> None:
+        begin(self, now, replace(settings, reoffer_interval=1e9))
+
+    begin = TimerTable.__init__
+    patch.setattr(TimerTable, "__init__", once)
+
+
+def keep_expiries_from_a_new_stream(patch: pytest.MonkeyPatch) -> None:
+    """What ran out while no agent was there is not told to the one that comes."""
+
+    def silent(self: Countdown, node: Any, now: float) -> None:
+        self._queue.drop(node)
+
+    patch.setattr(Countdown, "subscribed", silent)
+
+
+def drop_what_was_registered(patch: pytest.MonkeyPatch) -> None:
+    """The end of a registration ends all timers of the node."""
+
+    def thorough(self: TimerTable, subscription: Subscription) -> None:
+        registered(self, replace(subscription, number=subscription.number + 1))
+
+    registered = TimerTable.registered
+    patch.setattr(TimerTable, "registered", thorough)
+    patch.setattr(
+        "rallypoint.timer.nodes.Nodes.subscribed",
+        lambda self, subscription: self.get(subscription.run_id, subscription.node_id),
+    )
+
+
+def keep_the_deadline_of_a_replaced_timer(patch: pytest.MonkeyPatch) -> None:
+    """A timer that is acquired anew runs out when the former one would have."""
+
+    def sticky(self: Ledger, worker_id: str, scope: str, after: float, since: float, *args: Any) -> None:
+        former = self.find(worker_id, scope)
+        if former is not None and former.after and after:
+            since = former.since + former.after - after
+        acquire(self, worker_id, scope, after, since, *args)
+
+    acquire = Ledger.acquire
+    patch.setattr(Ledger, "acquire", sticky)
+
+
+def skip_the_last_look(patch: pytest.MonkeyPatch) -> None:
+    """An agent does not look at a table after the moment until which its worker need not ring."""
+
+    def hasty(self: Table) -> bool:
+        return self._tables.clock() <= self._until and attend(self)
+
+    attend = Table.attend
+    patch.setattr(Table, "attend", hasty)
+
+
+def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
+    """A process that brings its table again is taken for a new one."""
+    patch.setattr(Tables, "_remember", lambda self, worker_id, identity: {})
+
+
+def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
+    """Completions that were told are told again, in case they were lost."""
+
+    def careful(self: Ledger) -> None:
+        restart(self)
+        for scope, seen in self._seen.items():
+            seen.count += 1
+            self._to_count[scope] = None
+
+    restart = Ledger.restart
+    patch.setattr(Ledger, "restart", careful)
+
+
+def add_what_agents_bring_back(patch: pytest.MonkeyPatch) -> None:
+    """What several agents say of the same completions is added up."""
+    patch.setattr(ScopeBook, "learn", ScopeBook.observe)
+
+
+def ignore_the_warm_up(patch: pytest.MonkeyPatch) -> None:
+    """One completion is enough to judge by."""
+
+    def rash(self: ScopeBook[Any], settings: TimerSettings) -> None:
+        begin(self, replace(settings, learn_warm_up=1))
+
+    begin = ScopeBook.__init__
+    patch.setattr(ScopeBook, "__init__", rash)
+
+
+def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
+    """A longer completion makes nobody more patient."""
+
+    def stubborn(self: ScopeBook[Any], scope: Scope[Any], *args: Any) -> Scope[Any] | None:
+        before = scope.after
+        ripe = grow(self, scope, *args)
+        scope.after = before if before is not None else scope.after
+        return ripe
+
+    grow = ScopeBook._raise
+    patch.setattr(ScopeBook, "_raise", stubborn)
+
+
+_IN_VAIN = "nobody is reaped for a timer in time"
+_NEVER = "who is late is reaped"
+_TWICE = "no completion is counted twice"
+
+PLANTS: dict[Plant, str] = {
+    forget_to_register_again: _NEVER,
+    send_no_elapsed: _NEVER,
+    measure_elapsed_before_connecting: _NEVER,
+    obey_an_expiry_that_crossed_a_release: _IN_VAIN,
+    judge_without_a_look: _IN_VAIN,
+    judge_two_at_once: "one verdict at a time",
+    acknowledge_before_it_is_dealt_with: f"{_NEVER}|no exception is left uncaught",
+    take_a_failed_reaping_for_done: _NEVER,
+    forgive_no_pause: _IN_VAIN,
+    obey_though_our_host_was_paused: _IN_VAIN,
+    tell_an_expiry_once: _NEVER,
+    keep_expiries_from_a_new_stream: _NEVER,
+    drop_what_was_registered: f"{_NEVER}|no exception is left uncaught",
+    keep_the_deadline_of_a_replaced_timer: f"{_IN_VAIN}|{_NEVER}",
+    skip_the_last_look: _NEVER,
+    count_a_table_again_after_a_reconnect: _TWICE,
+    tell_completions_again_on_a_new_stream: _TWICE,
+    add_what_agents_bring_back: _TWICE,
+    ignore_the_warm_up: "nobody is reaped before enough was seen",
+    go_by_what_was_learned_first: "a learned duration is the factor times the longest",
+}
+"""What to plant, and the invariant that it must break."""

@@ -1,0 +1,278 @@
+"""All of one seed: a timer service, agents with their workers, the network between them, and what befalls them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rallypoint.timer.values import Learned
+from simulation.clockwork import Clockwork, Process
+from simulation.network import Link, Network
+from simulation.timers.host import Host, resume
+from simulation.timers.plan import Plan
+from simulation.timers.referee import DRIFT, Referee
+from simulation.timers.service import Service
+from simulation.timers.sockets import ReadingProcess
+
+# Lives that agents of one seed may have.
+_MOST_LIVES = 12
+
+
+class Scene:
+    """Everything of one seed; `trace` says what happened."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.chance = self._stream("faults")
+        self.clockwork = Clockwork(self._stream("ties"))
+        self._over = False
+        self.trace: list[tuple[float, str, tuple[Any, ...]]] = []
+        self.referee = Referee(plan.settings, self.note, self.clockwork.at, lambda: self.clockwork.now)
+        self.network = Network(self.clockwork, self._stream("network"))
+        self.service: Service | None = None
+        self.hosts: list[Host] = []
+        self.links: list[Link] = []
+        self.calm = False
+        self.struck: set[str] = set()
+        # Seconds for which something stood still that a watch clock forgives.
+        self.forgivable = 0.0
+        self._processes: list[Process] = []
+        self._clocks = self._stream("clocks")
+        self._services = 0
+        self._saved: list[tuple[str, Learned]] = []
+        self._lives = 0
+        self._temper = replace(plan.temper)
+        self.start_service()
+        for number in range(1, plan.hosts + 1):
+            link = Link(f"node{number}", plan.latency)
+            self.links.append(link)
+            self.start_host(link)
+
+    def _stream(self, purpose: str) -> random.Random:
+        return random.Random(f"{self.plan.seed}/{purpose}")
+
+    def note(self, what: str, *details: Any) -> None:
+        """Write into the trace."""
+        if not self._over:
+            self.trace.append((self.clockwork.now, what, details))
+
+    def _machine(self) -> Callable[[str], ReadingProcess]:
+        """What starts processes with one clock."""
+        rate, offset = self._clocks.uniform(1 - DRIFT, 1 + DRIFT), self._clocks.uniform(10.0, 1e6)
+
+        def start(name: str) -> ReadingProcess:
+            process = ReadingProcess(self.clockwork, name, self.referee.unforeseen, rate=rate, offset=offset)
+            self._processes.append(process)
+            return process
+
+        return start
+
+    # ---- the service
+
+    def start_service(self) -> None:
+        """Start one that knows nothing."""
+        if self.service is not None:
+            return
+        self._services += 1
+        process = self._machine()(f"service{self._services}")
+        self.note("start", process.name)
+        self.service = Service(
+            process,
+            self.referee,
+            self.plan.settings,
+            on_ready=self._serves,
+            on_exit=lambda service: self.end_service(silently=False),
+        )
+
+    def _serves(self, service: Service) -> None:
+        table, now = service.watchdog.table, service.watchdog.now()
+        for run_id, learned in self._saved:
+            table.restore(run_id, learned, now)
+        self.network.listener = service
+
+    def save_learned(self, service: Service) -> None:
+        """Keep what it has learned for the next one."""
+        self._saved = list(service.watchdog.table.all_learned())
+        self.note("save", *self._saved)
+
+    def end_service(self, *, silently: bool) -> None:
+        """End its present life with all that it knows, and start the next one soon."""
+        service, self.service = self.service, None
+        if service is None:
+            return
+        self.note("end", service.process.name)
+        service.process.kill()
+        self.network.listener = None
+        self.network.died(service.process, silently=silently)
+        for host in self.hosts:
+            host.registered_at = None
+        self._shake()
+        self.clockwork.after(self.chance.choice([0.02, 0.5, 3.0]), self.start_service)
+
+    def pause_service(self, seconds: float) -> None:
+        """Stop it for a while."""
+        service = self.service
+        if service is None or service.process.paused:
+            return
+        self.note("pause", service.process.name, round(seconds, 2))
+        self.forgivable += seconds + 1.0
+        service.process.pause()
+        self._shake()
+        self.network.paused(service.process)
+        self.clockwork.after(seconds, self._resume_service, service)
+
+    def _resume_service(self, service: Service) -> None:
+        if service.process.paused:
+            self.note("resume", service.process.name)
+            resume(service.process, self.chance.random() < 0.5)
+        self._shake()
+
+    # ---- hosts
+
+    @property
+    def alive(self) -> list[Host]:
+        """Hosts whose agent lives."""
+        return [host for host in self.hosts if host.process.alive]
+
+    def start_host(self, link: Link) -> None:
+        """Start an agent with its workers."""
+        if self._lives >= _MOST_LIVES and not self.calm:
+            return
+        self._lives += 1
+        host = Host(
+            self.clockwork,
+            self.network,
+            self.referee,
+            self._stream(f"host{self._lives}"),
+            link,
+            name=link.name,
+            lease=10 * self._lives,
+            new_process=self._machine(),
+            temper=self._temper,
+            reaping=self.plan.reaping,
+        )
+        self.note("start", host.process.name)
+        self.hosts = [each for each in self.hosts if each.name != host.name] + [host]
+        self.referee.hosts[host.name] = host
+        self._shake()
+        for _ in range(self.plan.workers):
+            host.start_worker()
+
+    def crash_host(self, host: Host, *, silently: bool) -> None:
+        """An agent dies with its workers, or its whole host does; another one comes."""
+        self.note("crash", host.process.name)
+        if host.stillness.standing:
+            host.stillness.end(self.clockwork.now)
+        host.crash()
+        self.network.died(host.process, silently=silently)
+        self.clockwork.after(self.chance.choice([0.1, 1.0, 4.0]), self.start_host, host.link)
+
+    def stop_agent(self, host: Host, seconds: float) -> None:
+        """Stop an agent for a while; its workers go on."""
+        if host.process.paused or not host.process.alive:
+            return
+        self.note("stop agent", host.process.name, round(seconds, 2))
+        self.forgivable += seconds + 1.0
+        host.process.pause()
+        self._shake()
+        self.network.paused(host.process)
+        self.clockwork.after(seconds, self._go_on, host)
+
+    def stop_host(self, host: Host, seconds: float) -> None:
+        """Stop an agent and its workers for a while."""
+        if host.process.paused or not host.process.alive:
+            return
+        self.note("stop host", host.process.name, round(seconds, 2))
+        self.forgivable += seconds + 1.0
+        host.stop()
+        self._shake()
+        self.network.paused(host.process)
+        self.clockwork.after(seconds, self._go_on, host)
+
+    def _go_on(self, host: Host) -> None:
+        if host.process.paused:
+            self.note("go on", host.process.name)
+            arrivals_first = self.chance.random() < 0.5
+            if host.stillness.standing:
+                host.go_on(arrivals_first)
+            else:
+                resume(host.process, arrivals_first)
+        self._shake()
+
+    def block(self, link: Link, *, up: bool, down: bool, seconds: float) -> None:
+        """Swallow what travels a link, for a while."""
+        if not link.whole:
+            return
+        self.note("block", link.name, f"up={up} down={down}", round(seconds, 2))
+        self.network.block(link, up=up, down=down)
+        self._unsettle(link)
+        self._shake()
+        self.clockwork.after(seconds, self.heal, link)
+
+    def heal(self, link: Link) -> None:
+        """Mend a link."""
+        if not link.whole:
+            self.note("heal", link.name)
+            self.network.heal(link)
+            # What was under way arrives now, and is as old as it is.
+            self._shake()
+
+    def reset(self, link: Link) -> None:
+        """Break what connections a link has."""
+        self.note("reset", link.name)
+        self.network.reset(link)
+        self._unsettle(link)
+
+    def _unsettle(self, link: Link) -> None:
+        for host in self.hosts:
+            if host.link is link:
+                host.registered_at = None
+
+    def _shake(self) -> None:
+        """Something stands still, or goes on: nobody who depends on it can be expected to be prompt."""
+        service = self.service
+        for host in self.hosts:
+            still = host.process.paused or not host.link.whole or (service and service.process.paused)
+            if still:
+                host.shaken_at = math.inf
+            elif host.shaken_at == math.inf:
+                host.shaken_at = self.clockwork.now
+
+    # ---- the end of all trouble
+
+    def calm_down(self) -> None:
+        """No more trouble: all that is broken is mended, and nobody hangs who does not already."""
+        self.note("calm")
+        self.calm = True
+        self._temper.steady = True
+        for link in self.links:
+            self.heal(link)
+        for host in self.alive:
+            self._go_on(host)
+            for program in host.programs:
+                if program.process.paused:
+                    program.process.resume()
+        if self.service is not None:
+            self._resume_service(self.service)
+        self.start_service()
+        for link in self.links:
+            if not any(host.link is link and host.process.alive for host in self.hosts):
+                self.start_host(link)
+
+    def finish(self) -> None:
+        """Nobody enters a scope any more."""
+        self.note("finish")
+        self._temper.finishing = True
+
+    def settled(self) -> bool:
+        """Whether nobody is in a scope any more who can be expected to be out of it, or reaped."""
+        service = self.service
+        return service is not None and not self.referee.owed(service.ripe)
+
+    def dispose(self) -> None:
+        """Let go of everything."""
+        self._over = True
+        self.clockwork.unwind(self._processes)

@@ -1,0 +1,87 @@
+"""One life of the timer service: the product's watchdog, servicer and interceptor in a simulated process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import grpc
+
+from rallypoint.serving.calls import CallInterceptor
+from rallypoint.serving.errors import ServiceError
+from rallypoint.timer.errors import translate
+from rallypoint.timer.servicer import TimerServicer
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.watchdog import Watchdog
+from simulation.clockwork import Process
+from simulation.handlers import handlers_of
+from simulation.network import Connection
+from simulation.timers.referee import Referee
+from simulation.wire import ServerCall
+
+# How long a draining server waits for its calls to end, and for what it has sent to be on its way. Seconds.
+_GRACE = 5.0
+_FLUSH = 0.05
+
+
+class Service:
+    """A process that serves. It keeps nothing."""
+
+    def __init__(
+        self,
+        process: Process,
+        referee: Referee,
+        settings: TimerSettings,
+        *,
+        on_ready: Callable[[Service], None],
+        on_exit: Callable[[Service], None],
+    ) -> None:
+        self.process = process
+        self.watchdog = Watchdog(settings, process.time)
+        self._referee = referee
+        self._on_ready = on_ready
+        self._on_exit = on_exit
+        self._calls = CallInterceptor(translate, new_incident=self._incident, clock=process.time)
+        self._handlers: dict[str, Any] = {}
+        process.create_task(self._main())
+
+    def _incident(self) -> str:
+        self._referee.unforeseen(repr(sys.exception()))
+        return "simulated"
+
+    async def _main(self) -> None:
+        servicer = TimerServicer(self.watchdog)
+        self._handlers = await handlers_of(
+            partial(pb_grpc.add_TimerServiceServicer_to_server, servicer), self._calls
+        )
+        self._on_ready(self)
+
+    def accept(self, connection: Connection, method: str) -> ServerCall:
+        """Take a call."""
+        return ServerCall(connection, method, self._handlers[method], self._referee)
+
+    def drain(self) -> None:
+        """End in good order."""
+        if not self.watchdog.draining:
+            self.process.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        self._calls.refuse(
+            ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is about to end")
+        )
+        self.watchdog.drain()
+        try:
+            async with asyncio.timeout(_GRACE):
+                await self._calls.idle()
+        except TimeoutError:
+            self._referee.note("drained late")  # what is open still, is cut
+        await asyncio.sleep(_FLUSH)
+        self._on_exit(self)
+
+    def ripe(self, scope: str) -> bool:
+        """Whether enough was seen of a scope."""
+        return any(view.learned.scope == scope and view.after for view in self.watchdog.table.scopes())

@@ -1,0 +1,152 @@
+"""How a worker's process tells its agent of scopes: as the product's `expires` does, or by messages of its own.
+
+In the first way all of the worker's side is the product's: `expires`, the table, and the uplink that rings and
+reconnects; the memory is real. The second is what a program in another language may do: one timer for each token,
+acquired anew by telling it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rallypoint.timer import uplink, wire
+from rallypoint.timer.guard import Guard
+from rallypoint.timer.process import PATIENCE
+from rallypoint.timer.process import Process as Timers
+from rallypoint.timer.uplink import Uplink
+from rallypoint.timer.worker import expires
+from simulation.timers.sockets import Line
+
+# Messages that a socket holds for an agent that doesn't read.
+_ROOM = 500
+
+Clock = Callable[[], int]
+Connect = Callable[[], Line]
+
+
+class Speech(Protocol):
+    """A way to tell."""
+
+    line: Line | None
+
+    def enter(self, token: int, scope: str, after: float | None) -> None:
+        """A scope is entered; a token that is known is acquired anew. `after`: None if it is learned."""
+
+    def leave(self, token: int) -> None:
+        """It is left."""
+
+    def reconnect(self) -> None:
+        """The connection broke a while ago."""
+
+
+class Link:
+    """Takes the place of rallypoint.timer.link.Link."""
+
+    def __init__(self, line: Line, opened_at: int) -> None:
+        self.opened_at = opened_at
+        self._line = line
+
+    def send(self, message: bytes, descriptor: int = -1) -> None:
+        """See the product's."""
+        if self._line.over:
+            raise BrokenPipeError
+        if self._line.unread >= _ROOM:
+            raise BlockingIOError
+        self._line.send(message, descriptor if descriptor >= 0 else None)
+
+    def has_unread(self) -> bool:
+        """See the product's."""
+        return self._line.unread > 0
+
+    def shut(self) -> None:
+        """See the product's."""
+        self._line.end()
+
+    def close(self) -> None:
+        """See the product's."""
+
+
+# Who speaks by which path, while a seed is played.
+_speakers: dict[str, ByTable] = {}
+
+
+@contextmanager
+def simulated_links() -> Iterator[None]:
+    """Has the product's uplinks connect to simulated agents."""
+    module: Any = uplink
+    before = module.Link
+    module.Link = lambda path, patience, opened_at: _speakers[path].open(opened_at)
+    try:
+        yield
+    finally:
+        module.Link = before
+        _speakers.clear()
+
+
+class ByTable:
+    """With `expires`."""
+
+    def __init__(self, name: str, clock: Clock, connect: Connect) -> None:
+        """`name`: no other speaker's; `clock`: CLOCK_MONOTONIC, in nanoseconds; `connect`: raises OSError."""
+        self.line: Line | None = None
+        self._clock = clock
+        self._connect = connect
+        self._guards: dict[int, Guard] = {}
+        self._timers = Timers()
+        self._timers.uplink = Uplink(name, PATIENCE, clock)
+        self._timers.table = self._timers.uplink.table()
+        _speakers[name] = self
+
+    def open(self, opened_at: int) -> Link:
+        """Connect, as the uplink asks."""
+        self.line = self._connect()
+        return Link(self.line, opened_at)
+
+    def enter(self, token: int, scope: str, after: float | None) -> None:
+        """See Speech; no token is acquired anew."""
+        guard = self._guards[token] = expires("auto" if after is None else after, scope)
+        guard.__enter__(self._timers, self._clock)
+
+    def leave(self, token: int) -> None:
+        """See Speech."""
+        self._guards.pop(token).__exit__(None, None, None, self._clock)
+
+    def reconnect(self) -> None:
+        """The uplink does, when there is something to ring for."""
+
+
+class ByMessages:
+    """With a message for each change."""
+
+    def __init__(self, clock: Clock, connect: Connect) -> None:
+        """See ByTable."""
+        self.line: Line | None = None
+        self._clock = clock
+        self._connect = connect
+        self._held: dict[int, bytes] = {}
+        self.reconnect()
+
+    def enter(self, token: int, scope: str, after: float | None) -> None:
+        """See Speech."""
+        message = self._held[token] = wire.acquire(token, self._clock(), after or 0.0, scope.encode())
+        self._send(message)
+
+    def leave(self, token: int) -> None:
+        """See Speech."""
+        del self._held[token]
+        self._send(wire.release(token))
+
+    def reconnect(self) -> None:
+        """Connects and tells all that is held."""
+        try:
+            self.line = self._connect()
+        except OSError:
+            self.line = None
+        for message in self._held.values():
+            self._send(message)
+
+    def _send(self, message: bytes) -> None:
+        if self.line is not None:
+            self.line.send(message)
