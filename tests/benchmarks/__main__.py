@@ -10,15 +10,19 @@ import click
 from rich.console import Console
 
 from benchmarks.c10d import find_torch
+from benchmarks.expires import expires
 from benchmarks.failover import failover
 from benchmarks.fanout import fanout
 from benchmarks.figures import Figure, show_figures, write_figures
 from benchmarks.heartbeat import heartbeat
 from benchmarks.journal import journal
 from benchmarks.processes import BenchmarkError
+from benchmarks.reap import reap
 from benchmarks.rendezvous import rendezvous
 from benchmarks.session import Benchmark, Session
 from benchmarks.store import store
+from benchmarks.timer_requests import timer_requests
+from benchmarks.watchdog import watchdog
 
 BENCHMARKS: dict[str, Benchmark] = {
     "rendezvous": rendezvous,
@@ -27,6 +31,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     "heartbeat": heartbeat,
     "store": store,
     "journal": journal,
+    "expires": expires,
+    "reap": reap,
+    "watchdog": watchdog,
+    "timer-requests": timer_requests,
 }
 _WIDTH = 150  # of the table, where nobody says how wide it may be
 ROOT = Path(__file__).parent.parent.parent

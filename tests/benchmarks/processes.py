@@ -91,6 +91,27 @@ def floor_server(folder: Path, behaviour: str, size: int = 200) -> Iterator[Serv
 
 
 @contextmanager
+def timer_server(folder: Path) -> Iterator[Server]:
+    """The timer service, as its users start it, until the context ends; `folder` is for its log."""
+    command = [str(RALLYPOINT), "serve", "timer", "--learned", "none"]
+    with _server(folder / "timer.log", command) as server:
+        yield server
+
+
+@contextmanager
+def timer_floor_server(folder: Path, behaviour: str) -> Iterator[Server]:
+    """A bare server of the timer service's messages, until the context ends.
+
+    Args:
+        folder: For its log.
+        behaviour: What it does; see `benchmarks.timer_floor_server`.
+    """
+    command = [sys.executable, "-m", "benchmarks.timer_floor_server", "--behaviour", behaviour]
+    with _server(folder / f"timer-floor-{behaviour}.log", command) as server:
+        yield server
+
+
+@contextmanager
 def _server(log: Path, command: Sequence[str]) -> Iterator[Server]:
     with _free_port() as port, running([*command, "--port", str(port)], log) as process:
         yield Server(process.pid, f"127.0.0.1:{port}", log)

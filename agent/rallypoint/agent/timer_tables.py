@@ -47,8 +47,8 @@ class Table:
         except MalformedTable:
             self._view.release()
             raise
-        # Completions of which was told, by scope.
-        self._told = told
+        # Completions of which was told, by scope; the same object for all tables of one memory.
+        self.told = told
         self._step: tuple[int, int] | None = None
         self._dropped = 0
         self._until = 0.0
@@ -109,8 +109,8 @@ class Table:
 
     def _observe(self) -> None:
         for seen in self._reader.observations():
-            more = seen.completions - self._told.get(seen.scope, 0)
-            self._told[seen.scope] = seen.completions
+            more = seen.completions - self.told.get(seen.scope, 0)
+            self.told[seen.scope] = seen.completions
             if more > 0:
                 self._holder.observe(_text(seen.scope), more, seen.longest / _BILLION)
 
@@ -193,6 +193,10 @@ class Tables:
         """What Table.close does."""
         self._open.pop(table, None)
         self._watched.pop(table, None)
+        for other in self._open:
+            # Its process has connected again with the same memory, where the one who left has promised to look.
+            if other.told is table.told:
+                other.wake()
         if not self._watched and self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None

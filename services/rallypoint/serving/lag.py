@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 # Seconds by which sums of floats may be off.
 _ROUNDING = 1e-6
 

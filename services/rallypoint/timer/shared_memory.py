@@ -6,8 +6,14 @@ import fcntl
 import mmap
 import os
 
+from rallypoint.timer.own_file import OwnFile
+
 # F_ADD_SEALS and F_SEAL_* of Linux, which not every build of Python has names for.
 _ADD_SEALS, _SEAL, _SHRINK, _GROW = 1033, 0x1, 0x2, 0x4
+
+# Memory whose descriptors the program has closed. A map closes one of its own when it is freed, which would be
+# another file's by now.
+_never_freed: list[memoryview] = []
 
 
 class SharedMemory:
@@ -22,21 +28,31 @@ class SharedMemory:
         Raises:
             OSError: there is none to be had, or this kernel doesn't share memory so.
         """
-        self.descriptor = -1
+        self._descriptor = -1
         try:
-            self.descriptor = os.memfd_create("rallypoint-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.descriptor, size)
+            self._descriptor = os.memfd_create("rallypoint-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._file = OwnFile(self._descriptor)
+            os.ftruncate(self._descriptor, size)
             # Else whoever maps it could be killed by its owner, who makes it shorter.
-            fcntl.fcntl(self.descriptor, _ADD_SEALS, _SEAL | _SHRINK | _GROW)
-            self.memory = memoryview(mmap.mmap(self.descriptor, size))
+            fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEAL | _SHRINK | _GROW)
+            self.memory = memoryview(mmap.mmap(self._descriptor, size))
         except (AttributeError, ValueError) as error:
             raise OSError(f"this Python can't share memory: {error}") from error
 
+    @property
+    def descriptor(self) -> int:
+        """What another process can map it by; -1 once that is closed, be it by the program."""
+        descriptor = self._descriptor
+        return descriptor if descriptor >= 0 and self._file.is_behind(descriptor) else -1
+
     def close(self) -> None:
         """Lets go of the descriptor. The memory stays for as long as somebody refers to it."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.descriptor
         if descriptor >= 0:
             os.close(descriptor)
+        elif self._descriptor >= 0:
+            _never_freed.append(self.memory)
+        self._descriptor = -1
 
     def __del__(self) -> None:
         self.close()

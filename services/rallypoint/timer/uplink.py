@@ -2,7 +2,8 @@
 
 Whatever goes wrong, the worker goes on unguarded. The agent takes the end of a connection for the end of all its
 timers, so giving a connection up accuses nobody. Where memory can't be shared (a kernel before 3.17, a filter of
-system calls), the table stays the process's own, and each change of it is told with a message, at more cost.
+system calls, a program that closed all its descriptors), the table stays the process's own, and each change of it
+is told with a message, at more cost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rallypoint.timer import wire
 from rallypoint.timer.link import Link
@@ -49,7 +51,7 @@ class Uplink:
     def _begin(self) -> None:
         self._table: TableWriter | None = None
         self._shared: SharedMemory | None = None
-        # Without shared memory: what is in the table, and what of it the agent was told.
+        # Without shared memory, or its descriptor: what is in the table, and what of it the agent was told.
         self._own: TableReader | None = None
         self._told: dict[int, Slot] = {}
         self._told_step: Step | None = None
@@ -80,9 +82,7 @@ class Uplink:
         try:
             shared = SharedMemory(SIZE)
         except OSError:
-            memory = private_memory(SIZE)
-            table = TableWriter(memory, self._ring)
-            self._own = TableReader(memory)
+            table = TableWriter(private_memory(SIZE), self._ring)
         else:
             table = TableWriter(shared.memory, self._ring)
             self._shared = shared
@@ -145,6 +145,9 @@ class Uplink:
             # message in its queue, not thousands.
             self._rung_at = now
             self._attempt(table, link, _send_look)
+        if link is not None and self._link is None and not (self._retry_at or self._closed):
+            # It was lost since the last ring, and what is rung for may be the last that this process does.
+            self._open(table, now)
 
     def _send_changes(self, link: Link) -> None:
         """Sends the difference between the table and what the agent was told."""
@@ -203,17 +206,19 @@ class Uplink:
         self._told.clear()
         self._told_step = None
         self._link = link
-        self._attempt(table, link, self._introduce)
+        self._attempt(table, link, partial(self._introduce, table))
         if self._closed:
             # Since a moment ago, by somebody who saw no link to shut.
             link.shut()
             table.mute()
 
-    def _introduce(self, link: Link) -> None:
+    def _introduce(self, table: TableWriter, link: Link) -> None:
         """Sends the table, with all the timers in it. The agent looks at it once it has got it."""
-        if self._shared is not None:
-            link.send(wire.TABLE, self._shared.descriptor)
+        descriptor = self._shared.descriptor if self._shared is not None else -1
+        if descriptor >= 0:
+            link.send(wire.TABLE, descriptor)
         else:
+            self._own = self._own or TableReader(table.memory)
             self._send_changes(link)
 
 

@@ -1,0 +1,102 @@
+"""Programs that close all descriptors they don't know keep their files whole, and their watchdog."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.timer import wire
+from rallypoint.timer.own_file import OwnFile
+from timer_agent import Agent
+
+# Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
+CLOSES_ALL = """
+import gc, os, socket, sys, time
+from rallypoint import timer
+
+with timer.expires(after=60, scope="first"):
+    pass
+sys.stdin.readline()
+os.closerange(3, 64)
+pairs = [socket.socketpair() for _ in range(4)]
+ends = [end for pair in pairs for end in pair]
+time.sleep(1.1)  # a connection that lived for less is not tried again at once
+"""
+
+USES_TIMERS = """
+for _ in range(3):
+    with timer.expires(after=60, scope="second"):
+        timer.progress(1)
+"""
+
+ALL_ENDS_ARE_WHOLE = """
+for one, other in pairs:
+    one.send(b"mine")
+    assert other.recv(100) == b"mine"
+    other.send(b"yours")
+    assert one.recv(100) == b"yours"
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path / "s")
+    yield agent
+    agent.close()
+
+
+def start(agent: Agent, program: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RALLYPOINT_TIMER_SOCKET": agent.path}
+    return subprocess.Popen(
+        [sys.executable, "-c", CLOSES_ALL + program], stdin=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_a_number_that_became_another_files_is_noticed(tmp_path: Path) -> None:
+    """Also one that is closed, and one that is of the same kind of file again."""
+    first, second = socket.socketpair()
+    own = OwnFile(first.fileno())
+    assert own.is_behind(first.fileno())
+    assert not own.is_behind(second.fileno())
+    os.dup2(second.fileno(), first.fileno())
+    assert not own.is_behind(first.fileno())
+    first.close()
+    assert not own.is_behind(first.fileno())
+    assert not own.is_behind(-1)
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "afterwards",
+    [
+        pytest.param("", id="it uses timers"),
+        pytest.param("timer.configure(required=False)\ngc.collect()\n", id="it configures anew"),
+        pytest.param("if child := os.fork():\n    assert os.waitpid(child, 0)[1] == 0\n", id="it forks"),
+    ],
+)
+def test_files_of_the_program_are_neither_written_nor_closed(agent: Agent, afterwards: str) -> None:
+    """Whatever the process does with timers afterwards, in it and in its children."""
+    with start(agent, USES_TIMERS + afterwards + USES_TIMERS + ALL_ENDS_ARE_WHOLE) as process:
+        agent.welcome()
+        process.communicate("go\n", timeout=60)
+    assert process.returncode == 0
+
+
+def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
+    """With messages, since nobody can be given its table any more."""
+    hangs = 'timer.expires(after=60, scope="hangs").__enter__()\nsys.stdin.readline()\n'
+    with start(agent, hangs) as process:
+        agent.welcome()
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        told = agent.accept().receive()
+        process.communicate(timeout=60)
+    assert isinstance(told, wire.Acquire)
+    assert told.scope == "hangs"

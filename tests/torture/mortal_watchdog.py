@@ -1,0 +1,115 @@
+"""A timer service that can be paused, killed and started again, and agents that let timers run out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from rallypoint.serving.channel import open_channel
+from rallypoint.timer.client import ExpiredTimer, TimerClient
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from torture.mortal_server import PATIENCE, MortalServer
+
+RUN = "run-1"
+_LOOK = 0.02  # seconds between two questions
+
+
+class MortalWatchdog(MortalServer):
+    """One timer service over all its processes, at one port. Its methods block."""
+
+    def __init__(self, folder: Path, *more: str, learned: Path | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            folder: For logs; made where it is missing.
+            more: Arguments of the command.
+            learned: Where it is to keep what it learns; None: nowhere.
+        """
+        super().__init__(folder)
+        self._more = (*more, "--learned", str(learned or "none"))
+
+    def pause(self) -> None:
+        """SIGSTOP it."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT it."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def accused(self) -> list[str]:
+        """Scopes of the timers that ran out, by the log of the present process."""
+        records = (json.loads(line) for line in self.log().splitlines() if line.startswith("{"))
+        return [record["scope"] for record in records if record["event"] == "timer ran out"]
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        listening = ("--port", str(self._address[1]), "--log-format", "json")
+        learned = str(self._folder / "timer-learned.json")
+        return ("serve", "timer", *listening, "--learned", learned, *self._more)
+
+
+class GuardedNode:
+    """An agent's client, which notes what it is told instead of reaping anybody.
+
+    Attributes:
+        client: To acquire and release with.
+        reaped: Scopes whose workers it was to reap, with when, in seconds of CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, name: str, endpoint: str, reaping: float = 0.0) -> None:
+        """Begin to talk with the service. `reaping`: seconds that it takes to reap a worker."""
+        self.reaped: list[tuple[str, float]] = []
+        self._reaping = reaping
+        self._channel = open_channel(endpoint)
+        self.client = TimerClient(self._channel, run_id=RUN, node_id=name, lease=1)
+        self.client.start(self._reap)
+
+    async def _reap(self, expired: ExpiredTimer) -> None:
+        self.reaped.append((expired.scope, time.monotonic()))
+        await asyncio.sleep(self._reaping)
+
+    async def close(self) -> None:
+        """End."""
+        await self.client.close(grace=0)
+        await self._channel.close()
+
+
+async def listed(channel: grpc.aio.Channel) -> list[pb.Timer]:
+    """All timers that the service has; it has a thousand at most, as they fit into one answer."""
+    request = pb.ListTimersRequest(run_id=RUN)
+    answer = await pb_grpc.TimerServiceStub(channel).ListTimers(
+        request, wait_for_ready=True, timeout=PATIENCE
+    )
+    return list(answer.timers)
+
+
+async def until_listed(channel: grpc.aio.Channel, count: int) -> None:
+    """Wait until the service has so many timers.
+
+    Raises:
+        AssertionError: It has not got them.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while (found := len(await listed(channel))) != count:
+        assert time.monotonic() < deadline, f"the service has {found} timers, not {count}"
+        await asyncio.sleep(_LOOK)
+
+
+async def until(what: str, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
+    """Wait until something is so of what nodes were told.
+
+    Raises:
+        AssertionError: It did not become so.
+    """
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain for {what}"
+        await asyncio.sleep(_LOOK)

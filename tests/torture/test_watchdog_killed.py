@@ -1,0 +1,93 @@
+"""The watchdog is killed and started again while timers run: each runs out at its deadline, and once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from torture.length import ordinarily
+from torture.mortal_server import PATIENCE, serving
+from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until, until_listed
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
+
+NODES = ordinarily(10, in_full=50)
+TIMERS = 1000  # those of all nodes
+KILLS = ordinarily(2, in_full=8)
+LIFE = ordinarily(3.0, in_full=5.0)  # seconds of service between two kills
+LEAD = 1.0  # seconds from the first timer to the first deadline
+# Seconds that a worker takes to be reaped: long enough for the next service to tell of it meanwhile.
+REAPING = 2.0
+# Seconds before a kill in which a timer may have run out and not be told of.
+TELLING = 0.2
+# Seconds in which all agents are back once the service listens, their back-off included.
+BACK = 2.0
+
+
+class Outage(NamedTuple):
+    """Seconds of CLOCK_MONOTONIC."""
+
+    killed: float
+    listening: float
+
+    def explains(self, due: float) -> bool:
+        """Whether a timer that was due then could not be told of in time."""
+        return self.killed - TELLING < due < self.listening + BACK
+
+
+async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
+    """Agents register again what runs, with the time that is left: none early, none lost, none reaped twice."""
+    server = MortalWatchdog(tmp_path)
+    draw = random.Random(4)
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(serving(server))
+        nodes = [GuardedNode(f"node-{number}", server.endpoint, REAPING) for number in range(NODES)]
+        for node in nodes:
+            stack.push_async_callback(node.close)
+        due: dict[str, float] = {}
+        began = time.monotonic()
+        for number in range(TIMERS):
+            after = LEAD + draw.uniform(0.0, (KILLS + 1) * LIFE)
+            due[f"s-{number}"] = began + after
+            # Workers of their own: reaping one of them ends no other timer.
+            nodes[number % NODES].client.acquire(f"{number}@1", f"s-{number}", after, began)
+        outages = []
+        for _ in range(KILLS):
+            await asyncio.sleep(LIFE)
+            killed = time.monotonic()
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+            outages.append(Outage(killed, time.monotonic()))
+        await until("every timer to run out", lambda: due.keys() <= _reaped(nodes).keys())
+        await until_listed(channel, 0)
+        assert set(_reaped(nodes).values()) == {1}, "nobody is reaped twice"
+    late = {scope: when - due[scope] for node in nodes for scope, when in node.reaped}
+    assert min(late.values()) >= 0, "nobody is reaped before the deadline"
+    # Of the services that came after the first, and had to be told of timers that ran already.
+    on_time = sorted(
+        each
+        for scope, each in late.items()
+        if due[scope] > outages[0].killed and not any(outage.explains(due[scope]) for outage in outages)
+    )
+    waited, middle = max(late.values()), on_time[len(on_time) // 2]
+    away = max(outage.listening - outage.killed for outage in outages)
+    # A countdown that a new service begins anew would be a whole life of the old one late.
+    assert middle < LIFE / 2
+    assert waited < away + PATIENCE
+    assert server.complaints() == []
+    print(  # noqa: T201
+        f"{KILLS} kills, the service {away:.1f} s away at most; {TIMERS} timers, each reaped once; "
+        f"{len(on_time)} due while a later one watched: {middle * 1e3:.0f} ms late (median), "
+        f"{on_time[-1] * 1e3:.0f} ms at most; due while it was away: {waited * 1e3:.0f} ms at most"
+    )
+
+
+def _reaped(nodes: list[GuardedNode]) -> Counter[str]:
+    return Counter(scope for node in nodes for scope, _ in node.reaped)

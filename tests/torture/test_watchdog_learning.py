@@ -1,0 +1,115 @@
+"""What a run has learned of its scopes outlives the watchdog: by its agents alone, and by its file alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rallypoint.timer.durations import to_seconds
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from torture.length import ordinarily
+from torture.mortal_server import PATIENCE, serving
+from torture.mortal_watchdog import RUN, GuardedNode, MortalWatchdog, until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
+
+SCOPE = "step"
+WARM_UP = 10
+FACTOR = 2.0
+LEARNING = ("--learn-warm-up", f"{WARM_UP}", "--learn-factor", f"{FACTOR}", "--learn-least", "0.2")
+NODES = 3
+EACH = 20  # completions on each node, before the first kill
+LONGEST = 0.4  # seconds that the longest of them took
+KILLS = ordinarily(2, in_full=10)
+
+
+async def learned(channel: grpc.aio.Channel) -> pb.Scope | None:
+    """What the service knows of the scope."""
+    request = pb.ListScopesRequest(run_id=RUN)
+    answer = await pb_grpc.TimerServiceStub(channel).ListScopes(
+        request, wait_for_ready=True, timeout=PATIENCE
+    )
+    return next((scope for scope in answer.scopes if scope.scope == SCOPE), None)
+
+
+async def until_learned(channel: grpc.aio.Channel, count: int) -> pb.Scope:
+    """Wait until the service knows of so many completions, at least."""
+    deadline = time.monotonic() + PATIENCE
+    while (scope := await learned(channel)) is None or scope.count < count:
+        assert time.monotonic() < deadline, f"{count} completions were seen; the service knows: {scope}"
+        await asyncio.sleep(0.02)
+    return scope
+
+
+def knows(node: GuardedNode) -> bool:
+    """Whether an agent was told enough for the next service. Nothing but its next stream would show it."""
+    lesson = node.client._ledger._lessons.get(SCOPE)
+    return lesson is not None and lesson.count >= WARM_UP and lesson.longest >= LONGEST
+
+
+def check_duration(scope: pb.Scope) -> None:
+    """The timers of the scope are as long as the longest completion has made them."""
+    assert to_seconds(scope.longest, "longest") == pytest.approx(LONGEST)
+    assert to_seconds(scope.after, "after") == pytest.approx(LONGEST * FACTOR)
+
+
+async def check_guarded(node: GuardedNode, worker: str) -> None:
+    """A worker that hangs in the scope is told of, after what was learned and not before."""
+    began = time.monotonic()
+    node.client.acquire(worker, f"{SCOPE}~{worker}", 0.0, began, learned_as=SCOPE)
+    await until("the worker to be reaped", lambda: f"{SCOPE}~{worker}" in dict(node.reaped))
+    assert dict(node.reaped)[f"{SCOPE}~{worker}"] - began >= LONGEST * FACTOR
+
+
+async def test_agents_bring_back_what_a_service_without_a_file_had_learned(tmp_path: Path) -> None:
+    """Killed again and again, it never knows of more completions than there were, and always of enough."""
+    server = MortalWatchdog(tmp_path, *LEARNING)
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(serving(server))
+        nodes = [GuardedNode(f"node-{number}", server.endpoint) for number in range(NODES)]
+        for node in nodes:
+            stack.push_async_callback(node.close)
+            node.client.observe(SCOPE, EACH, LONGEST)
+        seen = NODES * EACH
+        assert (await until_learned(channel, seen)).count == seen
+        await until("every agent to know", lambda: all(map(knows, nodes)))
+        for kill in range(KILLS):
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+            scope = await until_learned(channel, WARM_UP)
+            assert scope.count <= seen
+            check_duration(scope)
+            await check_guarded(nodes[kill % NODES], f"{kill}@1")
+            nodes[kill % NODES].client.observe(SCOPE, 1, LONGEST / 2)
+            seen += 1
+    assert server.complaints() == []
+
+
+async def test_the_file_alone_brings_back_what_was_learned(tmp_path: Path) -> None:
+    """All agents are gone when the service is killed; those of the run's next start are guarded at once."""
+    file = tmp_path / "learned.json"
+    server = MortalWatchdog(tmp_path / "server", *LEARNING, learned=file)
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(serving(server))
+        node = GuardedNode("node-0", server.endpoint)
+        node.client.observe(SCOPE, EACH, LONGEST)
+        await until_learned(channel, EACH)
+        await node.close()
+        await until("the file to be written", lambda: file.exists() and SCOPE in file.read_text())
+        for kill in range(KILLS):
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+            scope = await learned(channel)
+            assert scope is not None
+            assert scope.count == EACH
+            check_duration(scope)
+            node = GuardedNode(f"node-{kill + 1}", server.endpoint)
+            await check_guarded(node, f"{kill}@1")
+            await node.close()
+    assert server.complaints() == []
