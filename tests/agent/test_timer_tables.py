@@ -164,6 +164,7 @@ async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
     assert process.listening() == pytest.approx(1005.6)
     host.clock.now = 1005.7
     assert not table.attend()
+    assert process.listening() == 0, "who ends a timer now has to ring"
     host.clock.now = 1100.0
     table.wake()
     assert process.listening() == pytest.approx(1102.0)

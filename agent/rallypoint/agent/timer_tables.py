@@ -63,9 +63,13 @@ class Table:
     def attend(self) -> bool:
         """Looks, as was promised. Whether to come again; if not, the process rings."""
         now = self._tables.clock()
-        if self.look():
-            self._promise(now)
-        return now <= self._until + _LATER
+        last = now > self._until + _LATER
+        if last:
+            self._reader.listen_until(0)
+        if not self.look():
+            return not last
+        self._promise(now)
+        return True
 
     def _promise(self, now: float) -> None:
         self._until = now + _ATTENTION

@@ -46,18 +46,15 @@ class Guard:
         try:
             slot = self._slot = table.take()
             place = self._place
-            scope, after = place.scope, place.after
-            if table.texts[slot] is not scope:
-                table.prepare(slot, scope)
-            kind = place.kind or table.kind_of(scope, place.signal, True)
+            if table.laid[slot] is not place:
+                table.lay_out(slot, place, place.scope, place.after, place.kind or self._kind(table))
             token, since = table.tick(), monotonic_ns()
             # Only now: a signal handler, which may run whenever something is called, may have forked.
             words = table.words
             at = SLOT_WORD + slot * SLOT_WORDS
             words[at + 1] = since
-            words[at + 2] = after
-            words[at + 3] = kind
-            words[at + 4] = token ^ since ^ after ^ kind
+            # Of what learns, the duration is 0 and the kind this table's.
+            words[at + 4] = token ^ since ^ (place.terms or words[at + 3])
             words[at] = token
             self._table = table
             if monotonic_ns() > words[1] or place.hasty:
@@ -78,7 +75,6 @@ class Guard:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-        monotonic_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         table = self._table
         if table is None:
@@ -91,7 +87,8 @@ class Guard:
         words[SLOT_WORD + slot * SLOT_WORDS] = 0
         self._table = None
         table.give(slot)
-        if monotonic_ns() > words[1]:
+        # No look at the clock: a release that is seen late accuses nobody, since the agent looks before it judges.
+        if not words[1]:
             table.ring()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -125,6 +122,10 @@ class Guard:
         guard._place = self._place
         guard._table = None
         return guard
+
+    def _kind(self, table: TableWriter) -> int:
+        """What a timer that learns is in a table."""
+        return table.kind_of(self._place.scope, self._place.signal, True)
 
     def _abandon(self, table: TableWriter, slot: int) -> None:
         if slot >= 0:
@@ -186,9 +187,8 @@ class LearningGuard(Guard):
         words[SLOT_WORD + slot * SLOT_WORDS] = 0
         self._table = None
         table.give(slot)
-        duration = monotonic_ns() - since
-        table.note(table.kind_of(self._place.scope, 0, True), duration)
-        if monotonic_ns() > words[1]:
+        table.note(self._kind(table), monotonic_ns() - since)
+        if not words[1]:
             table.ring()
 
 

@@ -33,11 +33,12 @@ class Place:
         after: nanoseconds; 0: to be learned.
         signal: as table.Slot has it.
         kind: as TableWriter.acquire takes it; 0 if that is another one in each table, as for what learns.
+        terms: what `after` and `kind` add to a slot's check; 0 likewise.
         hasty: whether the agent has to look sooner than it would by itself.
         code: what the place is in. Held, so that no other code is ever found where this one was.
     """
 
-    __slots__ = ("after", "asked", "code", "given", "hasty", "kind", "scope", "signal")
+    __slots__ = ("after", "asked", "code", "given", "hasty", "kind", "scope", "signal", "terms")
 
     def __init__(self, given: object, asked: object, scope: bytes, code: CodeType | None = None) -> None:
         """Checks what was given.
@@ -51,6 +52,7 @@ class Place:
         self.after = after = _nanoseconds(given)
         self.signal = _signal(asked)
         self.kind = plain_kind(scope, self.signal) if after else 0
+        self.terms = after ^ self.kind
         self.hasty = 0 < after < _HASTY
         self.code = code
 
@@ -77,9 +79,9 @@ def place_in(frame: FrameType, given: object, asked: object) -> Place:
     """
     code = frame.f_code
     key = id(code) + frame.f_lasti
-    known = _learning_by_code.get(key)
-    if known is not None and known.given == given and known.asked is asked:
-        return known
+    for known in (by_code.get(key), _learning_by_code.get(key)):
+        if known is not None and known.given == given and known.asked is asked:
+            return known
     place = Place(given, asked, encode(f"{code.co_filename}#{frame.f_lineno}"), code)
     _remember(by_code if place.after else _learning_by_code, key, place)
     return place
@@ -92,9 +94,9 @@ def place_of(scope: str, given: object, asked: object) -> Place:
         ValueError, TypeError: `given` is no duration, `asked` no signal, or `scope` no string.
     """
     encoded = encode(scope)
-    known = _learning_by_scope.get(scope)
-    if known is not None and known.given == given and known.asked is asked:
-        return known
+    for known in (by_scope.get(scope), _learning_by_scope.get(scope)):
+        if known is not None and known.given == given and known.asked is asked:
+            return known
     place = Place(given, asked, encoded)
     _remember(by_scope if place.after else _learning_by_scope, scope, place)
     return place

@@ -52,7 +52,7 @@ class Client:
         """Ends the scope's timer. One that does not run is no error."""
         held = self._held.pop(scope, None)
         _end(held)
-        if held is not None and time.monotonic_ns() > held[0].listening[0]:
+        if held is not None and not held[0].listening[0]:
             held[0].ring()
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ Both ends run at once and neither can lock the other out, for the worker may be 
 - The worker reads the clock *after* it has written. If that is later than `listening_until`, it rings. The agent
   looks once more after that moment, and later by far than a write takes to become visible. So whatever was
   written is either seen by that look or rung for.
+- Before that look the agent writes 0 there. A worker that frees a slot rings only if it finds that: what it frees
+  unseen is seen with the next thing that happens, and in any case before anybody is judged.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ class TableWriter:
         "_noting",
         "_used",
         "give",
+        "laid",
         "listening",
         "memory",
         "ring",
@@ -138,6 +141,8 @@ class TableWriter:
         self.give = free.append
         # Of this table only: what is released after a reconnect can't hit another timer.
         self.tick = count(1).__next__
+        # What lay_out was last called for.
+        self.laid: list[object] = [None] * SLOTS
         self.texts: list[bytes | None] = [None] * SLOTS
         self._used = bytearray(SLOTS)
         self._learned: dict[bytes, int] = {}
@@ -184,25 +189,35 @@ class TableWriter:
         except IndexError:
             self.drop()
             return -1
-        if self.texts[slot] is not scope:
-            self.prepare(slot, scope)
+        self.lay_out(slot, None, scope, after, kind)
         words, at = self.words, SLOT_WORD + slot * SLOT_WORDS
         words[at + 1] = since
-        words[at + 2] = after
-        words[at + 3] = kind
         words[at + 4] = token ^ since ^ after ^ kind
         words[at] = token
         return slot
 
-    def prepare(self, slot: int, scope: bytes) -> None:
-        """Writes the scope of a slot that was taken."""
+    def lay_out(self, slot: int, place: object, scope: bytes, after: int, kind: int) -> None:
+        """Writes what all timers of one place in the program have in common into a slot that was taken.
+
+        Args:
+            slot: stays as it is here when it is given back, for as long as `laid` says that it is this place's.
+            place: that place; None: no place in particular.
+            scope: as for `acquire`, and the others too.
+            after: likewise.
+            kind: likewise.
+        """
+        self.laid[slot] = None
         if self.texts[slot] != scope:
             at = _HEADER + slot * _ENTRY + _TEXT
             self.memory[at : at + len(scope)] = scope
             if not self._used[slot]:
                 self._used[slot] = 1
                 self._cover(_SLOTS_USED, self._used)
-        self.texts[slot] = scope
+            self.texts[slot] = scope
+        words, at = self.words, SLOT_WORD + slot * SLOT_WORDS
+        words[at + 2] = after
+        words[at + 3] = kind
+        self.laid[slot] = place
 
     def _cover(self, at: int, used: bytearray) -> None:
         """Tells the reader how far to read: up to the last that is in use.
@@ -309,7 +324,8 @@ class TableReader:
     def listen_until(self, when: int) -> None:
         """Promises to look once more after that moment of CLOCK_MONOTONIC, in nanoseconds, but not before it.
 
-        What is written down is a little earlier: a write of just then takes some time to become visible.
+        What is written down is a little earlier: a write of just then takes some time to become visible. 0: it looks
+        no more after the next time.
         """
         _WORD.pack_into(self._memory, _LISTENING, max(when - _VISIBLE, 0))
 

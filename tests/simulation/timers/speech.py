@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rallypoint.timer import uplink, wire
-from rallypoint.timer.guard import Guard
+from rallypoint.timer.guard import Guard, LearningGuard
 from rallypoint.timer.process import PATIENCE
 from rallypoint.timer.process import Process as Timers
 from rallypoint.timer.uplink import Uplink
@@ -111,7 +111,11 @@ class ByTable:
 
     def leave(self, token: int) -> None:
         """See Speech."""
-        self._guards.pop(token).__exit__(None, None, None, self._clock)
+        guard = self._guards.pop(token)
+        if isinstance(guard, LearningGuard):
+            guard.__exit__(None, None, None, self._clock)
+        else:
+            guard.__exit__(None, None, None)
 
     def reconnect(self) -> None:
         """The uplink does, when there is something to ring for."""
