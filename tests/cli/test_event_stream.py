@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,9 @@ COMPACTED = ServiceError(
 NOT_FOUND = ServiceError(Code.NOT_FOUND, "RUN_NOT_FOUND", "there is no run 'digits'")
 
 
+SILENCE = ServiceError(Code.UNKNOWN, "", "never said: the call is left open")
+
+
 class Scripted:
     """Ends each call as it is told: with the messages, and the error if there is one."""
 
@@ -35,6 +39,8 @@ class Scripted:
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> None:
         self.asked.append(request.revision)
         messages, error = self.script.pop(0)
+        if error is SILENCE:
+            await asyncio.Event().wait()
         revision = request.revision
         for revisions in messages:
             revision = max([revision, *revisions])
@@ -134,6 +140,16 @@ async def test_a_service_that_stays_away_is_given_up() -> None:
     servicer = Scripted(([[1]], DRAINING), *[([], DRAINING)] * 100)
     assert await followed(servicer, patience=0.2) == ([1], [], "HERE: the server is going away (DRAINING)")
     assert 2 <= len(servicer.asked) <= 10
+
+
+async def test_whoever_was_asleep_himself_asks_once_more() -> None:
+    """Stopped on a terminal, say: on waking, all of the patience is gone, and the service may have been there."""
+    servicer = Scripted(([[1]], DRAINING), ([], SILENCE), ([[2]], None))
+    assert await followed(servicer, patience=0.2) == ([1, 2], [], "")
+    servicer = Scripted(([[1]], DRAINING), *[([], SILENCE)] * 3)
+    silent = "no rendezvous service answered at HERE within 0.2 s"
+    assert await followed(servicer, patience=0.2) == ([1], [], silent)
+    assert len(servicer.asked) == 3
 
 
 @pytest.mark.parametrize("before", [[], [[1]]])

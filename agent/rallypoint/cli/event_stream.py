@@ -86,6 +86,9 @@ class Following:
         self._on_gap = on_gap
         self._jitter = jitter
         self._heard_at: float | None = None  # when the service was last there, once it was
+        # Whether it has been away for too long, and is asked for the last time. It may be this process that was
+        # away: stopped on a terminal, or asleep with its machine.
+        self._last_time = False
 
     async def run(self) -> None:
         """Follow to the end of the run.
@@ -105,6 +108,8 @@ class Following:
                     return
                 except grpc.aio.AioRpcError as rpc_error:
                     self._bear(rpc_error, loop.time())
+                except TimeoutError:
+                    self._bear_silence()
                 backoff = _FIRST_BACKOFF if self._heard_at != heard_before else backoff
                 await asyncio.sleep(backoff * (1 - self._jitter() / 2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
@@ -122,22 +127,27 @@ class Following:
                     self._request.revision = response.revision
                     if response.events:
                         self._on_events(response.events)
-        except TimeoutError:
-            raise SettingError(
-                f"no rendezvous service answered at {self._endpoint} within {self._patience:g} s"
-            ) from None
         finally:
             if heard:
                 self._heard_at = loop.time()
+                self._last_time = False
             call.cancel()
+
+    def _bear_silence(self) -> None:
+        """Return if it is worth to try again."""
+        if self._heard_at is None or self._last_time:
+            raise SettingError(
+                f"no rendezvous service answered at {self._endpoint} within {self._patience:g} s"
+            ) from None
+        self._last_time = True
 
     def _bear(self, rpc_error: grpc.aio.AioRpcError, now: float) -> None:
         """Return if it is worth to try again."""
         error = decode(rpc_error)
         if self._is_gap(error):
             return
-        away = None if self._heard_at is None else now - self._heard_at
-        if error.code in _RETRYABLE and away is not None and away < self._patience:
+        if error.code in _RETRYABLE and self._heard_at is not None and not self._last_time:
+            self._last_time = now - self._heard_at >= self._patience
             return
         raise refusal(self._endpoint, self._tls, rpc_error) from None
 
