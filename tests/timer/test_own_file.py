@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rallypoint.timer import wire
 from rallypoint.timer.own_file import OwnFile
+from rallypoint.timer.shared_memory import SharedMemory
 from timer_agent import Agent
 
 # Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
@@ -100,3 +103,24 @@ def test_its_timers_are_told_all_the_same(agent: Agent) -> None:
         process.communicate(timeout=60)
     assert isinstance(told, wire.Acquire)
     assert told.scope == "hangs"
+
+
+def test_memory_that_was_not_finished_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler raised while it was made: no descriptor stays open, and nothing is complained of."""
+    opened = []
+    make = os.memfd_create
+
+    def remember(*how: Any) -> int:
+        opened.append(make(*how))
+        return opened[-1]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rallypoint.timer.shared_memory.os.memfd_create", remember)
+    monkeypatch.setattr("rallypoint.timer.shared_memory.os.ftruncate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        SharedMemory(4096)
+    gc.collect()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(opened[0])

@@ -89,21 +89,38 @@ def test_the_stacks_of_all_threads_are_shown(fifo: Fifo) -> None:
         "configure(required=False)",
         "def waiting():",
         "    print('ready', flush=True)",
-        "    print(sys.stdin.readline(), flush=True)",
+        "    for line in sys.stdin: print(line, end='', flush=True)",
         "waiting()",
     )
     with Program(fifo.path, *lines) as worker:
         assert worker.says() == "ready"
         assert worker.catches()
+        assert worker.process.stdin is not None
         for _ in range(3):
             os.kill(worker.process.pid, STACK_SIGNAL)
             shown = fifo.read_until("in <module>")
             assert "in loitering" in shown
             assert "in waiting" in shown
-        assert worker.process.stdin is not None
-        worker.process.stdin.write("unharmed\n")
-        worker.process.stdin.flush()
-        assert worker.says() == "unharmed"
+            # It answers once the handler is over: while one thread is in it, another one would say nothing.
+            worker.process.stdin.write("unharmed\n")
+            worker.process.stdin.flush()
+            assert worker.says() == "unharmed"
+
+
+def test_files_of_a_program_that_closed_all_others_are_not_written_to(fifo: Fifo) -> None:
+    """What it opens then gets the numbers of what it closed."""
+    lines = (
+        "configure(required=False)",
+        "os.closerange(3, 1024)",
+        "read, write = os.pipe()",
+        "os.set_blocking(read, False)",
+        "others = [os.dup(write) for _ in range(50)]",
+        f"os.kill(os.getpid(), {int(STACK_SIGNAL)})",
+        "try: print(os.read(read, 65536), flush=True)",
+        "except BlockingIOError: print('nothing', flush=True)",
+    )
+    with Program(fifo.path, *lines) as worker:
+        assert worker.says() == "nothing"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ def test_a_timer_arrives_as_it_was_written(timer: Slot) -> None:
     kind = writer.kind_of(timer.scope, timer.signal, timer.learns)
     slot = writer.acquire(timer.token, timer.since, timer.after, timer.scope, kind)
     assert list(reader.slots()) == [timer]
-    assert writer.since(slot) == timer.since
     writer.release(slot)
     assert list(reader.slots()) == []
 
@@ -290,6 +289,24 @@ def test_of_two_who_take_new_slots_at_once_both_are_read() -> None:
     used.meanwhile = lambda: hold(writer, b"second")
     hold(writer, b"first")
     assert sorted(slot.scope for slot in reader.slots()) == [b"first", b"second"]
+
+
+def test_a_slot_whose_first_taker_was_interrupted_is_read_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a signal handler that raised before the reader was told of the slot: the next taker tells."""
+    writer, reader = ends()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(TableWriter, "_cover", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hold(writer, b"interrupted")
+    writer.give(0)
+    hold(writer, b"hangs")
+    assert [slot.scope for slot in reader.slots()] == [b"hangs"]
 
 
 def test_a_completion_noted_by_who_had_to_leave_it_to_another_is_not_lost() -> None:

@@ -29,13 +29,15 @@ class SharedMemory:
             OSError: there is none to be had, or this kernel doesn't share memory so.
         """
         self._descriptor = -1
+        # None until all is made: a signal handler that raises may come in between.
+        self._file: OwnFile | None = None
         try:
             self._descriptor = os.memfd_create("rallypoint-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            self._file = OwnFile(self._descriptor)
             os.ftruncate(self._descriptor, size)
             # Else whoever maps it could be killed by its owner, who makes it shorter.
             fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEAL | _SHRINK | _GROW)
             self.memory = memoryview(mmap.mmap(self._descriptor, size))
+            self._file = OwnFile(self._descriptor)
         except (AttributeError, ValueError) as error:
             raise OSError(f"this Python can't share memory: {error}") from error
 
@@ -43,7 +45,7 @@ class SharedMemory:
     def descriptor(self) -> int:
         """What another process can map it by; -1 once that is closed, be it by the program."""
         descriptor = self._descriptor
-        return descriptor if descriptor >= 0 and self._file.is_behind(descriptor) else -1
+        return descriptor if self._file is None or self._file.is_behind(descriptor) else -1
 
     def close(self) -> None:
         """Lets go of the descriptor. The memory stays for as long as somebody refers to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 
@@ -14,6 +15,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 # The FIFO's descriptor, once it was tried: the handler holds on to it without counting it as in use.
 _pipe: int | None = None
 _NONE = -1
+# A program that closes all descriptors doesn't know that the handler has this one. What it opens next gets the
+# lowest numbers, so that the handler finds none of it at this one. The usual limit is 1,024.
+_FAR = 900
 
 
 def offer_stacks() -> None:
@@ -33,11 +37,21 @@ def offer_stacks() -> None:
 
         if _is_free(STACK_SIGNAL):
             # Non-blocking: neither opening it nor writing stacks waits for an agent that doesn't read.
-            _pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            _pipe = _moved_away(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             faulthandler.register(STACK_SIGNAL, file=_pipe, all_threads=True, chain=False)
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
         # Nobody reads the FIFO, or no files are left: the agent gets stacks elsewhere, or none.
         return
+
+
+def _moved_away(descriptor: int) -> int:
+    try:
+        far = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FAR)
+    except OSError:
+        # This process may not have so many.
+        return descriptor
+    os.close(descriptor)
+    return far
 
 
 def _is_free(number: int) -> bool:

@@ -210,8 +210,9 @@ class TableWriter:
         if self.texts[slot] != scope:
             at = _HEADER + slot * _ENTRY + _TEXT
             self.memory[at : at + len(scope)] = scope
-            if not self._used[slot]:
-                self._used[slot] = 1
+            self._used[slot] = 1
+            if self.words[_SLOTS_USED // 8] <= slot:
+                # Not by what is marked: a signal handler that raises may have kept it from being told.
                 self._cover(_SLOTS_USED, self._used)
             self.texts[slot] = scope
         words, at = self.words, SLOT_WORD + slot * SLOT_WORDS
@@ -237,10 +238,6 @@ class TableWriter:
         """Frees a slot that `acquire` gave, once."""
         self.words[SLOT_WORD + slot * SLOT_WORDS] = 0
         self.give(slot)
-
-    def since(self, slot: int) -> int:
-        """When the timer in a slot began."""
-        return self.words[SLOT_WORD + slot * SLOT_WORDS + 1]
 
     def kind_of(self, scope: bytes, signal: int, learns: bool) -> int:
         """What `acquire` takes as `kind`.

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 VERSION = 1
 MAX_SCOPE_BYTES = 256
-MAX_TOKEN = 2**64 - 1
 
 NO_SIGNAL = 255
 """As the signal of an acquire: nobody is killed for it, its expiry is only reported."""
