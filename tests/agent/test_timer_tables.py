@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from rallypoint.agent import timer_holders
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.timer_holders import LONGEST, Holder, Holders, TimerLimits
 from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.agent.timer_tables import TableRefused, Tables
+from rallypoint.agent.timer_tables import Table, TableRefused, Tables
 from rallypoint.timer import wire
 from rallypoint.timer.client import ExpiredTimer
 from rallypoint.timer.table import SIZE, SLOTS, TableWriter
@@ -142,6 +143,27 @@ async def test_equal_scopes_are_timers_of_their_own(host: Host, process: Process
     table.look()
     assert host.timers.scopes() == ["s~2", "s~3"]
     table.close()
+
+
+async def test_a_process_whose_connection_ended_rings_again(host: Host, process: Process) -> None:
+    """With its next timer: nobody looks at its table any more, whatever was promised."""
+    table = host.tables.open(host.holder(), process.descriptor)
+    assert process.listening() > 0
+    table.close()
+    table.close()
+    assert process.listening() == 0
+
+
+async def test_a_process_that_connected_again_is_looked_at_as_was_promised(
+    host: Host, process: Process
+) -> None:
+    """Also by the end of the connection before, which may be noticed later."""
+    former = host.tables.open(host.holder(), process.descriptor)
+    again = host.tables.open(host.holder(), process.descriptor)
+    former.close()
+    assert process.listening() == pytest.approx(1002.0)
+    assert again.attend()
+    again.close()
 
 
 async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
@@ -396,6 +418,24 @@ async def test_the_table_has_the_last_word(agent: Agent, process: Process) -> No
         process.acquire(b"s", since=time.monotonic())
         await agent.timers.tell(expired)
         assert agent.expired == []
+        await agent.timers.tell(agent.timers.expired("0@1", "s"))
+    assert [hang.scope for hang in agent.expired] == ["s"]
+
+
+@pytest.mark.integration
+async def test_nobody_is_judged_unseen(
+    agent: Agent, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the table can't be looked at, whatever the reason: the service is to tell the expiry again."""
+    process.acquire(b"s", since=time.monotonic())
+    with agent.connect() as connection:
+        socket.send_fds(connection, [wire.TABLE], [process.descriptor])
+        await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
+        with monkeypatch.context() as blind:
+            blind.setattr(Table, "look", Mock(side_effect=RuntimeError("a bug")))
+            assert await agent.timers.tell(agent.timers.expired("0@1", "s")) is False
+        assert agent.expired == []
+        assert "a bug" in caplog.text
         await agent.timers.tell(agent.timers.expired("0@1", "s"))
     assert [hang.scope for hang in agent.expired] == ["s"]
 

@@ -7,7 +7,6 @@ import signal as signals
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Protocol
 
 from rallypoint.serving.logs import get_logger
@@ -21,6 +20,8 @@ LONGEST = 315_360_000.0
 
 # Ticks per second of the processor times in /proc.
 _TICKS = os.sysconf("SC_CLK_TCK")
+# Of the second timer of a scope.
+_FIRST_NUMBER = 2
 
 
 class Timers(Protocol):
@@ -96,8 +97,31 @@ class _Worker:
     worker_id: str
     # By their names at the service.
     timers: dict[str, HeldTimer] = field(default_factory=dict)
+    # The lowest number that may be free, for scopes that many are in: a thousand tasks in one must not each try a
+    # thousand names. Not there: _FIRST_NUMBER.
+    free_from: dict[str, int] = field(default_factory=dict)
     holders: int = 0
     warned: bool = False
+
+    def free_name(self, scope: str) -> str:
+        """The scope's name at the service: several processes, threads and nested blocks of a worker may be in the
+        same one, and each has its own deadline."""
+        if scope not in self.timers:
+            return scope
+        number = self.free_from.get(scope, _FIRST_NUMBER)
+        while (name := f"{scope}~{number}") in self.timers:
+            number += 1
+        self.free_from[scope] = number + 1
+        return name
+
+    def drop(self, timer: HeldTimer) -> None:
+        """The timer has ended; its name is free."""
+        del self.timers[timer.known_as]
+        lowest = self.free_from.pop(timer.scope, _FIRST_NUMBER)
+        if timer.known_as != timer.scope and lowest > _FIRST_NUMBER:
+            number = int(timer.known_as[len(timer.scope) + 1 :])
+            if number > _FIRST_NUMBER:
+                self.free_from[timer.scope] = min(number, lowest)
 
 
 class Holder:
@@ -153,7 +177,7 @@ class Holder:
             self.warn("too many timers", self._holders.limits.timers)
             return
         else:
-            known_as = _free_name(scope, worker.timers)
+            known_as = worker.free_name(scope)
         if not self._reading:
             self._reading.append(_cpu_seconds(self.pid))
         timer = HeldTimer(scope, known_as, self.pid, _to_send(signal), self._reading[0])
@@ -177,7 +201,7 @@ class Holder:
     def _drop(self, key: Hashable) -> HeldTimer | None:
         timer = self._held.pop(key, None)
         if timer is not None:
-            del self._worker.timers[timer.known_as]
+            self._worker.drop(timer)
         return timer
 
     def release_all(self) -> None:
@@ -256,14 +280,6 @@ class Holders:
         """What a process says of when something began: not later than now, and now if it says 0."""
         now = self.clock()
         return min(told, now) if told else now
-
-
-def _free_name(scope: str, taken: dict[str, HeldTimer]) -> str:
-    """The scope's name at the service: several processes, threads and nested blocks of a worker may be in the
-    same one, and each has its own deadline."""
-    if scope not in taken:
-        return scope
-    return next(name for number in count(2) if (name := f"{scope}~{number}") not in taken)
 
 
 def _to_send(asked: int) -> int | None:

@@ -349,15 +349,23 @@ class TimerSocket:
         worker_id = expired.worker_id
         lock = self._judging.setdefault(worker_id, asyncio.Lock())
         async with lock:
-            for connection in list(self._connections.get(worker_id, ())):
-                self._take(connection, _MOST_QUEUED)
-                if connection.table is not None:
-                    connection.table.look()
-            if self._fifo is not None:
-                self._fifo.look()
+            try:
+                self._look_at(worker_id)
+            except Exception:
+                log.exception("could not look what a worker holds", worker_id=worker_id)
+                return False
             if not self._timers.holds(expired):
                 return None
             return await self._on_expired(self._hang(expired))
+
+    def _look_at(self, worker_id: str) -> None:
+        """Takes what the worker has written or sent until now."""
+        for connection in list(self._connections.get(worker_id, ())):
+            self._take(connection, _MOST_QUEUED)
+            if connection.table is not None:
+                connection.table.look()
+        if self._fifo is not None:
+            self._fifo.look()
 
     def _hang(self, expired: ExpiredTimer) -> Hang:
         timer = self._holders.find(expired.worker_id, expired.scope) if expired.sequence else None

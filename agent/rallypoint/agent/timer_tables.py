@@ -126,7 +126,13 @@ class Table:
                 self._reader.forget(seen.scope)
 
     def close(self) -> None:
-        """Ends its timers and lets go of its memory. May be called more than once."""
+        """Ends its timers and lets go of its memory. May be called more than once.
+
+        A process that lives on rings with the next timer, and finds that it has to connect again.
+        """
+        if self._memory.closed:
+            return
+        self._reader.listen_until(0)
         self._tables.closed(self)
         self._holder.close()
         self._view.release()
