@@ -343,6 +343,37 @@ async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
         await node.client.close(grace=0)
 
 
+async def test_a_client_comes_back_from_what_it_can_not_deal_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither nonsense of a service nor a bug of its own leaves a host's workers unguarded without a word."""
+
+    async def nonsense(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        broken = to_duration(1.0)
+        broken.nanos = -1
+        yield pb.SuperviseEvent(expired=pb.Expired(worker_id="0@1", scope="s", sequence=1, after=broken))
+        await listen(script, requests, 1000)
+
+    async def sense(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        yield pb.SuperviseEvent(subscribed=pb.Subscribed())
+        await listen(script, requests, 1000)
+
+    def fail(_: object) -> pb.SuperviseAction:
+        raise OverflowError("a bug")
+
+    script = Scripted(nonsense, sense)
+    async with serving(script, tmp_path) as channel:
+        node = Node(channel)
+        await eventually(lambda: node.client._subscribed)
+        assert "is no valid duration" in caplog.text
+        with monkeypatch.context() as buggy:
+            buggy.setattr("rallypoint.timer.client.action_of", fail)
+            node.client.acquire("0@1", "s", 60.0)
+            await eventually(lambda: "a bug" in caplog.text)
+        await eventually(lambda: any(seen[1:2] and seen[1].HasField("acquire") for seen in script.seen))
+        await node.client.close(grace=0)
+
+
 async def test_a_client_waits_for_a_service_that_is_not_there_yet(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

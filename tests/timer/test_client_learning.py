@@ -183,6 +183,29 @@ async def test_a_run_that_stalls_is_in_the_agents_log(
         assert what in told.getMessage()
 
 
+async def test_that_timers_are_refused_is_logged_once_for_each_worker_and_reason(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full service refuses a busy worker thousands a second. On the next stream it is said anew."""
+
+    async def stream(script: Scripted, requests: Any, context: Any) -> AsyncIterator[pb.SuperviseEvent]:
+        yield event(subscribed=pb.Subscribed())
+        for number in range(100):
+            for reason in ("TOO_MANY_TIMERS", "INVALID_ARGUMENT"):
+                for worker in ("0@1", "1@1"):
+                    yield event(refused=pb.Refused(worker_id=worker, scope=f"s{number}", reason=reason))
+        if len(script.seen) > 1:
+            await listen(script, requests, 100)
+
+    script = Scripted(stream)
+    async with serving(script, tmp_path) as channel:
+        node = Node(channel, clock)
+        await eventually(lambda: caplog.text.count("timers of a worker are refused") == 8)
+        await node.client.close(grace=0)
+    assert "s0" in caplog.text
+    assert "s1" not in caplog.text
+
+
 async def scopes(service: Service) -> dict[str, int]:
     """What the service has learned, and from how many completions."""
     answer: pb.ListScopesResponse = await service.stub().ListScopes(pb.ListScopesRequest())

@@ -229,7 +229,7 @@ def test_clearing_a_worker_by_a_single_call() -> None:
 
 
 def warm(timers: TimerTable, agent: Subscription, longest: float, count: int = 20) -> None:
-    timers.observe(agent, "step", count, longest, 0.0)
+    timers.observe(agent, "step", count, longest)
 
 
 @pytest.mark.parametrize("account", ["observed", "brought by an agent", "kept in a file"])
@@ -241,9 +241,9 @@ def test_a_worker_that_hung_while_its_scope_was_learned_runs_out_at_once(account
     warm(timers, others, 4.0, count=19)
     assert timers.advance(1000.0, due=1000.0).expiries == []
     if account == "observed":
-        timers.observe(others, "step", 1, 4.0, 1000.0)
+        timers.observe(others, "step", 1, 4.0)
     elif account == "brought by an agent":
-        timers.learn(others, "step", 20, 4.0, 1000.0)
+        timers.learn(others, "step", 20, 4.0)
     else:
         timers.restore(RUN, Learned("step", 20, 4.0), 1000.0)
     assert timers.next_wake(1000.0) == 1000.0
@@ -258,7 +258,7 @@ def test_who_leaves_just_as_enough_was_seen_is_not_accused() -> None:
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     timers.register(agent, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
     timers.register(agent, "v", "s", 0.0, 0.0, sequence=2, learned_as="step")
-    timers.observe(agent, "step", 20, 4.0, 1000.0)
+    timers.observe(agent, "step", 20, 4.0)
     timers.end(agent, "w", "s")
     timers.register(agent, "v", "s", 0.0, 1000.0, sequence=3, learned_as="step")
     assert timers.advance(1000.0, due=1000.0).expiries == []
@@ -272,7 +272,7 @@ def test_a_longer_completion_moves_the_deadlines_of_all_that_run() -> None:
     warm(timers, others, 4.0)
     timers.register(slow, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
     assert timers.advance(19.0, due=19.0).expiries == []
-    timers.observe(others, "step", 1, 10.0, 19.0)
+    timers.observe(others, "step", 1, 10.0)
     assert timers.advance(49.875, due=49.875).expiries == []
     assert [view.remaining for view in timers.timers(49.875, node_id="a")] == [0.125]
     (expiry,) = timers.advance(50.0, due=50.0).expiries
@@ -287,7 +287,7 @@ def test_what_ran_out_is_told_again_by_what_it_ran_out_by() -> None:
     timers.register(agent, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
     (first,) = timers.advance(20.0, due=20.0).expiries
     warm(timers, agent, 100.0)
-    timers.forget_scopes(RUN, "", 20.0)
+    timers.forget_scopes(RUN, "")
     warm(timers, agent, 1.0)
     assert timers.advance(24.875, due=24.875).expiries == [], "told again before its time"
     (again,) = timers.advance(25.0, due=25.0).expiries
@@ -300,7 +300,7 @@ def test_forgetting_lets_those_that_run_learn_anew() -> None:
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     warm(timers, agent, 100.0)
     timers.register(agent, "w", "s", 0.0, 0.0, sequence=1, learned_as="step")
-    assert timers.forget_scopes(RUN, "step", 0.0) == 1
+    assert timers.forget_scopes(RUN, "step") == 1
     assert [view.state for view in timers.timers(0.0)] == [TimerState.LEARNING]
     assert timers.advance(600.0, due=600.0).expiries == []
     timers.register(agent, "w", "s", 0.0, 600.0, sequence=2, learned_as="step")
@@ -367,8 +367,8 @@ def test_what_can_not_have_been_seen_is_refused(scope: str, count: int, longest:
     timers = table()
     agent = timers.subscribe(RUN, "a", 0, 0.0)
     brought: list[Callable[[], None]] = [
-        lambda: timers.observe(agent, scope, count, longest, 0.0),
-        lambda: timers.learn(agent, scope, count, longest, 0.0),
+        lambda: timers.observe(agent, scope, count, longest),
+        lambda: timers.learn(agent, scope, count, longest),
         lambda: timers.restore(RUN, Learned(scope, count, longest), 0.0),
     ]
     for bring in brought:
@@ -420,9 +420,9 @@ def test_who_is_superseded_teaches_nothing() -> None:
     stale = timers.subscribe(RUN, "a", 0, 0.0)
     timers.subscribe(RUN, "a", 0, 0.0)
     with pytest.raises(StreamReplaced):
-        timers.observe(stale, "step", 1, 1.0, 0.0)
+        timers.observe(stale, "step", 1, 1.0)
     with pytest.raises(StreamReplaced):
-        timers.learn(stale, "step", 1, 1.0, 0.0)
+        timers.learn(stale, "step", 1, 1.0)
     assert timers.learned_of(RUN) == []
 
 

@@ -258,7 +258,7 @@ class Against(RuleBasedStateMachine):
         subscription = self.agent(place, late)
 
         def take() -> None:
-            self.table.observe(subscription, scope, count, longest, self.model.now)
+            self.table.observe(subscription, scope, count, longest)
 
         self.take_account(subscription, scope, take, lambda old: old.count + count, longest)
 
@@ -268,7 +268,7 @@ class Against(RuleBasedStateMachine):
         subscription = self.agent(place, late)
 
         def take() -> None:
-            self.table.learn(subscription, scope, count, longest, self.model.now)
+            self.table.learn(subscription, scope, count, longest)
 
         self.take_account(subscription, scope, take, lambda old: max(old.count, count), longest)
 
@@ -330,7 +330,7 @@ class Against(RuleBasedStateMachine):
     @rule(run=RUNS, scope=LEARNED | st.just(""))
     def forget_scopes(self, run: str, scope: str) -> None:
         gone = [place for place in self.model.learned if place[0] == run and scope in ("", place[1])]
-        assert self.table.forget_scopes(run, scope, self.model.now) == len(gone)
+        assert self.table.forget_scopes(run, scope) == len(gone)
         for place in gone:
             del self.model.learned[place]
         self.forgotten.update(gone)

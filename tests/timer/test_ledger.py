@@ -318,9 +318,15 @@ def test_what_is_forgotten_does_not_come_back() -> None:
     ledger.restart()
     ledger.forget("s")
     ledger.forget("unheard")
-    assert ledger.take(0.0, 10) == []
     ledger.observe("s", 1, 0.5)
-    assert ledger.take(0.0, 10) == [Completions("s", 1, 0.5)]
+    assert ledger.take(0.0, 1) == [Lesson("s", 0, 0.0)], (
+        "the service waits for this before it believes what follows"
+    )
+    assert ledger.take(0.0, 10) == [Lesson("unheard", 0, 0.0), Completions("s", 1, 0.5)]
+    ledger.forget("s")
+    assert ledger.pending
+    ledger.restart()
+    assert ledger.take(0.0, 10) == [], "another stream waits for nothing"
 
 
 def test_scopes_that_learn_are_bounded() -> None:

@@ -37,10 +37,20 @@ async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
 async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
     """What came before it is of no use to anybody."""
     mailbox = Mailbox()
-    for count in range(100):
+    for count in range(1, 100):
         mailbox.learn(Learned("s", count, 1.0))
         mailbox.stall(stall(over=count % 2 == 0))
     assert await mailbox.take() == Mail([], [Learned("s", 99, 1.0)], stall(over=False), [])
+
+
+async def test_what_is_learned_anew_does_not_hide_that_it_was_forgotten() -> None:
+    """A subscriber that was busy meanwhile would keep the old longest, and bring it back."""
+    mailbox = Mailbox()
+    for longest in (9.0, 1.0):
+        mailbox.learn(Learned("s", 5, longest))
+        mailbox.learn(Learned("s", 0, 0.0))
+    mailbox.learn(Learned("s", 3, 0.5))
+    assert (await taken(mailbox)).learned == [Learned("s", 0, 0.0), Learned("s", 3, 0.5)]
 
 
 async def test_refusals_are_bounded() -> None:

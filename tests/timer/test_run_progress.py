@@ -224,16 +224,49 @@ def test_a_node_that_does_not_come_back_is_forgotten(board: Board) -> None:
     board.join("b")
     board.tell(0, 1)
     board.tell(1, 2, node_id="b")
-    board.board.unsubscribe(RUN, "a", board.now)
+    for node_id in ("a", "b"):
+        board.board.unsubscribe(RUN, node_id, board.now)
     board.wait(3599)
     assert board.board.progress_of(RUN, 10, board.now).workers == 2
     board.wait(2)
-    assert [each.rank for each in board.board.progress_of(RUN, 10, board.now).slowest] == [1]
-    board.board.unsubscribe(RUN, "b", board.now)
-    board.wait(3601)
     assert len(board.board) == 0
     assert board.board._runs == {}
     assert board.board.next_due() is None
+
+
+def test_a_lost_node_is_not_taken_for_the_one_that_is_behind(board: Board) -> None:
+    """Soon after it was lost; it may be that only its agent was away."""
+    board.join()
+    board.join("b")
+    board.tell(0, 7)
+    board.tell(1, 8, node_id="b")
+    board.board.unsubscribe(RUN, "a", board.now)
+    board.wait(29)
+    assert board.board.progress_of(RUN, 10, board.now).workers == 2
+    board.join("a")
+    board.tell(0, 7)
+    board.board.unsubscribe(RUN, "a", board.now)
+    board.wait(29)
+    assert board.board.progress_of(RUN, 10, board.now).workers == 2
+    board.wait(40)
+    assert [each.rank for each in board.board.progress_of(RUN, 10, board.now).slowest] == [1]
+    assert board.told() == [(False, 1, STALL_AFTER, 1)]
+
+
+def test_a_node_lost_while_nobody_was_there_is_so_once_the_others_are_back(board: Board) -> None:
+    """Until then, what is known last is better than nothing."""
+    board.join()
+    board.join("b")
+    board.tell(0, 7)
+    board.tell(1, 8, node_id="b")
+    for node_id in ("a", "b"):
+        board.board.unsubscribe(RUN, node_id, board.now)
+    board.wait(1000)
+    assert board.board.progress_of(RUN, 10, board.now).workers == 2
+    board.join("b")
+    board.tell(1, 9, node_id="b")
+    board.wait(31)
+    assert [each.rank for each in board.board.progress_of(RUN, 10, board.now).slowest] == [1]
 
 
 def test_a_worker_cleared_while_its_agent_is_away_takes_its_node_along(board: Board) -> None:

@@ -139,7 +139,7 @@ async def test_an_acquire_that_is_refused_is_told_and_the_stream_goes_on(quick: 
             [[subscribe(), act(observe=pb.Observe(scope="s", count=1, longest=Duration(nanos=2**30)))]],
         ),
         ("scope", [[subscribe(), act(learned=pb.Learned(count=1))]]),
-        ("count", [[subscribe(), act(learned=pb.Learned(scope="s"))]]),
+        ("scope", [[subscribe(), act(registered=pb.Registered()), act(learned=pb.Learned())]]),
         ("longest", [[subscribe(), act(learned=pb.Learned(scope="s", count=1, longest=to_duration(-1)))]]),
         (
             "actions",

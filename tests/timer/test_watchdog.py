@@ -226,6 +226,31 @@ async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) ->
     watchdog.drain()
 
 
+async def test_what_was_told_before_the_agent_forgot_is_not_learned_from(clock: Clock) -> None:
+    """It has the old longest in it, and crossed the word that it is forgotten on the way."""
+    watchdog = Watchdog(TimerSettings(learn_warm_up=3), clock)
+    slow, _ = watchdog.subscribe("run", "slow", 0)
+    quick, _ = watchdog.subscribe("run", "quick", 0)
+    watchdog.observe(slow, "step", 5, 60.0)
+    watchdog.forget_scopes("run", "step")
+    watchdog.has_forgotten(quick, "step")
+    watchdog.observe(slow, "step", 5, 60.0)
+    watchdog.learn(slow, "step", 5, 60.0)
+    watchdog.observe(slow, "save", 1, 7.0)
+    watchdog.observe(quick, "step", 1, 2.0)
+    assert watchdog.table.learned_of("run") == [Learned("save", 1, 7.0), Learned("step", 1, 2.0)]
+    watchdog.has_forgotten(slow, "step")
+    watchdog.observe(slow, "step", 1, 3.0)
+    assert watchdog.table.learned_of("run")[-1] == Learned("step", 2, 3.0)
+    watchdog.forget_scopes("run", "step")
+    again, _ = watchdog.subscribe("run", "slow", 0)
+    watchdog.observe(again, "step", 1, 4.0)
+    assert watchdog.table.learned_of("run")[-1] == Learned("step", 1, 4.0), (
+        "nobody is waited for on another stream"
+    )
+    watchdog.drain()
+
+
 async def test_what_can_not_be_kept_is_logged_once_and_ends_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

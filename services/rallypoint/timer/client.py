@@ -85,6 +85,8 @@ class TimerClient:
         # Expiries being dealt with, and the id to acknowledge on this stream; None: it was told on an earlier one.
         self._dealing: dict[tuple[str, str, int], int | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # Workers of which it was logged that timers are refused, and why; on this stream.
+        self._refusals: set[tuple[str, str]] = set()
 
     def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
         """Begins to talk with the service. Each expiry is dealt with in a task of its own, once at a time."""
@@ -197,6 +199,9 @@ class TimerClient:
                 if self._renewing and not self._closing:
                     self._subscribed = False
                     continue
+            except Exception as error:
+                # Whatever it is: without a stream nobody on this host is guarded.
+                trouble = f"what it said can't be dealt with: {error!r}"
             if self._closing:
                 return
             if self._subscribed:
@@ -209,6 +214,7 @@ class TimerClient:
     async def _converse(self) -> None:
         self._ledger.restart()
         self._dealing = dict.fromkeys(self._dealing)
+        self._refusals.clear()
         self._call = call = self._stub.Supervise(wait_for_ready=True)
         self._renewing = False
         alarm = asyncio.get_running_loop().call_later(
@@ -229,7 +235,9 @@ class TimerClient:
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
         try:
             await self._tell(call)
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError | grpc.aio.AioRpcError):
+                self._log.exception("could not tell the timer service what workers hold")
             # Nothing more is told on this stream: the reader must not wait for what comes of it.
             call.cancel()
             raise
@@ -264,13 +272,7 @@ class TimerClient:
             case "expired":
                 self._expired(event.expired)
             case "refused":
-                refused = event.refused
-                self._log.warning(
-                    "a timer was refused: its worker is not guarded by it",
-                    worker_id=refused.worker_id,
-                    scope=refused.scope,
-                    reason=refused.message,
-                )
+                self._refused(event.refused)
             case "learned":
                 self._learned(event.learned)
             case "stalled":
@@ -306,6 +308,17 @@ class TimerClient:
             self._news.note(expired.after)
             self._acknowledge(event.expiry_id)
 
+    def _refused(self, event: pb.Refused) -> None:
+        # A worker may be refused thousands a second.
+        if (key := (event.worker_id, event.reason)) not in self._refusals:
+            self._refusals.add(key)
+            self._log.warning(
+                "timers of a worker are refused, and don't guard it",
+                worker_id=event.worker_id,
+                first=event.scope,
+                reason=event.message,
+            )
+
     def _ran_out(self, expired: ExpiredTimer) -> bool:
         """Whether it did by our own watch, too: this host may have been paused, and the service not."""
         held = self._ledger.find(expired.worker_id, expired.scope)
@@ -326,11 +339,13 @@ class TimerClient:
         if self._on_forgotten is not None:
             self._on_forgotten(event.scope)
         self._ledger.forget(event.scope)
+        self._news.note()
 
     def _stalled(self, event: pb.Stalled) -> None:
         idle = round(to_seconds(event.idle, "idle"), 1)
         if event.over:
-            self._log.info("workers of the run advance again", idle=idle)
+            # A warning, as what it takes back: who sees the one must see the other.
+            self._log.warning("workers of the run advance again", idle=idle)
             return
         first = event.first
         self._log.warning(

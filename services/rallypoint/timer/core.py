@@ -151,7 +151,7 @@ class TimerTable:
             if 0 < timer.stream < subscription.number:
                 self._countdown.drop(timer)
 
-    def observe(self, subscription: Subscription, scope: str, count: int, longest: float, now: float) -> None:
+    def observe(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
         """Workers of the node have left a scope that learns.
 
         Args:
@@ -159,7 +159,6 @@ class TimerTable:
             scope: what their timers were `learned_as`.
             count: how many times they left it, each told once; at least 1.
             longest: the longest that it took, ever, in seconds.
-            now: the monotonic clock, in seconds.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
@@ -171,7 +170,7 @@ class TimerTable:
         if ripe is not None:
             self._countdown.ripen(ripe)
 
-    def learn(self, subscription: Subscription, scope: str, count: int, longest: float, now: float) -> None:
+    def learn(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
         """An agent brings what an earlier service told it that the run has learned.
 
         Args:
@@ -179,7 +178,6 @@ class TimerTable:
             scope: the scope.
             count: how many completions were seen, ours perhaps among them; at least 1.
             longest: the longest of them, in seconds.
-            now: the monotonic clock, in seconds.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
@@ -273,7 +271,7 @@ class TimerTable:
 
     # What is known of scopes.
 
-    def forget_scopes(self, run_id: str, scope: str, now: float) -> int:
+    def forget_scopes(self, run_id: str, scope: str) -> int:
         """Forgets what the run has learned of a scope ("": of all); says of how many there was something.
 
         Timers that go by it and have not run out can't, until enough was seen again.

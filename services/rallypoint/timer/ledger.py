@@ -66,7 +66,10 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Tell what a service said it had learned of a scope: how many completions it saw, and the longest."""
+    """Tell what a service said it had learned of a scope: how many completions it saw, and the longest.
+
+    With a count of 0: that it is forgotten here as well.
+    """
 
     scope: str
     count: int
@@ -132,6 +135,8 @@ class Ledger:
         # What the service has learned, from here and from other nodes.
         self._lessons: dict[str, Lesson] = {}
         self._to_echo: dict[str, None] = {}
+        # Scopes that were forgotten: what is told of them after this is new.
+        self._to_confirm: dict[str, None] = {}
         self._places: dict[str, _Place] = {}
         self._moved: dict[str, None] = {}
 
@@ -144,6 +149,7 @@ class Ledger:
             or self._acknowledged
             or self._to_count
             or self._to_echo
+            or self._to_confirm
             or self._moved
         )
 
@@ -213,6 +219,7 @@ class Ledger:
         """The service was told to learn a scope anew."""
         for notes in (self._seen, self._to_count, self._lessons, self._to_echo):
             notes.pop(scope, None)
+        self._to_confirm[scope] = None
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
         """A worker came to a step then. The same step again is none."""
@@ -266,6 +273,7 @@ class Ledger:
         self._told.clear()
         self._gone.clear()
         self._acknowledged.clear()
+        self._to_confirm.clear()
         self._changed = {(worker, scope): None for worker, scopes in self._held.items() for scope in scopes}
         self._to_echo = dict.fromkeys(self._lessons)
         self._moved = dict.fromkeys(self._places)
@@ -287,6 +295,8 @@ class Ledger:
             worker_id = _first(self._moved)
             place = self._places[worker_id]
             changes.append(Step(worker_id, place.rank, place.step, max(0.0, now - place.since)))
+        while self._to_confirm and len(changes) < limit:
+            changes.append(Lesson(_first(self._to_confirm), 0, 0.0))
         while self._to_count and len(changes) < limit:
             scope = _first(self._to_count)
             seen = self._seen[scope]

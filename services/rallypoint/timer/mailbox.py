@@ -49,7 +49,8 @@ class Mailbox:
     def __init__(self) -> None:
         self._expiries: dict[int, Expiry] = {}
         self._refusals: deque[Refusal] = deque(maxlen=_MOST_REFUSALS)
-        self._learned: dict[str, Learned] = {}
+        # By scope, and whether it is to be forgotten: one that is learned anew has to be forgotten first.
+        self._learned: dict[tuple[str, bool], Learned] = {}
         self._stall: Stall | None = None
         self._ended = False
         self._error: Exception | None = None
@@ -66,8 +67,12 @@ class Mailbox:
         self._news.set()
 
     def learn(self, learned: Learned) -> None:
-        """What the run has learned of a scope; only the latest of each is told."""
-        self._learned[learned.scope] = learned
+        """What the run has learned of a scope, or, with a count of 0, that it is to be forgotten. Only the latest of
+        each is told, and what was learned before it was forgotten is not."""
+        forgotten = not learned.count
+        if forgotten:
+            self._learned.pop((learned.scope, False), None)
+        self._learned[learned.scope, forgotten] = learned
         if len(self._learned) > _MOST_LEARNED:
             del self._learned[next(iter(self._learned))]
         self._news.set()

@@ -19,8 +19,8 @@ from rallypoint.timer.deadlines import DeadlineQueue
 from rallypoint.timer.names import check_name
 from rallypoint.timer.refusals import InvalidField
 
-# Seconds from the first agent that is back to a run's first judgement: the others need as long to come back,
-# since no client waits for more than five between two attempts.
+# Seconds that an agent may need to come back, since no client waits for more than five between two attempts: from
+# the first that is back to a run's first judgement, and from an agent's end to its node's if the run goes on.
 _SETTLE = 30.0
 # A deadline this close, in seconds, has come: sums of floats round both ways.
 _ROUNDING = 1e-6
@@ -35,7 +35,8 @@ class ProgressSettings:
     # A run none of whose workers has advanced for so long is reported; None: never. Default 600: longer than most
     # evaluations and checkpoints. An agent can say otherwise for its run.
     stall_after: float | None = 600.0
-    # How long the progress of a node without an agent is remembered. Default 3600, as for its timers.
+    # How long the progress of a node without an agent is remembered, if no other of its run has one. Default 3600,
+    # as for its timers. If the run goes on elsewhere: half a minute, or a lost host would be the one that is behind.
     retention: float = 3600.0
     # Most workers of one run and in all. Defaults 100,000 and 1,000,000: about 300 bytes each. What more of them
     # tell is not kept.
@@ -116,8 +117,9 @@ class _Node:
     workers: dict[str, _Worker] = field(default_factory=dict)
     # Counts its subscriptions.
     stream: int = 0
-    # Whether its agent is subscribed; and whether that one has told all it knows.
+    # Whether its agent is subscribed, and if not, since when; and whether that one has told all it knows.
     subscribed: bool = False
+    left_at: float = 0.0
     watched: bool = False
 
 
@@ -248,10 +250,8 @@ class ProgressBoard:
             return
         node.subscribed = False
         self._watch(node, False, now)
-        if node.workers:
-            self._queue.schedule(node, now + self._settings.retention)
-        else:
-            self._forget(node)
+        node.left_at = now
+        self._forget_if_lost(node, now)
         self._review(run, now)
 
     # What time does.
@@ -267,7 +267,7 @@ class ProgressBoard:
         while looked_at < _MOST_AT_ONCE and (item := self._queue.pop_due(now + _ROUNDING)) is not None:
             if isinstance(item, _Node):
                 looked_at += len(item.workers) + 1
-                self._forget(item)
+                self._forget_if_lost(item, now)
                 self._review(item.run, now)
             else:
                 looked_at += item.workers + 1
@@ -368,6 +368,14 @@ class ProgressBoard:
         end = run.advanced_at if run.advanced_at > run.stood_since else now
         self._news.append(replace(_grown(stall, end - run.stood_since), over=True))
         run.stall = None
+
+    def _forget_if_lost(self, node: _Node, now: float) -> None:
+        """Forgets a node whose agent is gone for too long, or decides when to look again."""
+        end = node.left_at + self._settings.retention
+        if not node.workers or now + _ROUNDING >= (node.left_at + _SETTLE if node.run.watched else end):
+            self._forget(node)
+        else:
+            self._queue.schedule(node, min(now + _SETTLE, end))
 
     def _forget(self, node: _Node) -> None:
         for worker in list(node.workers.values()):

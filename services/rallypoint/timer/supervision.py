@@ -111,8 +111,11 @@ class Supervision:
         )
 
     def _learn(self, learned: pb.Learned) -> None:
+        if not learned.count:
+            self._watchdog.has_forgotten(self.subscription, learned.scope)
+            return
         if self._registered:
-            raise InvalidField("actions", "learned may only be sent before registered")
+            raise InvalidField("actions", "learned may only be sent before registered, but for a count of 0")
         longest = to_seconds(learned.longest, "longest")
         self._watchdog.learn(self.subscription, learned.scope, learned.count, longest)
 

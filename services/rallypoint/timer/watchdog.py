@@ -10,6 +10,7 @@ from collections.abc import Callable
 from rallypoint.serving.logs import get_logger
 from rallypoint.timer.core import TimerTable
 from rallypoint.timer.mailbox import Mailbox
+from rallypoint.timer.names import MAX_SCOPE_BYTES, check_name
 from rallypoint.timer.refusals import LeaseLost, StreamReplaced, TooMany
 from rallypoint.timer.run_progress import ProgressBoard, ProgressSettings, RunProgress, Stall
 from rallypoint.timer.values import Expiry, Learned, Subscription, TimerSettings
@@ -49,6 +50,8 @@ class Watchdog:
         self._forgiven = 0.0
         self._mailboxes: dict[_Place, tuple[Subscription, Mailbox]] = {}
         self._nodes_of: dict[str, set[str]] = {}
+        # Scopes that a subscriber was told to forget. Until it says that it has, what it tells of them may be old.
+        self._forgetting: dict[_Place, set[str]] = {}
         # Runs and nodes of which it was logged that they tell more than is kept.
         self._overflowing: set[_Place] = set()
         self._alarm: asyncio.TimerHandle | None = None
@@ -81,6 +84,7 @@ class Watchdog:
             former[1].end(
                 LeaseLost(run_id, node_id, older, lease) if older < lease else StreamReplaced(run_id, node_id)
             )
+        self._forgetting.pop((run_id, node_id), None)
         mailbox = Mailbox()
         self._mailboxes[run_id, node_id] = (subscription, mailbox)
         self._nodes_of.setdefault(run_id, set()).add(node_id)
@@ -101,6 +105,7 @@ class Watchdog:
             if not self._nodes_of[run_id]:
                 del self._nodes_of[run_id]
             self._overflowing.discard(place)
+            self._forgetting.pop(place, None)
             self._progress.unsubscribe(run_id, node_id, self._watch())
         self.table.unsubscribe(subscription, self.now())
         self.arm()
@@ -179,13 +184,25 @@ class Watchdog:
         """
         self._learn(self.table.learn, subscription, scope, count, longest)
 
+    def has_forgotten(self, subscription: Subscription, scope: str) -> None:
+        """A subscriber has forgotten a scope, as it was told: what it tells of it from now on is new.
+
+        Raises:
+            InvalidField: the name is empty or too long.
+        """
+        check_name("scope", scope, MAX_SCOPE_BYTES)
+        if self._is_in_force(subscription):
+            self._forgetting.get((subscription.run_id, subscription.node_id), set()).discard(scope)
+
     def forget_scopes(self, run_id: str, scope: str) -> int:
         """Has a run learn a scope ("": all of them) anew; says how many were forgotten.
 
         Raises:
             InvalidField: a name is malformed.
         """
-        forgotten = self.table.forget_scopes(run_id, scope, self.now())
+        forgotten = self.table.forget_scopes(run_id, scope)
+        # At once: what is learned anew must not hide from the agents that it was forgotten.
+        self._tell_news()
         if forgotten and self.on_learned is not None:
             self.on_learned(True)
         log.info("scopes forgotten", run_id=run_id, scope=scope or "all", forgotten=forgotten)
@@ -258,14 +275,17 @@ class Watchdog:
 
     def _learn(
         self,
-        take: Callable[[Subscription, str, int, float, float], None],
+        take: Callable[[Subscription, str, int, float], None],
         subscription: Subscription,
         scope: str,
         count: int,
         longest: float,
     ) -> None:
+        if scope in self._forgetting.get((subscription.run_id, subscription.node_id), ()):
+            # It was told before the subscriber heard of it, and would bring the old longest back.
+            return
         try:
-            take(subscription, scope, count, longest, self.now())
+            take(subscription, scope, count, longest)
         except TooMany as error:
             self._say_once(subscription, str(error))
             return
@@ -283,8 +303,10 @@ class Watchdog:
 
     def _tell_news(self) -> None:
         for run_id, learned in self.table.take_learned():
-            for mailbox in self._mailboxes_of(run_id):
-                mailbox.learn(learned)
+            for node_id in self._nodes_of.get(run_id, ()):
+                self._mailboxes[run_id, node_id][1].learn(learned)
+                if not learned.count:
+                    self._forgetting.setdefault((run_id, node_id), set()).add(learned.scope)
         for stall in self._progress.take_news():
             _log_stall(stall)
             for mailbox in self._mailboxes_of(stall.run_id):

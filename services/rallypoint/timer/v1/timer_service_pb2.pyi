@@ -125,7 +125,9 @@ class SuperviseAction(_message.Message):
 
     @_builtins.property
     def learned(self) -> Global___Learned:
-        """What an earlier service said it had learned; between `subscribe` and `registered` only."""
+        """What an earlier service said it had learned; between `subscribe` and `registered` only. With a count of 0, at
+        any time: the agent has forgotten the scope, as it was told.
+        """
 
     def __init__(
         self,
@@ -314,7 +316,10 @@ class Learned(_message.Message):
     scope: _builtins.str
     """Acquire.learned_as."""
     count: _builtins.int
-    """How many completions were seen. Zero, from the service: it was told to forget; the agent forgets it as well."""
+    """How many completions were seen. Zero, from the service: it was told to forget; the agent forgets it as well, and
+    answers with the same. Until it does, the service takes what it tells of the scope for old, and learns nothing
+    from it.
+    """
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:
         """The longest of them."""
@@ -337,7 +342,8 @@ Global___Learned: _TypeAlias = Learned  # noqa: Y015
 @_typing.final
 class Progress(_message.Message):
     """Progress says which step a worker has come to. It advances when the step is another one than before. Only a
-    worker's latest is of interest.
+    worker's latest is of interest. It is kept for half a minute after its node's stream has ended if others of the run
+    go on, and for an hour if none does.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
