@@ -45,7 +45,9 @@ def test_every_fault_is_recovered_and_named(tmp_path: Path) -> None:
     assert all(before < after for before, after in rounds[:4])
     assert rounds[4][0] == rounds[4][1]
     for fault in told["faults"]:
-        assert 0 < fault["noticed_after"] < fault["epoch_after"]
+        assert (
+            0 <= fault["noticed_after"] < fault["epoch_after"]
+        )  # rounded: less than half a millisecond is 0
         assert 0 < fault["down"] <= fault["epoch_after"]
 
     table = " ".join(done.stdout.split("fault, and who noticed it")[1].split())
