@@ -26,12 +26,14 @@ class Guard:
     release written out, no call into Python, and everything they touch within reach of few objects.
     """
 
-    __slots__ = ("_client", "_place", "_slot", "_table")
+    __slots__ = ("_at", "_client", "_place", "_slot", "_table")
 
     # Outside of a block, the table is None. The client is set in a block that another client guards.
     _client: TimerClient
     _place: Place
+    # The slot, and the word where it begins.
     _slot: int
+    _at: int
     _table: TableWriter | None
 
     def __enter__(
@@ -51,7 +53,7 @@ class Guard:
             token, since = table.tick(), monotonic_ns()
             # Only now: a signal handler, which may run whenever something is called, may have forked.
             words = table.words
-            at = SLOT_WORD + slot * SLOT_WORDS
+            at = self._at = SLOT_WORD + slot * SLOT_WORDS
             words[at + 1] = since
             # Of what learns, the duration is 0 and the kind this table's.
             words[at + 4] = token ^ since ^ (place.terms or words[at + 3])
@@ -80,13 +82,13 @@ class Guard:
         if table is None:
             self._leave_client()
             return
-        slot, words = self._slot, table.words
+        words = table.words
         # Before anything is called: a signal handler that raises can keep the timer alive only if it runs between
         # the call of this function and its first line. A __del__ would end that one, too, but what is raised in
         # it is swallowed, and a worker that can't be interrupted is worse.
-        words[SLOT_WORD + slot * SLOT_WORDS] = 0
+        words[self._at] = 0
         self._table = None
-        table.give(slot)
+        table.give(self._slot)
         # No look at the clock: a release that is seen late accuses nobody, since the agent looks before it judges.
         if not words[1]:
             table.ring()
@@ -182,11 +184,11 @@ class LearningGuard(Guard):
         if table is None:
             self._leave_client()
             return
-        slot, words = self._slot, table.words
-        since = words[SLOT_WORD + slot * SLOT_WORDS + 1]
-        words[SLOT_WORD + slot * SLOT_WORDS] = 0
+        words, at = table.words, self._at
+        since = words[at + 1]
+        words[at] = 0
         self._table = None
-        table.give(slot)
+        table.give(self._slot)
         table.note(self._kind(table), monotonic_ns() - since)
         if not words[1]:
             table.ring()
