@@ -17,7 +17,7 @@ from rallypoint.timer.values import Learned, ScopeView, TimerSettings
 
 T = TypeVar("T", bound=Hashable)
 
-# What fits everywhere that a count is written to: a uint64 of the wire, an integer of SQLite.
+# What fits everywhere that a count goes: a uint64 of the wire, a signed number of many a client's language.
 _MOST_COUNT = 2**63 - 1
 _MEND = "leave numbers that change out of their names, or have some forgotten"
 
