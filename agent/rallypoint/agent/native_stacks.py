@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from rallypoint.agent.processor_time import processor_time_in
 from rallypoint.agent.system_calls import TAKE_DESCRIPTOR, name_of
 
 MOST_THREADS = 64
@@ -19,8 +20,6 @@ MOST_THREADS = 64
 
 _MOST_BYTES = 16 * 1024  # of one file of /proc
 _MOST_FRAMES = 24  # of a kernel stack
-_TICKS = os.sysconf("SC_CLK_TCK")
-
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -141,7 +140,7 @@ def look_at(pid: int) -> ProcessLook | None:
         tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
     others = (_thread(pid, tid) for tid in [tid for tid in tids if tid != pid][: MOST_THREADS - 1])
     threads = (main, *(thread for thread in others if thread is not None))
-    return ProcessLook(pid, _cpu_seconds(line), threads, max(len(tids), 1), caught_signals(pid))
+    return ProcessLook(pid, processor_time_in(line), threads, max(len(tids), 1), caught_signals(pid))
 
 
 def caught_signals(pid: int) -> frozenset[int]:
@@ -186,7 +185,7 @@ def _thread(pid: int, tid: int) -> Thread | None:
         wait_channel="" if channel == "0" else channel,
         call=_call(pid, _read(f"{folder}/syscall").split()),
         kernel_stack=_kernel_stack(_read(f"{folder}/stack")),
-        cpu_seconds=_cpu_seconds(line),
+        cpu_seconds=processor_time_in(line),
     )
 
 
@@ -206,11 +205,6 @@ def _call(pid: int, words: list[str]) -> str:
 def _kernel_stack(text: str) -> tuple[str, ...]:
     frames = [line.partition("] ")[2] for line in text.splitlines()]
     return tuple(frame for frame in frames if frame)[:_MOST_FRAMES]
-
-
-def _cpu_seconds(line: str) -> float:
-    fields = _after_name(line)
-    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
 
 
 def _after_name(line: str) -> list[str]:

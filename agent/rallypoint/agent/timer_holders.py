@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal as signals
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rallypoint.agent.processor_time import processor_time_of
 from rallypoint.serving.logs import get_logger
 from rallypoint.timer.client import ExpiredTimer, OnExpired, OnForgotten
 from rallypoint.timer.wire import NO_SIGNAL
@@ -18,8 +18,6 @@ log = get_logger(__name__)
 LONGEST = 315_360_000.0
 """Seconds, ten years: the longest that the service takes for a duration."""
 
-# Ticks per second of the processor times in /proc.
-_TICKS = os.sysconf("SC_CLK_TCK")
 # Of the second timer of a scope.
 _FIRST_NUMBER = 2
 
@@ -179,7 +177,7 @@ class Holder:
         else:
             known_as = worker.free_name(scope)
         if not self._reading:
-            self._reading.append(_cpu_seconds(self.pid))
+            self._reading.append(processor_time_of(self.pid))
         timer = HeldTimer(scope, known_as, self.pid, _to_send(signal), self._reading[0])
         self._held[key] = worker.timers[known_as] = timer
         self._timers.acquire(
@@ -287,15 +285,3 @@ def _to_send(asked: int) -> int | None:
     if asked == NO_SIGNAL:
         return None
     return asked if asked < signals.NSIG else 0
-
-
-def _cpu_seconds(pid: int) -> float | None:
-    """Processor time that all threads of a process have had, in user and kernel mode."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            line = stat.read()
-    except OSError:
-        return None
-    # utime and stime; the command name, in parentheses, may hold anything: count from its end.
-    fields = line[line.rfind(b")") + 2 :].split(None, 13)
-    return (int(fields[11]) + int(fields[12])) / _TICKS
