@@ -39,6 +39,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """Its workers succeeded here, and it waits for those of the other hosts."""
     JOB_STATE_ENDED: _JobState.ValueType  # 5
     """It ended."""
+    JOB_STATE_DRAINING: _JobState.ValueType  # 6
+    """Its workers run, and were warned that this host is going to leave."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
     """JobState is what a job does on this host."""
@@ -55,6 +57,8 @@ JOB_STATE_WAITING_FOR_OTHERS: JobState.ValueType  # 4
 """Its workers succeeded here, and it waits for those of the other hosts."""
 JOB_STATE_ENDED: JobState.ValueType  # 5
 """It ended."""
+JOB_STATE_DRAINING: JobState.ValueType  # 6
+"""Its workers run, and were warned that this host is going to leave."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 class _WorkerState:
@@ -85,6 +89,30 @@ WORKER_STATE_FAILED: WorkerState.ValueType  # 3
 """It ended otherwise."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _LogStream:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogStreamEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogStream.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOG_STREAM_UNSPECIFIED: _LogStream.ValueType  # 0
+    """Not set: both."""
+    LOG_STREAM_STDOUT: _LogStream.ValueType  # 1
+    """Standard output."""
+    LOG_STREAM_STDERR: _LogStream.ValueType  # 2
+    """Standard error."""
+
+class LogStream(_LogStream, metaclass=_LogStreamEnumTypeWrapper):
+    """LogStream is one of a worker's output streams."""
+
+LOG_STREAM_UNSPECIFIED: LogStream.ValueType  # 0
+"""Not set: both."""
+LOG_STREAM_STDOUT: LogStream.ValueType  # 1
+"""Standard output."""
+LOG_STREAM_STDERR: LogStream.ValueType  # 2
+"""Standard error."""
+Global___LogStream: _TypeAlias = LogStream  # noqa: Y015
+
 @_typing.final
 class Job(_message.Message):
     """Job is a job as one host sees it."""
@@ -100,6 +128,13 @@ class Job(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     LOG_DIR_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    DRAIN_DEADLINE_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    FAILURE_REPORT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -113,12 +148,34 @@ class Job(_message.Message):
     exit_code: _builtins.int
     """Exit code of the job, in ENDED."""
     detail: _builtins.str
-    """How it ended, for people, in ENDED."""
+    """How it ended, for people, in ENDED; what it waits for or why it stops, before."""
     log_dir: _builtins.str
     """Folder of its logs."""
+    world_size: _builtins.int
+    """Workers of all hosts, in the round of `workers`; 0: none yet."""
+    rendezvous_endpoint: _builtins.str
+    """Address of its rendezvous service."""
+    launch_id: _builtins.str
+    """The launch_id it was launched with."""
+    failure_report: _builtins.str
+    """The failure that ended the run, on whichever host it was, for people: several lines. In ENDED, if there was one;
+    empty in ListJobs.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
-        """The workers of that round on this host, by local rank."""
+        """The workers of that round on this host, by local rank. Empty in ListJobs."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was taken on, by this host's clock."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended, in ENDED."""
+
+    @_builtins.property
+    def drain_deadline(self) -> _timestamp_pb2.Timestamp:
+        """When the grace of its workers is over, in DRAINING."""
 
     def __init__(
         self,
@@ -132,10 +189,17 @@ class Job(_message.Message):
         exit_code: _builtins.int = ...,
         detail: _builtins.str = ...,
         log_dir: _builtins.str = ...,
+        world_size: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        drain_deadline: _timestamp_pb2.Timestamp | None = ...,
+        rendezvous_endpoint: _builtins.str = ...,
+        launch_id: _builtins.str = ...,
+        failure_report: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_deadline", b"drain_deadline", "end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "exit_code", b"exit_code", "log_dir", b"log_dir", "node_id", b"node_id", "restart_count", b"restart_count", "round", b"round", "run_id", b"run_id", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "drain_deadline", b"drain_deadline", "end_time", b"end_time", "exit_code", b"exit_code", "failure_report", b"failure_report", "launch_id", b"launch_id", "log_dir", b"log_dir", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "restart_count", b"restart_count", "round", b"round", "run_id", b"run_id", "start_time", b"start_time", "state", b"state", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,6 +217,8 @@ class Worker(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     local_rank: _builtins.int
     """Its number on this host."""
     rank: _builtins.int
@@ -167,6 +233,14 @@ class Worker(_message.Message):
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it was started, by this host's clock."""
 
+    @_builtins.property
+    def usage(self) -> Global___WorkerUsage:
+        """What it uses; set by ListWorkers, for a worker that runs."""
+
+    @_builtins.property
+    def progress(self) -> Global___WorkerProgress:
+        """How far it said it was, if it ever did; set by ListWorkers."""
+
     def __init__(
         self,
         *,
@@ -176,27 +250,102 @@ class Worker(_message.Message):
         state: Global___WorkerState.ValueType = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         exit_code: _builtins.int = ...,
+        usage: Global___WorkerUsage | None = ...,
+        progress: Global___WorkerProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "local_rank", b"local_rank", "pid", b"pid", "progress", b"progress", "rank", b"rank", "start_time", b"start_time", "state", b"state", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
 @_typing.final
-class GetJobRequest(_message.Message):
-    """GetJobRequest asks for the job."""
+class WorkerUsage(_message.Message):
+    """WorkerUsage is what a worker with all its descendants uses of its host."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROCESSOR_TIME_FIELD_NUMBER: _builtins.int
+    PROCESSORS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_COUNT_FIELD_NUMBER: _builtins.int
+    THREAD_COUNT_FIELD_NUMBER: _builtins.int
+    processors: _builtins.float
+    """Processors it kept busy, on average, since it was last asked for, or in its whole life: 1.0 is one whole core."""
+    memory_bytes: _builtins.int
+    """Bytes of memory that are its own: the proportional share of what it shares with others, where the kernel tells."""
+    process_count: _builtins.int
+    """Processes, itself included."""
+    thread_count: _builtins.int
+    """Threads of all of them."""
+    @_builtins.property
+    def processor_time(self) -> _duration_pb2.Duration:
+        """Processor time spent so far."""
+
     def __init__(
         self,
+        *,
+        processor_time: _duration_pb2.Duration | None = ...,
+        processors: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        process_count: _builtins.int = ...,
+        thread_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["processor_time", b"processor_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "process_count", b"process_count", "processor_time", b"processor_time", "processors", b"processors", "thread_count", b"thread_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerUsage: _TypeAlias = WorkerUsage  # noqa: Y015
+
+@_typing.final
+class WorkerProgress(_message.Message):
+    """WorkerProgress is the last report of progress of a worker (`rallypoint.timer.progress`)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step it reported."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago the step last grew."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        age: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerProgress: _TypeAlias = WorkerProgress  # noqa: Y015
+
+@_typing.final
+class GetJobRequest(_message.Message):
+    """GetJobRequest asks for a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of its run; see the service."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -227,22 +376,287 @@ class GetJobResponse(_message.Message):
 Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
 
 @_typing.final
+class ListJobsRequest(_message.Message):
+    """ListJobsRequest asks for the jobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListJobsRequest: _TypeAlias = ListJobsRequest  # noqa: Y015
+
+@_typing.final
+class ListJobsResponse(_message.Message):
+    """ListJobsResponse is the jobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
+        """The jobs, at most 100, the latest first."""
+
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[Global___Job] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
+
+@_typing.final
+class WatchJobRequest(_message.Message):
+    """WatchJobRequest names a job to watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of its run; see the service."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchJobRequest: _TypeAlias = WatchJobRequest  # noqa: Y015
+
+@_typing.final
+class WatchJobResponse(_message.Message):
+    """WatchJobResponse is a job after a change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> Global___Job:
+        """The job."""
+
+    def __init__(
+        self,
+        *,
+        job: Global___Job | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchJobResponse: _TypeAlias = WatchJobResponse  # noqa: Y015
+
+@_typing.final
+class ListWorkersRequest(_message.Message):
+    """ListWorkersRequest asks for a job's workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of its run; see the service."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkersRequest: _TypeAlias = ListWorkersRequest  # noqa: Y015
+
+@_typing.final
+class ListWorkersResponse(_message.Message):
+    """ListWorkersResponse is a job's workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Their round."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
+        """The workers, by local rank."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        workers: _abc.Iterable[Global___Worker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class LogCursor(_message.Message):
+    """LogCursor is a place in what one worker wrote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    local_rank: _builtins.int
+    """Local rank of the worker."""
+    stream: Global___LogStream.ValueType
+    """Which stream."""
+    attempt: _builtins.int
+    """Number of the attempt, as in the folder `attempt_<n>`: the starts of workers on this host, counted from 0."""
+    offset: _builtins.int
+    """Bytes of it that come before the place."""
+    def __init__(
+        self,
+        *,
+        local_rank: _builtins.int = ...,
+        stream: Global___LogStream.ValueType = ...,
+        attempt: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "local_rank", b"local_rank", "offset", b"offset", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogCursor: _TypeAlias = LogCursor  # noqa: Y015
+
+@_typing.final
+class StreamLogsRequest(_message.Message):
+    """StreamLogsRequest says which output is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    TAIL_BYTES_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; see the service."""
+    stream: Global___LogStream.ValueType
+    """Which stream."""
+    follow: _builtins.bool
+    """Go on with what comes, until the job has ended."""
+    tail_bytes: _builtins.int
+    """Only so many of the last bytes of each stream of the latest attempt, from the beginning of a line on if one
+    begins there; 0: all that is kept, of all attempts.
+    """
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Global ranks, as in the latest round; empty: all workers of this host."""
+
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogCursor]:
+        """Begin where another stream of logs ended: its latest cursors. Streams that are not named begin as tail_bytes says."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        stream: Global___LogStream.ValueType = ...,
+        follow: _builtins.bool = ...,
+        tail_bytes: _builtins.int = ...,
+        cursors: _abc.Iterable[Global___LogCursor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "follow", b"follow", "ranks", b"ranks", "run_id", b"run_id", "stream", b"stream", "tail_bytes", b"tail_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamLogsRequest: _TypeAlias = StreamLogsRequest  # noqa: Y015
+
+@_typing.final
+class StreamLogsResponse(_message.Message):
+    """StreamLogsResponse is a piece of what one worker wrote."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    LOST_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Global rank of the worker in that attempt."""
+    data: _builtins.bytes
+    """The piece; at most 256 KiB."""
+    lost_bytes: _builtins.int
+    """Bytes before the piece that are gone, since their files were rotated away; -1: whole attempts were removed, and
+    nobody knows how many bytes they had.
+    """
+    @_builtins.property
+    def cursor(self) -> Global___LogCursor:
+        """Where the piece ends: resume from here."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        cursor: Global___LogCursor | None = ...,
+        data: _builtins.bytes = ...,
+        lost_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "data", b"data", "lost_bytes", b"lost_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamLogsResponse: _TypeAlias = StreamLogsResponse  # noqa: Y015
+
+@_typing.final
 class StopJobRequest(_message.Message):
     """StopJobRequest asks for an end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
+    run_id: _builtins.str
+    """Name of the run; see the service."""
+    now: _builtins.bool
+    """Kill the workers at once instead of asking them first."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        now: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,6 +678,254 @@ class StopJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopJobResponse: _TypeAlias = StopJobResponse  # noqa: Y015
+
+@_typing.final
+class RestartWorkersRequest(_message.Message):
+    """RestartWorkersRequest asks for a restart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; see the service."""
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersRequest: _TypeAlias = RestartWorkersRequest  # noqa: Y015
+
+@_typing.final
+class RestartWorkersResponse(_message.Message):
+    """RestartWorkersResponse says what was restarted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_ROUND_FIELD_NUMBER: _builtins.int
+    ended_round: _builtins.int
+    """The round that ended."""
+    def __init__(
+        self,
+        *,
+        ended_round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_round", b"ended_round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartWorkersResponse: _TypeAlias = RestartWorkersResponse  # noqa: Y015
+
+@_typing.final
+class ReapWorkerRequest(_message.Message):
+    """ReapWorkerRequest names a worker to kill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; see the service."""
+    rank: _builtins.int
+    """Its global rank."""
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReapWorkerRequest: _TypeAlias = ReapWorkerRequest  # noqa: Y015
+
+@_typing.final
+class ReapWorkerResponse(_message.Message):
+    """ReapWorkerResponse says what became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FILE_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """Its process id."""
+    evidence_file: _builtins.str
+    """File on this host with what it was doing."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        evidence_file: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence_file", b"evidence_file", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReapWorkerResponse: _TypeAlias = ReapWorkerResponse  # noqa: Y015
+
+@_typing.final
+class DumpStacksRequest(_message.Message):
+    """DumpStacksRequest says whose stacks are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; see the service."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Global ranks; empty: all workers of this host."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DumpStacksRequest: _TypeAlias = DumpStacksRequest  # noqa: Y015
+
+@_typing.final
+class DumpStacksResponse(_message.Message):
+    """DumpStacksResponse is the stacks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STACKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stacks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStacks]:
+        """One for each worker that runs, by local rank."""
+
+    def __init__(
+        self,
+        *,
+        stacks: _abc.Iterable[Global___WorkerStacks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stacks", b"stacks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DumpStacksResponse: _TypeAlias = DumpStacksResponse  # noqa: Y015
+
+@_typing.final
+class WorkerStacks(_message.Message):
+    """WorkerStacks is what one worker is doing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Its global rank."""
+    local_rank: _builtins.int
+    """Its number on this host."""
+    pid: _builtins.int
+    """Its process id."""
+    text: _builtins.str
+    """State, Python stacks and kernel's wait channels of its threads, for people; at most 256 KiB, and 3 MiB for all
+    workers together, shared alike: the end is left out.
+    """
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        local_rank: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStacks: _TypeAlias = WorkerStacks  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """DrainRequest asks for a gentle leave."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    GRACE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Name of the run; empty: every job of this agent."""
+    reason: _builtins.str
+    """Why, for people; at most 1,024 bytes. Workers can read it."""
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """How long workers may take; unset: as the job is set."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        grace: _duration_pb2.Duration | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """DrainResponse says that workers were warned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The runs that this host is going to leave."""
+
+    def __init__(
+        self,
+        *,
+        run_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_ids", b"run_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class JobSpec(_message.Message):
@@ -311,6 +973,26 @@ class JobSpec(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -327,12 +1009,15 @@ class JobSpec(_message.Message):
     LOG_DIR_FIELD_NUMBER: _builtins.int
     SHUTDOWN_TIMEOUT_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
     """Name of this node in it; unset: made of the host's name."""
     rendezvous_endpoint: _builtins.str
-    """Address of the rendezvous service, as host:port."""
+    """Address of the rendezvous service, as host:port. Unset: the one that every daemon has at its own address, for
+    the first host of a job that names no other.
+    """
     timer_endpoint: _builtins.str
     """Address of the timer service; unset: the agent watches timers itself."""
     min_nodes: _builtins.int
@@ -357,7 +1042,9 @@ class JobSpec(_message.Message):
 
     @_builtins.property
     def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Program and arguments, as passed to exec. `${local_rank}` in an argument is replaced."""
+        """Program and arguments, as passed to exec. `${local_rank}` in an argument is replaced, and the program
+        `${python}` is the Python that the agent runs on.
+        """
 
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -366,6 +1053,12 @@ class JobSpec(_message.Message):
     @_builtins.property
     def shutdown_timeout(self) -> _duration_pb2.Duration:
         """How long workers may take to stop before they are killed; unset: 30 s."""
+
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Flags of `rallypoint run` by their names without dashes, as in {"numa-binding": "node", "log-max-size": "1GiB"}:
+        those that have no field here.
+        """
 
     def __init__(
         self,
@@ -386,10 +1079,11 @@ class JobSpec(_message.Message):
         log_dir: _builtins.str = ...,
         shutdown_timeout: _duration_pb2.Duration | None = ...,
         topology: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shutdown_timeout", b"shutdown_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "local_world_size", b"local_world_size", "log_dir", b"log_dir", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "rendezvous_settings", b"rendezvous_settings", "role", b"role", "run_id", b"run_id", "shutdown_timeout", b"shutdown_timeout", "timer_endpoint", b"timer_endpoint", "topology", b"topology", "working_directory", b"working_directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "environment", b"environment", "local_world_size", b"local_world_size", "log_dir", b"log_dir", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_id", b"node_id", "options", b"options", "rendezvous_endpoint", b"rendezvous_endpoint", "rendezvous_settings", b"rendezvous_settings", "role", b"role", "run_id", b"run_id", "shutdown_timeout", b"shutdown_timeout", "timer_endpoint", b"timer_endpoint", "topology", b"topology", "working_directory", b"working_directory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,6 +1096,9 @@ class LaunchJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    launch_id: _builtins.str
+    """Made up by the caller for this launch, so that it can be sent again; at most 256 bytes; unset: none."""
     @_builtins.property
     def spec(self) -> Global___JobSpec:
         """The job."""
@@ -410,10 +1107,11 @@ class LaunchJobRequest(_message.Message):
         self,
         *,
         spec: Global___JobSpec | None = ...,
+        launch_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["launch_id", b"launch_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -426,16 +1124,20 @@ class LaunchJobResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_ENDPOINT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Name of this node in its run."""
+    rendezvous_endpoint: _builtins.str
+    """Address of the rendezvous service of the run."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
+        rendezvous_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

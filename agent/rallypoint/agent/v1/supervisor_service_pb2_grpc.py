@@ -26,18 +26,29 @@ if _version_not_supported:
 
 
 class SupervisorServiceStub(object):
-    """SupervisorService lets others see and steer the job that an agent runs on its host.
+    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+
+    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
+    run, an agent asks which.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-    NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+    INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
+    NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
+    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
+    FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
+    FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+    FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
     UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-    FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
+    UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+    UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
     UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
@@ -52,10 +63,50 @@ class SupervisorServiceStub(object):
                 request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.GetJobRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.GetJobResponse.FromString,
                 _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/rallypoint.agent.v1.SupervisorService/ListJobs',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
+        self.WatchJob = channel.unary_stream(
+                '/rallypoint.agent.v1.SupervisorService/WatchJob',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.WatchJobRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.WatchJobResponse.FromString,
+                _registered_method=True)
+        self.ListWorkers = channel.unary_unary(
+                '/rallypoint.agent.v1.SupervisorService/ListWorkers',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListWorkersRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListWorkersResponse.FromString,
+                _registered_method=True)
+        self.StreamLogs = channel.unary_stream(
+                '/rallypoint.agent.v1.SupervisorService/StreamLogs',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StreamLogsRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StreamLogsResponse.FromString,
+                _registered_method=True)
         self.StopJob = channel.unary_unary(
                 '/rallypoint.agent.v1.SupervisorService/StopJob',
                 request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StopJobRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StopJobResponse.FromString,
+                _registered_method=True)
+        self.RestartWorkers = channel.unary_unary(
+                '/rallypoint.agent.v1.SupervisorService/RestartWorkers',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.RestartWorkersRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.RestartWorkersResponse.FromString,
+                _registered_method=True)
+        self.ReapWorker = channel.unary_unary(
+                '/rallypoint.agent.v1.SupervisorService/ReapWorker',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ReapWorkerRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ReapWorkerResponse.FromString,
+                _registered_method=True)
+        self.DumpStacks = channel.unary_unary(
+                '/rallypoint.agent.v1.SupervisorService/DumpStacks',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DumpStacksRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DumpStacksResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/rallypoint.agent.v1.SupervisorService/Drain',
+                request_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.LaunchJob = channel.unary_unary(
                 '/rallypoint.agent.v1.SupervisorService/LaunchJob',
@@ -65,23 +116,65 @@ class SupervisorServiceStub(object):
 
 
 class SupervisorServiceServicer(object):
-    """SupervisorService lets others see and steer the job that an agent runs on its host.
+    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+
+    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
+    run, an agent asks which.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-    NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+    INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
+    NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
+    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
+    FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
+    FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+    FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
     UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-    FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
+    UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+    UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
     UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def GetJob(self, request, context):
-        """GetJob returns the job that the agent runs, or ran last, with its workers.
+        """GetJob returns a job with its workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListJobs(self, request, context):
+        """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchJob(self, request, context):
+        """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
+        ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListWorkers(self, request, context):
+        """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+        reads of /proc for each of their processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamLogs(self, request, context):
+        """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
+        the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,9 +189,42 @@ class SupervisorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartWorkers(self, request, context):
+        """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
+        Returns once the rendezvous service has taken it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReapWorker(self, request, context):
+        """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
+        written down first, and it counts as a failure. Returns when it is dead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpStacks(self, request, context):
+        """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
+        and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
+        with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LaunchJob(self, request, context):
-        """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`), one at a time. Returns
-        once the agent has taken the job on; follow it with GetJob, or at the rendezvous service.
+        """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
+        taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+        by the same launch_id, changes nothing and returns what it did the first time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,10 +238,50 @@ def add_SupervisorServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.GetJobRequest.FromString,
                     response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.GetJobResponse.SerializeToString,
             ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListJobsRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'WatchJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchJob,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.WatchJobRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.WatchJobResponse.SerializeToString,
+            ),
+            'ListWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListWorkers,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListWorkersRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'StreamLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamLogs,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StreamLogsRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StreamLogsResponse.SerializeToString,
+            ),
             'StopJob': grpc.unary_unary_rpc_method_handler(
                     servicer.StopJob,
                     request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StopJobRequest.FromString,
                     response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StopJobResponse.SerializeToString,
+            ),
+            'RestartWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartWorkers,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.RestartWorkersRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.RestartWorkersResponse.SerializeToString,
+            ),
+            'ReapWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReapWorker,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ReapWorkerRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ReapWorkerResponse.SerializeToString,
+            ),
+            'DumpStacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DumpStacks,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DumpStacksRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DumpStacksResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DrainRequest.FromString,
+                    response_serializer=rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DrainResponse.SerializeToString,
             ),
             'LaunchJob': grpc.unary_unary_rpc_method_handler(
                     servicer.LaunchJob,
@@ -131,18 +297,29 @@ def add_SupervisorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SupervisorService(object):
-    """SupervisorService lets others see and steer the job that an agent runs on its host.
+    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+
+    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
+    run, an agent asks which.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-    NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+    INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
+    NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
+    NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
+    FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
+    FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+    FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
     UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-    FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
+    UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
     UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
     UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+    UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
     UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
@@ -174,6 +351,114 @@ class SupervisorService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/ListJobs',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListJobsRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/WatchJob',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.WatchJobRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.WatchJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/ListWorkers',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListWorkersRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/StreamLogs',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StreamLogsRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StreamLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def StopJob(request,
             target,
             options=(),
@@ -190,6 +475,114 @@ class SupervisorService(object):
             '/rallypoint.agent.v1.SupervisorService/StopJob',
             rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StopJobRequest.SerializeToString,
             rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.StopJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/RestartWorkers',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.RestartWorkersRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.RestartWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReapWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/ReapWorker',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ReapWorkerRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.ReapWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpStacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/DumpStacks',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DumpStacksRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DumpStacksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.agent.v1.SupervisorService/Drain',
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DrainRequest.SerializeToString,
+            rallypoint_dot_agent_dot_v1_dot_supervisor__service__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

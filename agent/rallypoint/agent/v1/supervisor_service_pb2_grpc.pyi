@@ -27,18 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SupervisorServiceStub:
-    """SupervisorService lets others see and steer the job that an agent runs on its host.
+    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+
+    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
+    run, an agent asks which.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-      NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
+      NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
+      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
+      FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+      FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
       UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-      FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
+      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+      UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
       UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
@@ -47,60 +58,142 @@ class SupervisorServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SupervisorServiceAsyncStub: ...
     GetJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.GetJobRequest, _supervisor_service_pb2.GetJobResponse]
-    """GetJob returns the job that the agent runs, or ran last, with its workers."""
+    """GetJob returns a job with its workers."""
+    ListJobs: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListJobsRequest, _supervisor_service_pb2.ListJobsResponse]
+    """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers."""
+    WatchJob: _grpc.UnaryStreamMultiCallable[_supervisor_service_pb2.WatchJobRequest, _supervisor_service_pb2.WatchJobResponse]
+    """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
+    ended.
+    """
+    ListWorkers: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListWorkersRequest, _supervisor_service_pb2.ListWorkersResponse]
+    """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+    reads of /proc for each of their processes.
+    """
+    StreamLogs: _grpc.UnaryStreamMultiCallable[_supervisor_service_pb2.StreamLogsRequest, _supervisor_service_pb2.StreamLogsResponse]
+    """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
+    the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
+    """
     StopJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.StopJobRequest, _supervisor_service_pb2.StopJobResponse]
     """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts go on. To end
     a run on all hosts, close it at the rendezvous service. Returns once the stop has begun; stopping a job that
     has ended changes nothing.
     """
+    RestartWorkers: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.RestartWorkersRequest, _supervisor_service_pb2.RestartWorkersResponse]
+    """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
+    Returns once the rendezvous service has taken it.
+    """
+    ReapWorker: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ReapWorkerRequest, _supervisor_service_pb2.ReapWorkerResponse]
+    """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
+    written down first, and it counts as a failure. Returns when it is dead.
+    """
+    DumpStacks: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.DumpStacksRequest, _supervisor_service_pb2.DumpStacksResponse]
+    """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.DrainRequest, _supervisor_service_pb2.DrainResponse]
+    """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
+    and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
+    with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+    """
     LaunchJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.LaunchJobRequest, _supervisor_service_pb2.LaunchJobResponse]
-    """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`), one at a time. Returns
-    once the agent has taken the job on; follow it with GetJob, or at the rendezvous service.
+    """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
+    taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+    by the same launch_id, changes nothing and returns what it did the first time.
     """
 
 @_typing.type_check_only
 class SupervisorServiceAsyncStub(SupervisorServiceStub):
-    """SupervisorService lets others see and steer the job that an agent runs on its host.
+    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+
+    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
+    run, an agent asks which.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-      NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
+      NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
+      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
+      FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+      FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
       UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-      FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
+      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+      UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
       UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.GetJobRequest, _supervisor_service_pb2.GetJobResponse]  # type: ignore[assignment]
-    """GetJob returns the job that the agent runs, or ran last, with its workers."""
+    """GetJob returns a job with its workers."""
+    ListJobs: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListJobsRequest, _supervisor_service_pb2.ListJobsResponse]  # type: ignore[assignment]
+    """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers."""
+    WatchJob: _aio.UnaryStreamMultiCallable[_supervisor_service_pb2.WatchJobRequest, _supervisor_service_pb2.WatchJobResponse]  # type: ignore[assignment]
+    """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
+    ended.
+    """
+    ListWorkers: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListWorkersRequest, _supervisor_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+    reads of /proc for each of their processes.
+    """
+    StreamLogs: _aio.UnaryStreamMultiCallable[_supervisor_service_pb2.StreamLogsRequest, _supervisor_service_pb2.StreamLogsResponse]  # type: ignore[assignment]
+    """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
+    the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
+    """
     StopJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.StopJobRequest, _supervisor_service_pb2.StopJobResponse]  # type: ignore[assignment]
     """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts go on. To end
     a run on all hosts, close it at the rendezvous service. Returns once the stop has begun; stopping a job that
     has ended changes nothing.
     """
+    RestartWorkers: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.RestartWorkersRequest, _supervisor_service_pb2.RestartWorkersResponse]  # type: ignore[assignment]
+    """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
+    Returns once the rendezvous service has taken it.
+    """
+    ReapWorker: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ReapWorkerRequest, _supervisor_service_pb2.ReapWorkerResponse]  # type: ignore[assignment]
+    """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
+    written down first, and it counts as a failure. Returns when it is dead.
+    """
+    DumpStacks: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.DumpStacksRequest, _supervisor_service_pb2.DumpStacksResponse]  # type: ignore[assignment]
+    """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down."""
+    Drain: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.DrainRequest, _supervisor_service_pb2.DrainResponse]  # type: ignore[assignment]
+    """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
+    and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
+    with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+    """
     LaunchJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.LaunchJobRequest, _supervisor_service_pb2.LaunchJobResponse]  # type: ignore[assignment]
-    """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`), one at a time. Returns
-    once the agent has taken the job on; follow it with GetJob, or at the rendezvous service.
+    """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
+    taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+    by the same launch_id, changes nothing and returns what it did the first time.
     """
 
 class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """SupervisorService lets others see and steer the job that an agent runs on its host.
+    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+
+    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
+    run, an agent asks which.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-      NOT_FOUND            NO_JOB            the agent runs no job, and has run none
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
+      NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
+      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
+      FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+      FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
       UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-      FAILED_PRECONDITION  JOB_RUNNING       the agent runs a job already; metadata "run_id"
+      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
       UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
       UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
+      UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
       UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
 
@@ -110,7 +203,45 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.GetJobResponse, _abc.Awaitable[_supervisor_service_pb2.GetJobResponse]]:
-        """GetJob returns the job that the agent runs, or ran last, with its workers."""
+        """GetJob returns a job with its workers."""
+
+    @_abc_1.abstractmethod
+    def ListJobs(
+        self,
+        request: _supervisor_service_pb2.ListJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_service_pb2.ListJobsResponse, _abc.Awaitable[_supervisor_service_pb2.ListJobsResponse]]:
+        """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers."""
+
+    @_abc_1.abstractmethod
+    def WatchJob(
+        self,
+        request: _supervisor_service_pb2.WatchJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_supervisor_service_pb2.WatchJobResponse], _abc.AsyncIterator[_supervisor_service_pb2.WatchJobResponse]]:
+        """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
+        ended.
+        """
+
+    @_abc_1.abstractmethod
+    def ListWorkers(
+        self,
+        request: _supervisor_service_pb2.ListWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_service_pb2.ListWorkersResponse, _abc.Awaitable[_supervisor_service_pb2.ListWorkersResponse]]:
+        """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+        reads of /proc for each of their processes.
+        """
+
+    @_abc_1.abstractmethod
+    def StreamLogs(
+        self,
+        request: _supervisor_service_pb2.StreamLogsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_supervisor_service_pb2.StreamLogsResponse], _abc.AsyncIterator[_supervisor_service_pb2.StreamLogsResponse]]:
+        """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
+        the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
+        """
 
     @_abc_1.abstractmethod
     def StopJob(
@@ -124,13 +255,53 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def RestartWorkers(
+        self,
+        request: _supervisor_service_pb2.RestartWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_service_pb2.RestartWorkersResponse, _abc.Awaitable[_supervisor_service_pb2.RestartWorkersResponse]]:
+        """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
+        Returns once the rendezvous service has taken it.
+        """
+
+    @_abc_1.abstractmethod
+    def ReapWorker(
+        self,
+        request: _supervisor_service_pb2.ReapWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_service_pb2.ReapWorkerResponse, _abc.Awaitable[_supervisor_service_pb2.ReapWorkerResponse]]:
+        """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
+        written down first, and it counts as a failure. Returns when it is dead.
+        """
+
+    @_abc_1.abstractmethod
+    def DumpStacks(
+        self,
+        request: _supervisor_service_pb2.DumpStacksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_service_pb2.DumpStacksResponse, _abc.Awaitable[_supervisor_service_pb2.DumpStacksResponse]]:
+        """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _supervisor_service_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_supervisor_service_pb2.DrainResponse, _abc.Awaitable[_supervisor_service_pb2.DrainResponse]]:
+        """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
+        and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
+        with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+        """
+
+    @_abc_1.abstractmethod
     def LaunchJob(
         self,
         request: _supervisor_service_pb2.LaunchJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.LaunchJobResponse, _abc.Awaitable[_supervisor_service_pb2.LaunchJobResponse]]:
-        """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`), one at a time. Returns
-        once the agent has taken the job on; follow it with GetJob, or at the rendezvous service.
+        """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
+        taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+        by the same launch_id, changes nothing and returns what it did the first time.
         """
 
 def add_SupervisorServiceServicer_to_server(servicer: SupervisorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

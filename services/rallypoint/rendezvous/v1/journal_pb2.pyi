@@ -97,7 +97,7 @@ class JournalRecord(_message.Message):
     """Who caused it; see Event."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it was decided, by the server's wall clock. For people: no decision is taken by it."""
+        """When it was decided, by the server's wall clock. For people; and a recovery tells by it how long ago a restart was."""
 
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
@@ -149,7 +149,7 @@ class JournalRecord(_message.Message):
 
     @_builtins.property
     def node_evicted(self) -> Global___NodeEvicted:
-        """An operator took a node out."""
+        """A node was taken out."""
 
     @_builtins.property
     def node_readmitted(self) -> Global___NodeReadmitted:
@@ -470,6 +470,9 @@ class WorkerFailed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FAILURE_FIELD_NUMBER: _builtins.int
+    EARLIEST_FIELD_NUMBER: _builtins.int
+    earliest: _builtins.bool
+    """It is the earliest of its round by now, and takes the place of the one that was."""
     @_builtins.property
     def failure(self) -> _rendezvous_service_pb2.WorkerFailure:
         """Which, how and why."""
@@ -478,10 +481,11 @@ class WorkerFailed(_message.Message):
         self,
         *,
         failure: _rendezvous_service_pb2.WorkerFailure | None = ...,
+        earliest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["earliest", b"earliest", "failure", b"failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,8 +525,14 @@ class RoundEnded(_message.Message):
 
     END_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
+    COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
+    QUICK_RESTARTS_FIELD_NUMBER: _builtins.int
     restart_count: _builtins.int
     """Times that workers were restarted for a failure, this one included."""
+    counted_restarts: _builtins.int
+    """Those of them that count against max_restarts, this one included; 0: not known, of an older version."""
+    quick_restarts: _builtins.int
+    """How many in a row, this one included, came soon after the one before."""
     @_builtins.property
     def end(self) -> _rendezvous_service_pb2.RoundEnd:
         """Which and why."""
@@ -532,10 +542,12 @@ class RoundEnded(_message.Message):
         *,
         end: _rendezvous_service_pb2.RoundEnd | None = ...,
         restart_count: _builtins.int = ...,
+        counted_restarts: _builtins.int = ...,
+        quick_restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "restart_count", b"restart_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_restarts", b"counted_restarts", "end", b"end", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,29 +579,33 @@ Global___RunClosed: _TypeAlias = RunClosed  # noqa: Y015
 
 @_typing.final
 class NodeEvicted(_message.Message):
-    """NodeEvicted: an operator took a node out, or barred one that was not in."""
+    """NodeEvicted: a node was taken out, or one barred that was not in."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    BY_SERVICE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     reason: _builtins.str
-    """Why, in the operator's words."""
+    """Why, in the words of who did it."""
     lease: _builtins.int
     """The lease that it lost by this; 0: it held none."""
+    by_service: _builtins.bool
+    """The service did it, since its workers failed too often; otherwise an operator."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         lease: _builtins.int = ...,
+        by_service: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_service", b"by_service", "lease", b"lease", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,8 +687,8 @@ Global___ExitBarrierPassed: _TypeAlias = ExitBarrierPassed  # noqa: Y015
 
 @_typing.final
 class RunSnapshot(_message.Message):
-    """RunSnapshot is the state of a run after one of its records: where a recovery begins. Times are not in it; a
-    server that starts again gives every deadline a full new term.
+    """RunSnapshot is the state of a run after one of its records: where a recovery begins. Deadlines are not in it; a
+    server that starts again gives every one a full new term.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -703,6 +719,11 @@ class RunSnapshot(_message.Message):
     BREACH_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RUN_END_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    QUICK_RESTARTS_FIELD_NUMBER: _builtins.int
+    FAILED_WORKERS_FIELD_NUMBER: _builtins.int
+    PERMANENT_FAILURE_FIELD_NUMBER: _builtins.int
+    FORMER_FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -731,6 +752,10 @@ class RunSnapshot(_message.Message):
     """The exit barrier of the round is over."""
     former_size: _builtins.int
     """Nodes of the round before."""
+    quick_restarts: _builtins.int
+    """How many of the latest restarts in a row came soon after the one before."""
+    former_fencing_token: _builtins.int
+    """Fencing token of the round before."""
     @_builtins.property
     def settings(self) -> _rendezvous_service_pb2.RunSettings:
         """Settings."""
@@ -773,11 +798,23 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def failure(self) -> _rendezvous_service_pb2.WorkerFailure:
-        """The first failure of the round."""
+        """The first failure of the round, or of the one before until the round is FINAL."""
 
     @_builtins.property
     def run_end(self) -> _rendezvous_service_pb2.RunEnd:
         """How the run ended."""
+
+    @_builtins.property
+    def restarts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Restart]:
+        """Restarts that may count against max_restarts and max_restarts_per_node, the oldest first."""
+
+    @_builtins.property
+    def failed_workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedWorker]:
+        """The failures that are known, of the round that `failure` is of."""
+
+    @_builtins.property
+    def permanent_failure(self) -> _rendezvous_service_pb2.WorkerFailure:
+        """The first of them that no restart can mend."""
 
     def __init__(
         self,
@@ -808,14 +845,77 @@ class RunSnapshot(_message.Message):
         breach: _rendezvous_service_pb2.RoundEnd | None = ...,
         failure: _rendezvous_service_pb2.WorkerFailure | None = ...,
         run_end: _rendezvous_service_pb2.RunEnd | None = ...,
+        restarts: _abc.Iterable[Global___Restart] | None = ...,
+        quick_restarts: _builtins.int = ...,
+        failed_workers: _abc.Iterable[Global___FailedWorker] | None = ...,
+        permanent_failure: _rendezvous_service_pb2.WorkerFailure | None = ...,
+        former_fencing_token: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "failure", b"failure", "last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "failure", b"failure", "last_round_end", b"last_round_end", "permanent_failure", b"permanent_failure", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "departing", b"departing", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "last_round_end", b"last_round_end", "master_address", b"master_address", "master_port", b"master_port", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "departing", b"departing", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "last_round_end", b"last_round_end", "master_address", b"master_address", "master_port", b"master_port", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSnapshot: _TypeAlias = RunSnapshot  # noqa: Y015
+
+@_typing.final
+class Restart(_message.Message):
+    """Restart is one that a failure caused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round that the failure ended."""
+    node_id: _builtins.str
+    """The node whose worker failed first; empty: one that was readmitted since, for which it no longer counts."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When, by the server's wall clock: a recovery tells by it how long ago it was."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "round", b"round", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Restart: _TypeAlias = Restart  # noqa: Y015
+
+@_typing.final
+class FailedWorker(_message.Message):
+    """FailedWorker is a worker whose failure is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_RANK_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Its node."""
+    local_rank: _builtins.int
+    """Its number on its node."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        local_rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_rank", b"local_rank", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedWorker: _TypeAlias = FailedWorker  # noqa: Y015
 
 @_typing.final
 class FormerRank(_message.Message):

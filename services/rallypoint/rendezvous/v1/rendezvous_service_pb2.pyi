@@ -64,7 +64,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_SUCCEEDED: _Outcome.ValueType  # 1
     """Every participant's workers succeeded."""
     OUTCOME_FAILED: _Outcome.ValueType  # 2
-    """A worker failed with no restart left."""
+    """A worker failed with no restart left, or as no restart can mend."""
     OUTCOME_CANCELLED: _Outcome.ValueType  # 3
     """Somebody closed the run."""
 
@@ -76,7 +76,7 @@ OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 OUTCOME_SUCCEEDED: Outcome.ValueType  # 1
 """Every participant's workers succeeded."""
 OUTCOME_FAILED: Outcome.ValueType  # 2
-"""A worker failed with no restart left."""
+"""A worker failed with no restart left, or as no restart can mend."""
 OUTCOME_CANCELLED: Outcome.ValueType  # 3
 """Somebody closed the run."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
@@ -164,7 +164,7 @@ class _RoundEndCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundEn
     ROUND_END_CAUSE_RESTART_REQUESTED: _RoundEndCause.ValueType  # 5
     """An operator restarted the run."""
     ROUND_END_CAUSE_NODE_EVICTED: _RoundEndCause.ValueType  # 6
-    """An operator took a participant out."""
+    """A participant was taken out: by an operator, or by the service since its workers failed too often."""
 
 class RoundEndCause(_RoundEndCause, metaclass=_RoundEndCauseEnumTypeWrapper):
     """RoundEndCause is why a round ended."""
@@ -182,8 +182,48 @@ ROUND_END_CAUSE_NODE_JOINED: RoundEndCause.ValueType  # 4
 ROUND_END_CAUSE_RESTART_REQUESTED: RoundEndCause.ValueType  # 5
 """An operator restarted the run."""
 ROUND_END_CAUSE_NODE_EVICTED: RoundEndCause.ValueType  # 6
-"""An operator took a participant out."""
+"""A participant was taken out: by an operator, or by the service since its workers failed too often."""
 Global___RoundEndCause: _TypeAlias = RoundEndCause  # noqa: Y015
+
+class _FailureKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FailureKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAILURE_KIND_UNSPECIFIED: _FailureKind.ValueType  # 0
+    """Not known."""
+    FAILURE_KIND_EXCEPTION: _FailureKind.ValueType  # 1
+    """It raised an exception, and left its story."""
+    FAILURE_KIND_EXIT_CODE: _FailureKind.ValueType  # 2
+    """It returned an exit code other than 0."""
+    FAILURE_KIND_SIGNAL: _FailureKind.ValueType  # 3
+    """A signal ended it."""
+    FAILURE_KIND_OUT_OF_MEMORY: _FailureKind.ValueType  # 4
+    """The kernel killed it for want of memory, of its cgroup or of the host."""
+    FAILURE_KIND_HUNG: _FailureKind.ValueType  # 5
+    """A timer of it ran out, and its agent killed it."""
+    FAILURE_KIND_NOT_STARTED: _FailureKind.ValueType  # 6
+    """It could not be started."""
+
+class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper):
+    """FailureKind is what kind of end a worker had."""
+
+FAILURE_KIND_UNSPECIFIED: FailureKind.ValueType  # 0
+"""Not known."""
+FAILURE_KIND_EXCEPTION: FailureKind.ValueType  # 1
+"""It raised an exception, and left its story."""
+FAILURE_KIND_EXIT_CODE: FailureKind.ValueType  # 2
+"""It returned an exit code other than 0."""
+FAILURE_KIND_SIGNAL: FailureKind.ValueType  # 3
+"""A signal ended it."""
+FAILURE_KIND_OUT_OF_MEMORY: FailureKind.ValueType  # 4
+"""The kernel killed it for want of memory, of its cgroup or of the host."""
+FAILURE_KIND_HUNG: FailureKind.ValueType  # 5
+"""A timer of it ran out, and its agent killed it."""
+FAILURE_KIND_NOT_STARTED: FailureKind.ValueType  # 6
+"""It could not be started."""
+Global___FailureKind: _TypeAlias = FailureKind  # noqa: Y015
 
 class _NodeState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -248,7 +288,7 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_NODE_DEPARTING: _EventKind.ValueType  # 5
     """A node is stopping its workers in order to leave."""
     EVENT_KIND_NODE_EVICTED: _EventKind.ValueType  # 6
-    """An operator took a node out."""
+    """A node was taken out: by an operator, or by the service since its workers failed too often."""
     EVENT_KIND_NODE_READMITTED: _EventKind.ValueType  # 7
     """An operator let a node in again."""
     EVENT_KIND_ROUND_FROZEN: _EventKind.ValueType  # 8
@@ -286,7 +326,7 @@ EVENT_KIND_NODE_LEFT: EventKind.ValueType  # 4
 EVENT_KIND_NODE_DEPARTING: EventKind.ValueType  # 5
 """A node is stopping its workers in order to leave."""
 EVENT_KIND_NODE_EVICTED: EventKind.ValueType  # 6
-"""An operator took a node out."""
+"""A node was taken out: by an operator, or by the service since its workers failed too often."""
 EVENT_KIND_NODE_READMITTED: EventKind.ValueType  # 7
 """An operator let a node in again."""
 EVENT_KIND_ROUND_FROZEN: EventKind.ValueType  # 8
@@ -330,18 +370,28 @@ class RunSettings(_message.Message):
     EXIT_BARRIER_TIMEOUT_FIELD_NUMBER: _builtins.int
     SCALE_UP_DELAY_FIELD_NUMBER: _builtins.int
     RANK_POLICY_FIELD_NUMBER: _builtins.int
+    RESTART_WINDOW_FIELD_NUMBER: _builtins.int
+    MAX_RESTARTS_PER_NODE_FIELD_NUMBER: _builtins.int
+    RESTART_BACKOFF_FIELD_NUMBER: _builtins.int
     min_nodes: _builtins.int
     """Fewest nodes that a round may have; at least 1."""
     max_nodes: _builtins.int
     """Most nodes that a round may have; at least min_nodes. Nodes past it wait as spares."""
     max_restarts: _builtins.int
-    """How many times failing workers may be restarted, over the whole run. Changes of membership don't count."""
+    """How many times failing workers may be restarted, over the whole run. Changes of membership don't count. At most
+    10,000 with a restart_window or max_restarts_per_node, else 1,000,000.
+    """
     keep_alive_max_attempt: _builtins.int
     """How many heartbeats in a row may be missing before the node is lost. Default 3."""
     scale_up_policy: Global___ScaleUpPolicy.ValueType
     """What a newcomer does to a running round. Default IMMEDIATE."""
     rank_policy: Global___RankPolicy.ValueType
     """In which order nodes get their ranks. Default STABLE."""
+    max_restarts_per_node: _builtins.int
+    """How many restarts the workers of one node may cause; the failure after that takes the node out of the run,
+    with the reason, and the others go on with a spare or fewer nodes. That uses up no restart of the run. At most
+    max_restarts, for past that the run ends first. Default 0: any number.
+    """
     @_builtins.property
     def join_timeout(self) -> _duration_pb2.Duration:
         """How long a node waits for min_nodes before it is turned away. Default 600 s."""
@@ -370,6 +420,19 @@ class RunSettings(_message.Message):
     def scale_up_delay(self) -> _duration_pb2.Duration:
         """How long newcomers are gathered under the policy DELAYED. Default 30 s."""
 
+    @_builtins.property
+    def restart_window(self) -> _duration_pb2.Duration:
+        """Restarts for a failure, and failures of one node, that are older than this count no longer against
+        max_restarts and max_restarts_per_node. Default 0: they count for ever. restart_count goes on counting all.
+        """
+
+    @_builtins.property
+    def restart_backoff(self) -> _duration_pb2.Duration:
+        """The longest that a restart is held back. The first restart comes at once, and so does one after a round that
+        ran for a while; rounds that fail soon after they began are held back longer each time, up to this. Default
+        30 s; 0: never.
+        """
+
     def __init__(
         self,
         *,
@@ -386,10 +449,13 @@ class RunSettings(_message.Message):
         exit_barrier_timeout: _duration_pb2.Duration | None = ...,
         scale_up_delay: _duration_pb2.Duration | None = ...,
         rank_policy: Global___RankPolicy.ValueType = ...,
+        restart_window: _duration_pb2.Duration | None = ...,
+        max_restarts_per_node: _builtins.int = ...,
+        restart_backoff: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "last_call_timeout", b"last_call_timeout", "scale_up_delay", b"scale_up_delay"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "last_call_timeout", b"last_call_timeout", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirm_timeout", b"confirm_timeout", "disconnect_grace", b"disconnect_grace", "exit_barrier_timeout", b"exit_barrier_timeout", "join_timeout", b"join_timeout", "keep_alive_interval", b"keep_alive_interval", "keep_alive_max_attempt", b"keep_alive_max_attempt", "last_call_timeout", b"last_call_timeout", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "max_restarts_per_node", b"max_restarts_per_node", "min_nodes", b"min_nodes", "rank_policy", b"rank_policy", "restart_backoff", b"restart_backoff", "restart_window", b"restart_window", "scale_up_delay", b"scale_up_delay", "scale_up_policy", b"scale_up_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,8 +666,13 @@ Global___ConfirmRound: _TypeAlias = ConfirmRound  # noqa: Y015
 
 @_typing.final
 class WorkerFailure(_message.Message):
-    """WorkerFailure is a worker's failure, with what its user needs to mend it. Reports for a round that is over
-    are ignored.
+    """WorkerFailure is a worker's failure, with what its user needs to mend it. A node may report several of a round,
+    as they become known, each worker's once: the earliest of all nodes is the run's first failure.
+
+    A failure that costs a restart is acted on at once. One that ends the run, or takes its node out of it, waits for
+    half a second at most for what the other nodes have to report: theirs may have been the first. Reports of a round
+    that a failure ended are taken until the next is FINAL; those of other rounds that are over are ignored. Of many
+    failures of one round the server keeps some, and the first among them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -618,6 +689,10 @@ class WorkerFailure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
     LOG_FILE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PERMANENT_FIELD_NUMBER: _builtins.int
+    CORE_FILE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round the worker belonged to."""
     rank: _builtins.int
@@ -640,9 +715,22 @@ class WorkerFailure(_message.Message):
     """Its traceback, where there is one; at most 16 KiB, the end kept."""
     log_file: _builtins.str
     """Path of its log on the host."""
+    kind: Global___FailureKind.ValueType
+    """What kind of end it had."""
+    permanent: _builtins.bool
+    """No restart can mend it, as the worker itself says: the run is closed at once, whatever its budget."""
+    core_file: _builtins.str
+    """Path of its core dump on the host, where one is known."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When it ended, by the host's clock. For people: no decision is taken by it."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long before this was sent it failed, by the host's monotonic clock: by it the first failure of a run is
+        found, for no host's wall clock is compared with another's. Sent again, it has grown. One that reaches back
+        beyond the start of the round counts from there; a negative one counts as 0.
+        """
 
     def __init__(
         self,
@@ -659,10 +747,14 @@ class WorkerFailure(_message.Message):
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
         log_file: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+        kind: Global___FailureKind.ValueType = ...,
+        permanent: _builtins.bool = ...,
+        core_file: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "host", b"host", "local_rank", b"local_rank", "log_file", b"log_file", "message", b"message", "node_id", b"node_id", "pid", b"pid", "rank", b"rank", "role", b"role", "round", b"round", "time", b"time", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "core_file", b"core_file", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "local_rank", b"local_rank", "log_file", b"log_file", "message", b"message", "node_id", b"node_id", "permanent", b"permanent", "pid", b"pid", "rank", b"rank", "role", b"role", "round", b"round", "time", b"time", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -858,6 +950,7 @@ class NodeUpdate(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     RUN_END_FIELD_NUMBER: _builtins.int
     EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
+    HELD_BACK_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the run."""
     phase: Global___Phase.ValueType
@@ -878,6 +971,12 @@ class NodeUpdate(_message.Message):
     def run_end(self) -> Global___RunEnd:
         """How the run ended, in CLOSED."""
 
+    @_builtins.property
+    def held_back(self) -> _duration_pb2.Duration:
+        """How long after the end of the round before the next may form, in JOINABLE: rounds fail soon one after the other,
+        and the restart is held back. Absent: it is not.
+        """
+
     def __init__(
         self,
         *,
@@ -888,10 +987,11 @@ class NodeUpdate(_message.Message):
         restart_count: _builtins.int = ...,
         run_end: Global___RunEnd | None = ...,
         exit_barrier_passed: _builtins.bool = ...,
+        held_back: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "last_round_end", b"last_round_end", "run_end", b"run_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "held_back", b"held_back", "last_round_end", b"last_round_end", "run_end", b"run_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1004,7 +1104,9 @@ class RunEnd(_message.Message):
     """Why, for people: one sentence."""
     @_builtins.property
     def failure(self) -> Global___WorkerFailure:
-        """The failure that ended it: the first one of the last round, over all nodes."""
+        """The failure that ended it: the first one of the last round, over all nodes; or the first that no restart can
+        mend, where that ended it.
+        """
 
     def __init__(
         self,
@@ -1259,6 +1361,8 @@ class Run(_message.Message):
     SUCCEEDED_COUNT_FIELD_NUMBER: _builtins.int
     EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
     EVICTED_NODE_IDS_FIELD_NUMBER: _builtins.int
+    COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
+    HELD_BACK_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -1277,6 +1381,8 @@ class Run(_message.Message):
     """Participants whose workers all succeeded."""
     exit_barrier_passed: _builtins.bool
     """The exit barrier is over; see ReportSuccess."""
+    counted_restarts: _builtins.int
+    """Those of the restarts that count against max_restarts: all, or the ones within the restart_window."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings."""
@@ -1297,9 +1403,13 @@ class Run(_message.Message):
 
     @_builtins.property
     def evicted_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Nodes that an operator took out and that are refused, by name. Empty in ListRuns, and in GetRun but for the first
+        """Nodes that were taken out and that are refused, by name. Empty in ListRuns, and in GetRun but for the first
         page.
         """
+
+    @_builtins.property
+    def held_back(self) -> _duration_pb2.Duration:
+        """See NodeUpdate."""
 
     def __init__(
         self,
@@ -1318,10 +1428,12 @@ class Run(_message.Message):
         succeeded_count: _builtins.int = ...,
         exit_barrier_passed: _builtins.bool = ...,
         evicted_node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        counted_restarts: _builtins.int = ...,
+        held_back: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held_back", b"held_back", "last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1342,6 +1454,7 @@ class Node(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     TOPOLOGY_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Name of the node."""
     address: _builtins.str
@@ -1358,6 +1471,8 @@ class Node(_message.Message):
     """Where it is."""
     lease: _builtins.int
     """Its lease."""
+    counted_restarts: _builtins.int
+    """Restarts that its workers caused and that count against max_restarts_per_node; 0 where that is 0."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """Its place in the round, if it has one."""
@@ -1374,10 +1489,11 @@ class Node(_message.Message):
         connected: _builtins.bool = ...,
         topology: _builtins.str = ...,
         lease: _builtins.int = ...,
+        counted_restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "counted_restarts", b"counted_restarts", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "topology", b"topology"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1507,6 +1623,9 @@ class Event(_message.Message):
     RUN_END_FIELD_NUMBER: _builtins.int
     GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    EARLIEST_FIELD_NUMBER: _builtins.int
+    COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
+    HELD_BACK_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Number of the event in its run; grows by one from each to the next."""
     actor: _builtins.str
@@ -1525,6 +1644,10 @@ class Event(_message.Message):
     """Number of nodes of the round, of ROUND_FROZEN."""
     world_size: _builtins.int
     """Number of workers of the round, of ROUND_FROZEN."""
+    earliest: _builtins.bool
+    """Of all failures of the round that are known by then, over all nodes, it is the first, of WORKER_FAILED."""
+    counted_restarts: _builtins.int
+    """Restarts that count against max_restarts, of ROUND_ENDED; with this one, if a failure ended the round."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When, by the server's wall clock."""
@@ -1541,6 +1664,10 @@ class Event(_message.Message):
     def run_end(self) -> Global___RunEnd:
         """How the run ended, of RUN_CLOSED."""
 
+    @_builtins.property
+    def held_back(self) -> _duration_pb2.Duration:
+        """How long the next round is held back, of ROUND_ENDED. Absent: it is not."""
+
     def __init__(
         self,
         *,
@@ -1556,10 +1683,13 @@ class Event(_message.Message):
         run_end: Global___RunEnd | None = ...,
         group_world_size: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        earliest: _builtins.bool = ...,
+        counted_restarts: _builtins.int = ...,
+        held_back: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "held_back", b"held_back", "round_end", b"round_end", "run_end", b"run_end", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "detail", b"detail", "failure", b"failure", "group_world_size", b"group_world_size", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "counted_restarts", b"counted_restarts", "detail", b"detail", "earliest", b"earliest", "failure", b"failure", "group_world_size", b"group_world_size", "held_back", b"held_back", "kind", b"kind", "node_id", b"node_id", "revision", b"revision", "round", b"round", "round_end", b"round_end", "run_end", b"run_end", "time", b"time", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

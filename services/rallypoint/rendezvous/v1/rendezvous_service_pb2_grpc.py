@@ -38,7 +38,8 @@ class RendezvousServiceStub(object):
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+    FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
+    whom: "operator", or "service" where its workers failed too often
     RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
@@ -120,7 +121,8 @@ class RendezvousServiceServicer(object):
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+    FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
+    whom: "operator", or "service" where its workers failed too often
     RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
@@ -287,7 +289,8 @@ class RendezvousService(object):
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
     "superseded_by", another agent joined under the node's name: don't
     FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+    FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
+    whom: "operator", or "service" where its workers failed too often
     RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
     OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out

@@ -39,7 +39,8 @@ class RendezvousServiceStub:
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
       FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-      FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+      FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
+                                              whom: "operator", or "service" where its workers failed too often
       RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
@@ -119,7 +120,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
       FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-      FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+      FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
+                                              whom: "operator", or "service" where its workers failed too often
       RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
@@ -195,7 +197,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
                                               "superseded_by", another agent joined under the node's name: don't
       FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-      FAILED_PRECONDITION  NODE_EVICTED       an operator took the node out of the run: don't join again
+      FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
+                                              whom: "operator", or "service" where its workers failed too often
       RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
       ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
       OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
