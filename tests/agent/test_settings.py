@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from rallypoint.agent import settings
+from rallypoint.agent import bounds
 from rallypoint.agent.settings import KNOWN_SETTINGS, RunSettingError, rendezvous_conf
 from rallypoint.rendezvous import requests
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -94,13 +96,47 @@ def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told
 
 def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     """Neither side's bounds are wider than the other's, so no node is refused for what its own flags allowed."""
-    ours = (settings.MOST_NODES, settings.MOST_WORKERS, settings.MOST_RESTARTS)
+    ours = (bounds.MOST_NODES, bounds.MOST_WORKERS, bounds.MOST_RESTARTS)
     assert ours == (requests.MOST_NODES, requests.MOST_WORKERS_PER_NODE, requests.MOST_RESTARTS)
     largest = str(int(requests.LONGEST))
     with pytest.raises(RunSettingError):
         rendezvous_conf({"join_timeout": str(requests.LONGEST + 1)}, (1, 1), 0)
-    for key in set(KNOWN_SETTINGS) - {"keep_alive_max_attempt", "scale_up_policy", "rank_policy"}:
+    named = {"keep_alive_max_attempt", "max_restarts_per_node", "scale_up_policy", "rank_policy"}
+    for key in set(KNOWN_SETTINGS) - named:
         for value in (largest, "0.001"):
             requests.run_settings(rendezvous_conf({key: value}, (1, 1), 0).settings)
     for attempts in ("1", "1000"):
         requests.run_settings(rendezvous_conf({"keep_alive_max_attempt": attempts}, (1, 1), 0).settings)
+    for of_node in ("0", "1", "10000"):
+        conf = {"max_restarts_per_node": of_node, "restart_window": largest}
+        requests.run_settings(rendezvous_conf(conf, (1, 1), 10_000).settings)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "max_restarts", "named"),
+    [
+        ({"max_restarts_per_node": "3"}, 2, "max_restarts_per_node=3 never comes to bear"),
+        ({"max_restarts_per_node": "three"}, 9, "max_restarts_per_node='three' is not a whole number"),
+        ({"max_restarts_per_node": "-1"}, 9, "max_restarts_per_node='-1' is not a whole number from 0"),
+        ({"restart_window": "-5"}, 9, "restart_window=-5 is out of range; expected 0 to"),
+        ({"restart_backoff": "soon"}, 9, "restart_backoff='soon' is not a number of seconds"),
+        ({"restart_window": "600"}, 10_001, "--max-restarts may be at most 10000, not 10001"),
+        ({"max_restarts_per_node": "1"}, 10_001, "--max-restarts may be at most 10000, not 10001"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_one_line(
+    pairs: dict[str, str], max_restarts: int, named: str
+) -> None:
+    """Before anything is started, and the service would say the same."""
+    with pytest.raises(RunSettingError, match=re.escape(named)) as caught:
+        rendezvous_conf(pairs, (1, 1), max_restarts)
+    assert "\n" not in str(caught.value)
+
+
+def test_budgets_and_back_off_are_the_runs() -> None:
+    """They go into its settings; without them, they are as the service has them."""
+    pairs = {"restart_window": "600", "restart_backoff": "0", "max_restarts_per_node": "2"}
+    taken = requests.run_settings(rendezvous_conf(pairs, (1, 1), 5).settings)
+    assert (taken.restart_window, taken.restart_backoff, taken.max_restarts_per_node) == (600.0, 0.0, 2)
+    plain = requests.run_settings(rendezvous_conf({}, (1, 1), 5).settings)
+    assert (plain.restart_window, plain.restart_backoff, plain.max_restarts_per_node) == (0.0, 30.0, 0)

@@ -75,4 +75,6 @@ def test_programs_get_the_whole_event() -> None:
         "detail": "node b was lost",
         "groupWorldSize": 0,
         "worldSize": 0,
+        "earliest": False,
+        "countedRestarts": 0,
     }

@@ -109,11 +109,26 @@ def test_a_round_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question of the night is answered in one look."""
     lines = [" ".join(line.split()) for line in shown(monkeypatch, STORY)[0].splitlines()]
     assert lines == [
-        "round started nodes workers join confirm gap ran ended because",
-        f"1 2025-11-20 12:00:30.500 2 8 30.000s 0.500s - 1m40s NODE_LOST: {LOST}",
-        "2 - 2 8 0.500s - - - NODE_LOST: node c was lost: it did not confirm",
-        "3 2025-11-20 12:02:13.250 1 4 1.000s 0.250s 2.750s - (its workers run)",
+        "round started nodes workers join confirm gap ran restarts ended because",
+        f"1 2025-11-20 12:00:30.500 2 8 30.000s 0.500s - 1m40s 0 NODE_LOST: {LOST}",
+        "2 - 2 8 0.500s - - - 0 NODE_LOST: node c was lost: it did not confirm",
+        "3 2025-11-20 12:02:13.250 1 4 1.000s 0.250s 2.750s - - (its workers run)",
     ]
+
+
+def test_a_failure_shows_what_it_cost_and_whose_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts that count, how long the next is held back, and the first failure though it came to be known late."""
+    failed = ended(140, 3, pb.ROUND_END_CAUSE_WORKER_FAILED, "b", "worker of rank 4 on node b failed: reset")
+    failed.counted_restarts = 2
+    failed.held_back.seconds = 1
+    first = pb.WorkerFailure(round=3, rank=0, node_id="a", message="CUDA error")
+    late = event(140.1, pb.EVENT_KIND_WORKER_FAILED, 3, failure=first, earliest=True)
+    for events, why in (
+        ([*STORY, failed], "worker of rank 4 on node b failed: reset"),
+        ([*STORY, failed, late], "worker of rank 0 on node a failed: CUDA error"),
+    ):
+        line = " ".join(shown(monkeypatch, events)[0].splitlines()[3].split())
+        assert line.endswith(f"6.750s 2 WORKER_FAILED: {why} (the next is held back 1 s)")
 
 
 def test_what_comes_after_the_last_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +169,8 @@ def test_programs_get_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "cause": "NODE_LOST",
         "nodeId": "b",
         "detail": LOST,
+        "countedRestarts": 0,
+        "heldBackSeconds": 0.0,
     }
     assert second["final"] is None
 

@@ -93,11 +93,28 @@ def test_spares_and_places_are_shown(answer: Callable[..., str]) -> None:
     ]
 
 
+def test_budgets_of_restarts_are_shown(answer: Callable[..., str]) -> None:
+    """What counts now, of the run and of each node that has used any, the most first; and what is held back."""
+    run = run_message(counted_restarts=2, restart_count=7)
+    run.settings.max_restarts, run.settings.max_restarts_per_node = 5, 3
+    run.settings.restart_window.seconds = 600
+    for node, count in zip(run.nodes, (1, 2, 0), strict=True):
+        node.counted_restarts = count
+    run.held_back.seconds = 4
+    lines = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()
+    assert (
+        "2 of 5 restarts used in the last 600 s (7 in all), 2 of 3 by node b, 1 of 3 by node a, revision"
+        in lines[0]
+    )
+    assert lines[2] == "the restart is held back 4 s from then: rounds fail soon"
+    assert "2/5" in answer(pb.ListRunsResponse(runs=[run]), [])
+
+
 def test_nodes_that_were_taken_out_are_shown(answer: Callable[..., str]) -> None:
     """By name, since that is what lets them in again; not a thousand of them."""
     run = run_message(evicted_node_ids=["x", "y"])
     lines = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()
-    assert lines[2] == "taken out by an operator, and refused: x, y"
+    assert lines[2] == "taken out, and refused (`rallypoint events` says why): x, y"
     run.evicted_node_ids.extend(f"n{number}" for number in range(98))
     line = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[2]
     assert line.endswith(" n16, n17 and 80 others")

@@ -112,7 +112,9 @@ class Stage:
         limits: RendezvousLimits | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = replace(RunSettings(min_nodes=2, max_nodes=2, max_restarts=3), **settings)
+        self.settings = replace(
+            RunSettings(min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0), **settings
+        )
         self.journal = HeldJournal(durable)
         self.now = 1000.0
         self.ended_rounds: list[tuple[str, int]] = []

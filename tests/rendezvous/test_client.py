@@ -337,6 +337,25 @@ async def test_a_failure_is_heard_though_the_node_leaves_in_the_same_breath(
     assert one.updates[-1].run_end.failure.message == "ValueError: boom"
 
 
+async def test_a_failure_that_is_said_again_has_grown_older(
+    proxy: CutProxy, join: Callable[..., Member]
+) -> None:
+    """It was lost with its connection; by its age, the service still finds which failure of the run was the first."""
+    one = join(proxy.address, join_request("a", nodes=1))
+    await formed(one)
+    proxy.swallow()
+    failure = pb.WorkerFailure(round=1, message="it broke")
+    failure.age.FromMilliseconds(500)
+    one.membership.report_failure(failure)
+    await eventually(lambda: proxy.swallowed > 0)
+    said = asyncio.get_running_loop().time()
+    await eventually(lambda: asyncio.get_running_loop().time() - said >= 0.2)
+    proxy.heal()
+    proxy.cut()
+    await one.end()
+    assert one.updates[-1].run_end.failure.age.ToNanoseconds() >= 0.7e9
+
+
 async def test_a_success_is_heard_though_the_node_leaves_in_the_same_breath(
     service: Service, join: Callable[..., Member]
 ) -> None:

@@ -61,7 +61,13 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
         refusals.NodeIsEvicted("r", "n", "bad host"),
         StatusCode.FAILED_PRECONDITION,
         "NODE_EVICTED",
-        {"run_id": "r", "node_id": "n"},
+        {"run_id": "r", "node_id": "n", "by": "operator"},
+    ),
+    (
+        refusals.NodeIsEvicted("r", "n", "its workers failed 4 times", by_service=True),
+        StatusCode.FAILED_PRECONDITION,
+        "NODE_EVICTED",
+        {"run_id": "r", "node_id": "n", "by": "service"},
     ),
     (
         refusals.TooManyEvicted("r", 5),

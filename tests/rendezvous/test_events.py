@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rallypoint.rendezvous.codec import encode_record, to_message
@@ -186,6 +188,43 @@ def test_one_of_a_thing_is_not_several() -> None:
     assert of(facts.RoundFrozen(1, seats)).detail == "round 1 frozen: 1 node, 1 worker"
     created = of(facts.RunCreated(SETTINGS), RunSettings(max_nodes=1, max_restarts=1)).detail
     assert created == "the run began: a round has 1 node, and 1 restart may be used"
+
+
+def test_budgets_are_told_as_the_run_has_them() -> None:
+    """Those of the run and of a node, within what time; which restart it is, and how long it is held back."""
+    budgets = RunSettings(max_restarts=5, restart_window=600.0, max_restarts_per_node=2)
+    assert of(facts.RunCreated(budgets), budgets).detail.endswith(
+        "and 5 restarts in 600 s may be used, 2 for one node"
+    )
+    ended = of(facts.RoundEnded(FAILED, 9, 3, 4), budgets)
+    assert ended.detail.endswith("killed by SIGKILL (restart 3 of 5 in 600 s, held back 4 s)")
+    assert (ended.counted_restarts, ended.held_back.seconds) == (3, 4)
+    assert not of(facts.RoundEnded(LOST, 9, 3, 4), budgets).HasField("held_back")
+
+
+def test_a_record_of_an_earlier_version_says_how_many_restarts_there_were() -> None:
+    """It has no other number; then, all counted."""
+    assert of(facts.RoundEnded(FAILED, 2)).detail.endswith("(restart 2 of 3)")
+
+
+def test_a_failure_is_told_with_its_age_and_whether_it_was_the_first() -> None:
+    """A report may have been on its way for long, and still name the first failure."""
+    event = of(facts.WorkerFailed(replace(FAILURE, age=12.5), earliest=True))
+    assert event.earliest
+    assert event.detail == (
+        "worker of rank 3 on node n1 failed, 12.5 s before it was reported: killed by SIGKILL"
+    )
+    assert not of(facts.WorkerFailed(FAILURE)).earliest
+
+
+def test_a_node_that_failed_too_often_was_taken_out_by_nobody() -> None:
+    """But by the service itself."""
+    reason = "its workers failed 4 times in 600 s, last that of rank 3: killed by SIGKILL"
+    event = of(facts.NodeEvicted("n1", reason, 3, by_service=True))
+    assert event.detail == f"node n1 was taken out: {reason}"
+    assert of(facts.NodeEvicted("n1", reason, by_service=True)).detail == (
+        f"node n1, which was not in the run, was barred: {reason}"
+    )
 
 
 def test_programs_get_what_the_sentence_is_made_of() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,64 @@ async def test_a_recovery_from_a_checkpoint_is_that_from_all_records(stage: Stag
         assert runs[RUN].state == plain[RUN].state
         assert runs[RUN].writable_round == plain[RUN].writable_round
         assert runs[RUN].recorded == plain[RUN].recorded == count
+
+
+def as_written_before(entry: Entry) -> Entry:
+    """An entry as a version wrote it that knew neither windows nor budgets of nodes nor which failure was the first."""
+    match entry:
+        case Record():
+            record = JournalRecord.FromString(entry.content)
+            record.run_created.settings.ClearField("restart_window")
+            record.run_created.settings.ClearField("restart_backoff")
+            which = JournalRecord.FromString(entry.content).WhichOneof("fact")
+            if which != "run_created":
+                record = JournalRecord.FromString(entry.content)
+            if which == "worker_failed":
+                record.worker_failed.ClearField("earliest")
+                record.worker_failed.failure.ClearField("age")
+            if which == "round_ended":
+                record.round_ended.ClearField("counted_restarts")
+                record.round_ended.ClearField("quick_restarts")
+            return replace(entry, content=record.SerializeToString())
+        case Checkpoint():
+            snapshot = RunSnapshot.FromString(entry.content)
+            snapshot.settings.ClearField("restart_window")
+            snapshot.settings.ClearField("restart_backoff")
+            snapshot.ClearField("restarts")
+            snapshot.ClearField("quick_restarts")
+            snapshot.ClearField("failed_workers")
+            snapshot.ClearField("former_fencing_token")
+            snapshot.failure.ClearField("age")
+            if snapshot.phase == pb.PHASE_FROZEN:
+                snapshot.ClearField("failure")  # it was forgotten as soon as the next round had its number
+            return replace(entry, content=snapshot.SerializeToString())
+        case _:
+            return entry
+
+
+@pytest.mark.parametrize("checkpoints_kept", [True, False])
+async def test_a_journal_of_an_earlier_version_goes_on(stage: Stage, checkpoints_kept: bool) -> None:
+    """Same membership, round and count of restarts; and its run fails, restarts and ends like any other."""
+    await failing_rounds(stage, 7)
+    before = await stage.engine.get_run(RUN)
+    old = [
+        as_written_before(entry)
+        for entry in stage.journal.durable
+        if checkpoints_kept or isinstance(entry, Record)
+    ]
+    async with staged(Stage(durable=old, max_restarts=100, restart_backoff=30.0)) as second:
+        after = await second.engine.get_run(RUN)
+        assert (after.round, after.phase, after.restart_count) == (before.round, before.phase, 7)
+        assert after.counted_restarts == 7
+        a, b = [
+            await second.engine.resume(RUN, node.node_id, node.lease, before.revision)
+            for node in before.nodes
+        ]
+        await second.fail(a, after.round)
+        await second.confirm(a, b)
+        after = await second.engine.get_run(RUN)
+        assert (after.round, after.phase, after.restart_count) == (before.round + 1, pb.PHASE_FINAL, 8)
+        await second.join("c")  # with the settings that a version of today has by default
 
 
 async def test_members_resume_after_a_checkpoint(stage: Stage) -> None:

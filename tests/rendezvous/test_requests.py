@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from rallypoint.rendezvous.codec import from_message, to_message
 from rallypoint.rendezvous.core.ranks import assign_seats
-from rallypoint.rendezvous.core.state import Node, RankPolicy, RunSettings, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.core.state import (
+    FailureKind,
+    Node,
+    RankPolicy,
+    RunSettings,
+    ScaleUpPolicy,
+    WorkerFailure,
+)
 from rallypoint.rendezvous.requests import (
     LONGEST,
     MOST_NODES,
@@ -78,6 +85,9 @@ def test_settings_that_are_there_are_taken() -> None:
         exit_barrier_timeout=Duration(seconds=8),
         scale_up_delay=Duration(),
         rank_policy=pb.RANK_POLICY_TOPOLOGY,
+        restart_window=Duration(seconds=9),
+        max_restarts_per_node=3,
+        restart_backoff=Duration(),
     )
     assert run_settings(message) == RunSettings(
         min_nodes=2,
@@ -93,7 +103,29 @@ def test_settings_that_are_there_are_taken() -> None:
         exit_barrier_timeout=8.0,
         scale_up_delay=0.0,
         rank_policy=RankPolicy.TOPOLOGY,
+        restart_window=9.0,
+        max_restarts_per_node=3,
+        restart_backoff=0.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (pb.RunSettings(max_restarts=2, max_restarts_per_node=3), "settings.max_restarts_per_node"),
+        (pb.RunSettings(max_restarts=2, max_restarts_per_node=-1), "settings.max_restarts_per_node"),
+        (pb.RunSettings(max_restarts=10_001, max_restarts_per_node=1), "settings.max_restarts"),
+        (pb.RunSettings(max_restarts=10_001, restart_window=Duration(seconds=1)), "settings.max_restarts"),
+        (pb.RunSettings(restart_window=Duration(seconds=-1)), "settings.restart_window"),
+        (pb.RunSettings(restart_backoff=Duration(seconds=-1)), "settings.restart_backoff"),
+    ],
+    ids=lambda value: " ".join(str(value).split()),
+)
+def test_budgets_that_make_no_sense_are_refused(settings: pb.RunSettings, named: str) -> None:
+    """One that never comes to bear, and one that could not be kept."""
+    join = good_join()
+    join.settings.MergeFrom(settings)
+    assert violation(join)[0] == named
 
 
 def duration(name: str, value: Duration) -> Callable[[pb.JoinRun], None]:
@@ -235,6 +267,10 @@ class TestFailureReports:
             message="CUDA out of memory",
             traceback="Traceback\n  File\n",
             log_file="/log/0.log",
+            age=Duration(seconds=1, nanos=500_000_000),
+            kind=pb.FAILURE_KIND_OUT_OF_MEMORY,
+            permanent=True,
+            core_file="/cores/4711",
         )
         assert worker_failure(message, "node1") == WorkerFailure(
             round=3,
@@ -249,7 +285,31 @@ class TestFailureReports:
             message="CUDA out of memory",
             traceback="Traceback\n  File\n",
             log_file="/log/0.log",
+            age=1.5,
+            kind=FailureKind.OUT_OF_MEMORY,
+            permanent=True,
+            core_file="/cores/4711",
         )
+
+    @pytest.mark.parametrize(
+        ("age", "kept"),
+        [
+            (Duration(seconds=-(2**62)), 0.0),
+            (Duration(seconds=2**62, nanos=-5), LONGEST),
+            (Duration(seconds=2, nanos=-500_000_000), 1.5),
+        ],
+        ids=str,
+    )
+    def test_an_age_that_can_not_be_is_one_that_can(self, age: Duration, kept: float) -> None:
+        """A host's clock may be broken; its failure is one all the same."""
+        assert worker_failure(pb.WorkerFailure(age=age), "n").age == kept
+
+    def test_a_kind_of_a_newer_agent_is_not_known(self) -> None:
+        """And no reason to lose the report."""
+        message = pb.WorkerFailure(message="it broke")
+        message.kind = 99  # type: ignore[assignment]
+        failure = worker_failure(message, "n")
+        assert (failure.kind, failure.message) == (FailureKind.UNKNOWN, "it broke")
 
     def test_the_end_of_a_long_traceback_is_kept(self) -> None:
         """That is where the error stands; a character that was cut in two goes."""

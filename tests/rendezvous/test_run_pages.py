@@ -9,12 +9,13 @@ import pytest
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.execute import carry_out
 from rallypoint.rendezvous.core.state import Outcome, RunEnd, RunSettings, RunState, WorkerFailure
-from rallypoint.rendezvous.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, TRACEBACK_BYTES
+from rallypoint.rendezvous.requests import TRACEBACK_BYTES
 from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_page, runs_page
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message
 from rallypoint.serving.channel import MAX_MESSAGE_BYTES
 from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.fields import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES
 
 SETTINGS = RunSettings(min_nodes=1, max_nodes=100_000)
 

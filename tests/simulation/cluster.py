@@ -49,6 +49,8 @@ class Cluster:
         # Names of the actions that befell it.
         self.struck: set[str] = set()
         self._skew = self._stream("clocks")
+        # Wall clocks agree within a second or two, and that of a server is set now and then.
+        self._wall_offset = self._skew.uniform(-600, 600)
         self._lives = 0
         self.start_server()
         self.onlookers: list[Onlooker] = [
@@ -93,12 +95,13 @@ class Cluster:
             return
         process = self.new_process(f"server{len(self.processes)}")
         self.note("start", process.name)
+        self.referee.ledger(RUN).server_started(self.clockwork.now)
         self.server = Server(
             process,
             self.disk,
             self.referee,
             limits=self.plan.limits,
-            wall_offset=self._skew.uniform(-600, 600),
+            wall_offset=self._wall_offset + self._skew.uniform(-1.0, 1.0),
             on_ready=self._serves,
             on_exit=self._server_ended,
         )
@@ -156,6 +159,7 @@ class Cluster:
         if process.paused or not process.alive:
             return
         self.note("pause", process.name, round(seconds, 2))
+        self.referee.paused(seconds)
         process.pause()
         self.network.paused(process)
         self.clockwork.after(seconds, self.resume, process)

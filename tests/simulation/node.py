@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint.agent import core
@@ -38,6 +38,8 @@ class Surroundings:
     fates: Fates
     # The round of a run whose workers may write to the service's store; None: there is no service.
     writable_round: Callable[[str], int | None]
+    # Those whose workers run.
+    crews: set[Crew] = field(default_factory=set)
 
 
 class Node:
@@ -142,13 +144,27 @@ class Node:
             around.fates,
             around.referee,
             group,
+            peers=around.crews,
             on_write=lambda: around.referee.writes(group, around.writable_round(group.run_id)),
             on_failure=lambda: self._tell(core.WorkerFailed()),
             on_success=lambda: self._tell(core.WorkersSucceeded()),
         )
 
     def _failure(self, round_: int) -> pb.WorkerFailure:
-        return pb.WorkerFailure(round=round_, host="host", pid=4711, exit_code=1, message="it broke")
+        """A report of it, by a host whose clock may be far off."""
+        around = self._around
+        seconds = around.clockwork.now - self.crew.failed_at if self.crew is not None else 0.0
+        failure = pb.WorkerFailure(
+            round=round_,
+            local_rank=around.chance.randrange(self.request.local_world_size),
+            host="host",
+            pid=4711,
+            exit_code=1,
+            message="it broke",
+            permanent=around.chance.random() < around.fates.unmendable,
+        )
+        failure.age.FromNanoseconds(round(around.chance.choice([seconds, seconds, -1e5, 1e5]) * 1e9))
+        return failure
 
     def _leave(self, detail: str) -> None:
         if self.membership.lease:

@@ -69,16 +69,20 @@ def draw_plan(seed: int) -> Plan:
 
 
 def _settings(chance: random.Random, min_nodes: int, max_nodes: int, *, patient: bool) -> pb.RunSettings:
+    max_restarts = chance.choice([0, 1, 3, 100])
     settings = pb.RunSettings(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        max_restarts=chance.choice([0, 1, 3, 100]),
+        max_restarts=max_restarts,
+        max_restarts_per_node=min(max_restarts, chance.choice([0, 0, 1, 2])),
         keep_alive_max_attempt=3,
         scale_up_policy=chance.choice(pb.ScaleUpPolicy.values()),
         rank_policy=chance.choice(pb.RankPolicy.values()),
     )
     seconds = {
         "exit_barrier_timeout": 300.0 if patient else chance.choice([5.0, 20.0, 300.0]),
+        "restart_window": chance.choice([0.0, 0.0, 15.0]),
+        "restart_backoff": chance.choice([0.0, 2.0, 30.0]),
         "scale_up_delay": chance.choice([1.0, 6.0]),
         "join_timeout": 60.0 if patient else chance.choice([8.0, 60.0]),
         "last_call_timeout": chance.choice([0.0, 2.0, 10.0]),
@@ -95,7 +99,9 @@ def _fates(chance: random.Random, server_only: bool) -> Fates:
     if server_only:
         return Fates(succeeding=chance.choice([0.0, 0.0, 0.3]), longest=120.0)
     return Fates(
-        failing=chance.choice([0.0, 0.1, 0.4]),
+        failing=chance.choice([0.0, 0.1, 0.4, 0.9]),
+        infectious=chance.choice([0.0, 0.5, 1.0]),
+        unmendable=chance.choice([0.0, 0.0, 0.1]),
         succeeding=chance.choice([0.0, 0.2, 0.9]),
         longest=chance.choice([3.0, 30.0]),
         slowest_stop=chance.choice([0.1, 1.0, 30.0]),

@@ -12,7 +12,15 @@ import pytest
 from rallypoint.agent import core as agent_core
 from rallypoint.rendezvous import engine, recovery, runs
 from rallypoint.rendezvous.client import Membership
-from rallypoint.rendezvous.core import apply, decide, facts, leases, snapshot
+from rallypoint.rendezvous.core import (
+    apply,
+    decide,
+    facts,
+    failures,
+    leases,
+    restarts,
+    snapshot,
+)
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import HostedRun, Member
@@ -106,8 +114,8 @@ def drop_the_last_record(patch: pytest.MonkeyPatch) -> None:
 def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint has everything but how many restarts were used up."""
 
-    def careless(taken: Any, now: float) -> RunState:
-        return restore(replace(taken, restart_count=0), now)
+    def careless(taken: Any, *clocks: float) -> RunState:
+        return restore(replace(taken, restart_count=0), *clocks)
 
     restore = snapshot.restore
     patch.setattr(recovery, "restore", careless)
@@ -175,7 +183,8 @@ def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
     live = Membership._live
 
     async def forgetful(self: Membership, *args: Any) -> None:
-        self._statement = self._failure = self._success = None
+        self._statement = self._success = None
+        self._failures.clear()
         await live(self, *args)
 
     patch.setattr(Membership, "_live", forgetful)
@@ -242,6 +251,55 @@ def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent_core, "_next_step", hasty)
 
 
+def blame_the_last_report(patch: pytest.MonkeyPatch) -> None:
+    """Whoever reports last is taken for who failed first."""
+    take = failures.take
+
+    def hasty(*args: Any, **more: Any) -> facts.WorkerFailed | None:
+        fact = take(*args, **more)
+        return None if fact is None else replace(fact, earliest=True)
+
+    patch.setattr(failures, "take", hasty)
+
+
+def end_a_run_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The first report ends a run that has no restart left."""
+    patch.setattr(failures, "is_settled", lambda state, now: True)
+
+
+def restart_what_cant_be_mended(patch: pytest.MonkeyPatch) -> None:
+    """What a worker says of its failure is not listened to."""
+    fold = apply._apply
+
+    def deaf(fact: object, state: RunState, now: float) -> None:
+        fold(fact, state, now)
+        state.permanent_failure = None
+
+    patch.setattr(apply, "_apply", deaf)
+
+
+def let_a_node_fail_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """No node is ever worn out."""
+    patch.setattr(failures, "_wears_out", lambda state, node_id: False)
+
+
+def hold_nothing_back(patch: pytest.MonkeyPatch) -> None:
+    """Rounds fail and are restarted without a pause."""
+    patch.setattr(apply, "_keep_hold", lambda state, now: None)
+
+
+def count_no_restart_in_its_window(patch: pytest.MonkeyPatch) -> None:
+    """Restarts leave their window at once."""
+    patch.setattr(restarts, "note", lambda state, round_, node_id, at: None)
+
+
+def count_restarts_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Restarts never leave their window."""
+    patch.setattr(restarts, "forget_old", lambda state, now: None)
+    patch.setattr(restarts, "next_to_be_forgotten", lambda state: None)
+    patch.setattr(snapshot, "forget_old", lambda state, now: None)
+
+
 def keep_workers_of_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
     """An agent whose lease ended lets its workers run on, and takes them for those of its next round."""
     note = agent_core._note
@@ -268,15 +326,22 @@ PLANTS: dict[Plant, str] = {
     forget_restarts_in_a_checkpoint: "restarts are counted",
     give_no_new_term_to_leases: _ALONE,
     forgive_no_pause: _ALONE,
-    lease_out_of_heartbeats: f"{_ALONE}|forms a round",
+    lease_out_of_heartbeats: f"{_ALONE}|forms a round|{_AGREE}",
     never_lose_a_node: f"{_AGREE}|whoever waits, waits",
     let_an_old_stream_end_the_new: f"{_AGREE}|told at once|left open by mistake",
-    keep_the_oldest_state: f"{_AGREE}|told at once",
+    keep_the_oldest_state: f"{_AGREE}|told at once|forms a round",
     tell_no_node_that_its_round_ended: "told at once",
     say_nothing_twice: f"{_AGREE}|a run that is over ends",
     keep_the_seat_of_a_superseded_lease: "an assignment goes to the lease",
     one_token_for_all_rounds: "one fencing token per round",
     open_the_store_to_every_round: "the store takes nothing of a round that is over",
     confirm_while_workers_stop: "has no workers",
+    blame_the_last_report: "the earliest failure is the first",
+    end_a_run_at_once: "waits for what others have to report",
+    restart_what_cant_be_mended: "no restart can mend",
+    let_a_node_fail_for_ever: "the budget of a node is kept",
+    hold_nothing_back: "held back where rounds fail soon",
+    count_no_restart_in_its_window: "the budget of restarts is kept|the budget of a node is kept",
+    count_restarts_for_ever: "no restart is left|the whole of its budget",
     keep_workers_of_a_lost_lease: "has no workers|workers of one round at a time",
 }

@@ -29,6 +29,10 @@ from simulation.wire import ServerCall, Status
 AT_ONCE = 0.5
 # A server whose clock is fast takes fewer of the world's seconds for a timeout: by less than this factor.
 _FAST_CLOCK = 1 + 2 * SKEW
+# What a server's clock, an agent's and the world's may differ by together, as a share; and a wall clock that is set, in
+# seconds.
+_INEXACT = 0.15
+_CLOCK_JUMPS = 2.5
 # What a server of ours never answers.
 _NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
@@ -61,6 +65,7 @@ class RunLedger(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
+        self.inexact, self.clock_jumps = _INEXACT, _CLOCK_JUMPS
         # Leases whose nodes said, or can't have failed to make sure, that nothing of them runs.
         self.given_back: set[tuple[str, int]] = set()
         self.ended: set[tuple[str, int]] = set()
@@ -366,6 +371,11 @@ class Referee:
             if not self.resources.setdefault(group.run_id, FencedResource()).write(group):
                 require(group.round < ledger.started_round, "storage fences off none but stale writers")
                 self.note("fenced off", group.node_id, group.round)
+
+    def paused(self, seconds: float) -> None:
+        """A process is stopped: if it is the server, its time does not go on."""
+        for ledger in self.ledgers.values():
+            ledger.clock_jumps += seconds
 
     def drained_late(self, *, excused: bool) -> None:
         """A server's grace was over before its calls had ended; excused: by a client, a disk or a pause."""

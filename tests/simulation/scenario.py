@@ -16,8 +16,9 @@ from simulation.seeds import Failed, fingerprint, quiet, report, shown
 __all__ = ["Failed", "Scenario", "fingerprint", "play", "replay", "shown"]
 
 # Virtual seconds that nodes may take to agree once there is no more trouble: the longest terms of a plan (a lease of
-# 15 s, a departure and a confirmation of 20 s each, a keep-alive of 30 s) one after the other, and some.
-AGREE_WITHIN = 180.0
+# 15 s, a departure and a confirmation of 20 s each, a keep-alive of 30 s, a restart held back for 30 s) one after the
+# other, and some.
+AGREE_WITHIN = 210.0
 # Until the first round of a cluster without any trouble runs, and until the last node has gone from a closed run.
 FORM_WITHIN = 60.0
 END_WITHIN = 90.0

@@ -53,7 +53,7 @@ class Server:
         self.engine = RendezvousEngine(
             self.journal,
             clock=process.time,
-            wall_clock=lambda: _WALL_TIME + wall_offset + process.time(),
+            wall_clock=lambda: _WALL_TIME + wall_offset + disk.clockwork.now,
             limits=limits,
             lag=LAG,
         )

@@ -76,6 +76,7 @@ def test_seeds_reach_every_corner() -> None:
         *("SUCCEEDED", "FAILED", "CANCELLED"),
         *("LEASE_LOST", "RUN_CLOSED", "DRAINING", "JOURNAL_BROKEN", "STREAM_REPLACED", "SUBSCRIBER_TOO_SLOW"),
         *("fenced", "forgotten", "checkpoint", "resume"),
+        *("by_service=True", "earliest=False", "permanent=True", "quick_restarts=3", "held_back", "mend"),
     }
     text = " ".join(seen)
     assert not {word for word in wanted if word not in text}

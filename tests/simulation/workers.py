@@ -21,6 +21,11 @@ class Fates:
     longest: float = 30.0
     # How long it may take to stop.
     slowest_stop: float = 1.0
+    # Chance that workers die of it when others of their round fail, and how soon at the latest.
+    infectious: float = 0.0
+    within: float = 0.3
+    # Chance that no restart can mend a failure.
+    unmendable: float = 0.0
     # From now on workers run until they are stopped.
     steady: bool = False
     # From now on workers succeed as soon as they can.
@@ -38,12 +43,15 @@ class Crew:
         referee: Referee,
         group: Group,
         *,
+        peers: set[Crew],
         on_write: Callable[[], None],
         on_failure: Callable[[], None],
         on_success: Callable[[], None],
     ) -> None:
         self.group = group
         self.running = False
+        self.failed_at = 0.0
+        self._peers = peers
         self._clockwork = clockwork
         self._chance = chance
         self._fates = fates
@@ -56,6 +64,7 @@ class Crew:
 
     def _start(self) -> None:
         self.running = True
+        self._peers.add(self)
         self._referee.started(self.group)
         self._write()
         chance, fates = self._chance, self._fates
@@ -64,9 +73,21 @@ class Crew:
             return
         when = chance.uniform(0.2, fates.longest)
         if chance.random() < fates.failing:
-            self._pending.append(self._clockwork.after(when, self._end, self._on_failure))
+            self._pending.append(self._clockwork.after(when, self._fail))
         elif chance.random() < fates.succeeding:
             self._pending.append(self._clockwork.after(when, self._end, self._on_success))
+
+    def _fail(self) -> None:
+        """Fail, and take others along."""
+        fates, chance = self._fates, self._chance
+        if fates.steady or not self.running:
+            return
+        for peer in sorted(self._peers, key=lambda crew: crew.group.node_id):
+            same = (peer.group.run_id, peer.group.round) == (self.group.run_id, self.group.round)
+            if peer is not self and same and chance.random() < fates.infectious:
+                peer._pending.append(self._clockwork.after(chance.uniform(0.0, fates.within), peer._fail))
+        self.failed_at = self._clockwork.now
+        self._end(self._on_failure)
 
     def _write(self) -> None:
         if self.running:
@@ -105,4 +126,5 @@ class Crew:
         self._pending.clear()
         if self.running:
             self.running = False
+            self._peers.discard(self)
             self._referee.stopped(self.group)

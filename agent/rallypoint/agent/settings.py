@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rallypoint.agent.bounds import MOST_RESTARTS, MOST_SECONDS
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _DURATIONS = (
@@ -16,11 +17,26 @@ _DURATIONS = (
     "disconnect_grace",
     "exit_barrier_timeout",
     "scale_up_delay",
+    "restart_window",
+    "restart_backoff",
 )
-_MAY_BE_ZERO = ("last_call_timeout", "disconnect_grace", "scale_up_delay")
+_MAY_BE_ZERO = (
+    "last_call_timeout",
+    "disconnect_grace",
+    "scale_up_delay",
+    "restart_window",
+    "restart_backoff",
+)
 # Kept by the agent, not agreed by the run.
 _LOCAL = ("close_timeout", "read_timeout")
-KNOWN_SETTINGS = (*_DURATIONS, *_LOCAL, "keep_alive_max_attempt", "scale_up_policy", "rank_policy")
+KNOWN_SETTINGS = (
+    *_DURATIONS,
+    *_LOCAL,
+    "keep_alive_max_attempt",
+    "max_restarts_per_node",
+    "scale_up_policy",
+    "rank_policy",
+)
 
 # Seconds that workers get to stop, unless told otherwise; torchrun's default.
 SHUTDOWN_TIMEOUT = 30.0
@@ -29,13 +45,15 @@ SHUTDOWN_TIMEOUT = 30.0
 # for processes that don't answer. Longer delays the restart where evidence is hard to have; shorter loses it there.
 EVIDENCE_TIMEOUT = 2.0
 
-# Bounds that no sensible run comes near. The rendezvous service has the same, and refuses what passes them; here
-# they give the one-line error before anything is started, and keep numbers within what a message can hold.
-MOST_NODES = 100_000
-MOST_WORKERS = 16_384
-MOST_RESTARTS = 1_000_000
+# Seconds that the checks of a host's health may take, all together. They delay a restart after a failure.
+HEALTH_TIMEOUT = 10.0
+
+# Seconds that the workers of a host that is drained get to finish or to checkpoint. Announcements of maintenance come
+# two minutes ahead at the least, with the large clouds.
+DRAIN_GRACE = 90.0
+
+_MOST_RESTARTS_KEPT = 10_000
 _MOST_ATTEMPTS = 1000
-MOST_SECONDS = 25 * 24 * 3600
 
 
 class RunSettingError(ValueError):
@@ -81,12 +99,29 @@ def rendezvous_conf(
         elif key == "rank_policy":
             settings.rank_policy = _choice(key, text, pb.RankPolicy)
         elif key == "keep_alive_max_attempt":
-            settings.keep_alive_max_attempt = _attempts(key, text)
+            settings.keep_alive_max_attempt = _whole(key, text, 1, _MOST_ATTEMPTS)
+        elif key == "max_restarts_per_node":
+            settings.max_restarts_per_node = _whole(key, text, 0, MOST_RESTARTS)
         elif key in _LOCAL:
             local[key] = _number(key, text)
         else:
             getattr(settings, key).FromNanoseconds(round(_number(key, text) * 1e9))
+    _check_budgets(settings)
     return RendezvousConf(settings, **local)
+
+
+def _check_budgets(settings: pb.RunSettings) -> None:
+    of_run, of_node = settings.max_restarts, settings.max_restarts_per_node
+    if of_node > of_run:
+        raise RunSettingError(
+            f"max_restarts_per_node={of_node} never comes to bear: the run ends after {of_run} restarts in all "
+            "(--max-restarts); raise that, or lower this"
+        )
+    if of_run > _MOST_RESTARTS_KEPT and (of_node or settings.restart_window.ToNanoseconds()):
+        raise RunSettingError(
+            f"with restart_window or max_restarts_per_node, --max-restarts may be at most {_MOST_RESTARTS_KEPT}, "
+            f"not {of_run}"
+        )
 
 
 def _number(key: str, text: str) -> float:
@@ -100,9 +135,9 @@ def _number(key: str, text: str) -> float:
     return number
 
 
-def _attempts(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_ATTEMPTS):
-        raise RunSettingError(f"{key}={text!r} is not a whole number from 1 to {_MOST_ATTEMPTS}")
+def _whole(key: str, text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise RunSettingError(f"{key}={text!r} is not a whole number from {least} to {most}")
     return int(text)
 
 

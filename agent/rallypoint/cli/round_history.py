@@ -11,6 +11,7 @@ KINDS = (
     pb.EVENT_KIND_RUN_CREATED,
     pb.EVENT_KIND_ROUND_FROZEN,
     pb.EVENT_KIND_ROUND_FINALIZED,
+    pb.EVENT_KIND_WORKER_FAILED,
     pb.EVENT_KIND_ROUND_ENDED,
     pb.EVENT_KIND_RUN_CLOSED,
 )
@@ -32,6 +33,8 @@ class Round:
     cause: str = ""  # RoundEndCause, or Outcome of the run, without prefix
     node_id: str = ""
     why: str = ""  # one sentence
+    restarts: int | None = None  # those that counted against the run's budget then
+    held_back: float = 0.0  # seconds that the round after it was held back
 
     @property
     def joining(self) -> float | None:
@@ -91,8 +94,12 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
                 ended.ended = history.joinable = time
                 ended.cause = _name(pb.RoundEndCause, event.round_end.cause, "ROUND_END_CAUSE_")
                 ended.node_id, ended.why = event.round_end.node_id, event.round_end.detail
+                ended.restarts = event.counted_restarts
+                ended.held_back = event.held_back.ToNanoseconds() / 1e9
                 if ended.final is not None or ended.frozen is None:
                     stopped = time
+            case pb.EVENT_KIND_WORKER_FAILED:
+                _note_late_first(history, event)
             case pb.EVENT_KIND_RUN_CLOSED:
                 history.joinable, history.closed = None, event.run_end
                 if history.rounds and history.rounds[-1].ended is None:
@@ -101,6 +108,19 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
                     last.node_id = event.run_end.failure.node_id
                     last.cause = _name(pb.Outcome, event.run_end.outcome, "OUTCOME_")
     return history
+
+
+def _note_late_first(history: RoundHistory, event: pb.Event) -> None:
+    """A failure may come to be known as the first of its round when that is over."""
+    for each in reversed(history.rounds):
+        if each.number == event.round:
+            if event.earliest and each.cause == "WORKER_FAILED":
+                failure = event.failure
+                each.node_id = failure.node_id
+                each.why = (
+                    f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
+                )
+            return
 
 
 def _last(history: RoundHistory, number: int) -> Round:

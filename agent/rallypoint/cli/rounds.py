@@ -39,7 +39,8 @@ def rounds(
     """Show the rounds of RUN_ID: who was in, how long it ran, and why it ended.
 
     JOIN is how long nodes took to join, CONFIRM how long they took to stop their old workers, and GAP how long no
-    worker could run: from the end of the round before to the start of this one.
+    worker could run: from the end of the round before to the start of this one. RESTARTS are those that counted against
+    the run's budget when the round had ended.
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import ask  # noqa: PLC0415
@@ -64,7 +65,18 @@ def _print(run_id: str, history: RoundHistory) -> None:
 
     console = plain_console()
     if history.rounds:
-        columns = ("round", "started", "nodes", "workers", "join", "confirm", "gap", "ran", "ended because")
+        columns = (
+            "round",
+            "started",
+            "nodes",
+            "workers",
+            "join",
+            "confirm",
+            "gap",
+            "ran",
+            "restarts",
+            "ended because",
+        )
         table = Table(*columns, box=None)
         for each in history.rounds:
             table.add_row(
@@ -76,6 +88,7 @@ def _print(run_id: str, history: RoundHistory) -> None:
                     "-" if span is None else show_span(span)
                     for span in (each.joining, each.confirming, each.gap, each.lasted)
                 ),
+                "-" if each.restarts is None else str(each.restarts),
                 _end(each),
             )
         console.print(table)
@@ -89,7 +102,8 @@ def _print(run_id: str, history: RoundHistory) -> None:
 
 def _end(each: Round) -> str:
     if each.ended is not None:
-        return f"{each.cause}: {each.why}"
+        held_back = f" (the next is held back {each.held_back:g} s)" if each.held_back else ""
+        return f"{each.cause}: {each.why}{held_back}"
     return "(its workers run)" if each.final is not None else "(its nodes confirm)"
 
 
@@ -109,6 +123,8 @@ def _fields(each: Round) -> dict[str, Any]:
         "cause": each.cause,
         "nodeId": each.node_id,
         "detail": each.why,
+        "countedRestarts": each.restarts,
+        "heldBackSeconds": _rounded(each.held_back),
     }
 
 

@@ -118,7 +118,7 @@ def _print_runs(runs: list[pb.Run]) -> None:
     for run in runs:
         nodes = f"{run.node_count} of {_range(run.settings)}"
         ended = run.run_end.detail or run.last_round_end.detail
-        restarts = f"{run.restart_count}/{run.settings.max_restarts}"
+        restarts = f"{_counted(run)}/{run.settings.max_restarts}"
         table.add_row(
             run.run_id, _phase(run), str(run.round), nodes, str(run.world_size), restarts, ended or "-"
         )
@@ -135,18 +135,43 @@ def _print_run(run: pb.Run) -> None:
     console.print(
         f"run {run.run_id}: {_phase(run)}, round {run.round}, {run.world_size} workers on {seats} nodes "
         f"({joined}{_range(run.settings)} wanted), "
-        f"{run.restart_count} of {run.settings.max_restarts} restarts used, revision {run.revision}"
+        f"{_budget(run)}, revision {run.revision}"
     )
     if run.HasField("last_round_end"):
         console.print(f"round {run.last_round_end.round} ended: {run.last_round_end.detail}")
     if run.HasField("run_end"):
         console.print(f"run ended: {run.run_end.detail}")
+    elif run.HasField("held_back"):
+        console.print(
+            f"the restart is held back {run.held_back.ToNanoseconds() / 1e9:g} s from then: rounds fail soon"
+        )
     elif run.succeeded_count:
         console.print(_exit_barrier(run, seats))
     if run.evicted_node_ids:
         console.print(_evicted(run))
     if run.nodes:
         console.print(_node_table(run))
+
+
+def _budget(run: pb.Run) -> str:
+    """What is used up of the budgets of restarts: of the run, and of the nodes that have used any."""
+    settings = run.settings
+    window = settings.restart_window.ToNanoseconds() / 1e9
+    used = f"{_counted(run)} of {settings.max_restarts} restarts used"
+    if window:
+        used += f" in the last {window:g} s ({run.restart_count} in all)"
+    blamed = [node for node in run.nodes if node.counted_restarts]
+    blamed.sort(key=lambda node: node.counted_restarts, reverse=True)
+    of_nodes = [
+        f"{node.counted_restarts} of {settings.max_restarts_per_node} by node {node.node_id}"
+        for node in blamed[:_MOST_NAMES]
+    ]
+    return ", ".join([used, *of_nodes])
+
+
+def _counted(run: pb.Run) -> int:
+    """Restarts that count against the run's budget; all do unless it has a window, as older services say."""
+    return run.counted_restarts if run.settings.restart_window.ToNanoseconds() else run.restart_count
 
 
 def _exit_barrier(run: pb.Run, seats: int) -> str:
@@ -161,7 +186,7 @@ def _evicted(run: pb.Run) -> str:
     names = ", ".join(run.evicted_node_ids[:_MOST_NAMES])
     more = len(run.evicted_node_ids) - _MOST_NAMES
     others = f" and {more} others" if more > 0 else ""
-    return f"taken out by an operator, and refused: {names}{others}"
+    return f"taken out, and refused (`rallypoint events` says why): {names}{others}"
 
 
 def _node_table(run: pb.Run) -> Table:

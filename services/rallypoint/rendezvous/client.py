@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Membership:
         on_event: Callable[[Event], None],
         *,
         connect_timeout: float = 60.0,
+        lost_timeout: float = math.inf,
         jitter: random.Random | None = None,
     ) -> None:
         """Set up; `run` does the work.
@@ -93,7 +95,9 @@ class Membership:
             endpoint: Its address, for messages.
             request: What to join, and as whom.
             on_event: Called, on the event loop, with everything the node must know.
-            connect_timeout: Seconds to try for the first answer; afterwards there is no limit.
+            connect_timeout: Seconds to try for the first answer.
+            lost_timeout: Seconds to try for each further one. Without end, as a rule: the service comes back. One that
+                ends with the job, inside the agent of one of its hosts, may not.
             jitter: Randomness of the back-off.
         """
         self._stub = pb_grpc.RendezvousServiceStub(channel)
@@ -101,13 +105,15 @@ class Membership:
         self._request = request
         self._on_event = on_event
         self._connect_timeout = connect_timeout
+        self._lost_timeout = lost_timeout
         self._jitter = jitter or random.Random()  # noqa: S311 (spreads load, guards nothing)
         self._lease = 0
         self._revision = 0
         self._ever_admitted = False
         self._over = False
         self._statement: pb.JoinRequest | None = None
-        self._failure: pb.WorkerFailure | None = None
+        # By worker: what failed, and when that was said first, which is as old as it says.
+        self._failures: dict[int, tuple[pb.WorkerFailure, float]] = {}
         self._success: pb.ReportSuccess | None = None
         self._unsaid = asyncio.Event()
         self._progress = False
@@ -122,7 +128,7 @@ class Membership:
         """Be a member; returns once the run is closed, or the node has left.
 
         Raises:
-            RendezvousUnreachable: Nobody answered within the connect timeout.
+            RendezvousUnreachable: Nobody answered within the connect timeout, or the lost timeout.
             ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, INVALID_ARGUMENT …, or
                 LEASE_LOST because another agent joined under the node's name.
         """
@@ -132,6 +138,8 @@ class Membership:
         while not self._over and (self._lease or not self._going()):
             self._progress = False
             error = await self._one_stream(deadline)
+            if self._progress:
+                deadline = asyncio.get_running_loop().time() + self._lost_timeout
             if error is not None:
                 self._judge(error, deadline)
             if self._over:
@@ -141,7 +149,7 @@ class Membership:
             pause = backoff * (1 - self._jitter.random() / 2)
             if error is not None and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 pause = max(pause, (error.retry_after or 0.0) * (1 + self._jitter.random() / 2))
-            if not self._ever_admitted:
+            if deadline < math.inf:
                 pause = min(pause, max(0.0, deadline - asyncio.get_running_loop().time()))
             # Once for each time that it goes away, not with every attempt.
             say = _log.warning if backoff == _FIRST_BACKOFF else _log.debug
@@ -156,9 +164,9 @@ class Membership:
             self._say(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
 
     def report_failure(self, failure: pb.WorkerFailure) -> None:
-        """Say that a worker failed."""
+        """Say that a worker failed; its age, as of now, goes on growing until it is heard."""
         # Kept apart: a node that leaves before this is heard would make a failure look like a departure.
-        self._failure = failure
+        self._failures[failure.local_rank] = failure, asyncio.get_running_loop().time()
         self._unsaid.set()
 
     def report_success(self, round_: int) -> None:
@@ -187,16 +195,17 @@ class Membership:
                 raise error  # two agents that join over one another, in turn, would let nobody run
             self._lease = self._revision = 0
             self._over = self._going()
-            self._statement = self._failure = self._success = None
+            self._statement = self._success = None
+            self._failures.clear()
             self._on_event(LeaseEnded(error.message))
             return
         if error.code not in _RETRYABLE:
             raise error
-        if not self._ever_admitted and asyncio.get_running_loop().time() >= deadline:
-            raise RendezvousUnreachable(
-                f"no rendezvous service answered at {self._endpoint} within {self._connect_timeout:g} s: "
-                f"{self._last_error}"
-            )
+        if asyncio.get_running_loop().time() >= deadline:
+            what, timeout = "no rendezvous service answered at", self._connect_timeout
+            if self._ever_admitted:
+                what, timeout = "the rendezvous service is gone, none answered at", self._lost_timeout
+            raise RendezvousUnreachable(f"{what} {self._endpoint} within {timeout:g} s: {self._last_error}")
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:
         """Live through one stream; returns the error that ended it, None for an orderly end."""
@@ -204,7 +213,7 @@ class Membership:
         # longest, and a back-off of ours on top would double that. Before, the reason for there being none is wanted.
         call = self._stub.Join(wait_for_ready=self._ever_admitted)
         try:
-            async with asyncio.timeout_at(None if self._ever_admitted else deadline):
+            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
                 with contextlib.suppress(asyncio.InvalidStateError):  # it has ended already: read tells how
                     await call.write(self._introduction())
                 first = await call.read()
@@ -273,8 +282,11 @@ class Membership:
     def _statements(self) -> list[pb.JoinRequest]:
         """What the server may not have heard, in the order in which it must."""
         said: list[pb.JoinRequest] = []
-        if self._failure is not None:
-            said.append(pb.JoinRequest(worker_failed=self._failure))
+        now = asyncio.get_running_loop().time()
+        said += [
+            pb.JoinRequest(worker_failed=_aged(failure, now - since))
+            for failure, since in self._failures.values()
+        ]
         if self._success is not None:
             said.append(pb.JoinRequest(succeeded=self._success))
         if self._statement is not None:
@@ -283,8 +295,11 @@ class Membership:
 
     def _forget_reports_of_other_rounds(self, update: pb.NodeUpdate) -> None:
         running = update.assignment.round if update.phase == pb.PHASE_FINAL else 0
-        if self._failure is not None and self._failure.round != running:
-            self._failure = None
+        # What failed in the round before may have been its first failure, until the next round runs.
+        wanted = running or update.last_round_end.round
+        self._failures = {
+            worker: report for worker, report in self._failures.items() if report[0].round == wanted
+        }
         if self._success is not None and self._success.round != running:
             self._success = None
 
@@ -293,3 +308,11 @@ class Membership:
 
     def _going(self) -> bool:
         return self._leaving() or (self._statement is not None and self._statement.HasField("depart"))
+
+
+def _aged(failure: pb.WorkerFailure, seconds: float) -> pb.WorkerFailure:
+    """A failure as it is told so many seconds after it was reported first."""
+    aged = pb.WorkerFailure()
+    aged.CopyFrom(failure)
+    aged.age.FromNanoseconds(failure.age.ToNanoseconds() + round(seconds * 1e9))
+    return aged

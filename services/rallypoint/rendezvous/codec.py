@@ -47,6 +47,8 @@ _MESSAGES: dict[type, type[Message]] = {
     state.RoundEnd: rendezvous_service_pb2.RoundEnd,
     state.RunEnd: rendezvous_service_pb2.RunEnd,
     state.Seat: journal_pb2.Seat,
+    state.FailedWorker: journal_pb2.FailedWorker,
+    snapshot.KeptRestart: journal_pb2.Restart,
     snapshot.RunSnapshot: journal_pb2.RunSnapshot,
     snapshot.FormerRank: journal_pb2.FormerRank,
 }
@@ -59,6 +61,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
         state.ScaleUpPolicy,
         state.RankPolicy,
         state.RoundEndCause,
+        state.FailureKind,
         state.LossReason,
     )
 }
@@ -96,7 +99,11 @@ def encode_record(
 
 
 def decode_record(record: journal_pb2.JournalRecord) -> facts.Fact:
-    """The fact of a journal record."""
+    """The fact of a journal record.
+
+    Raises:
+        ValueError: It has one that this version does not know.
+    """
     which = record.WhichOneof("fact")
     if which is None:
         raise ValueError(f"record {record.revision} of run {record.run_id!r} has a fact of a newer version")

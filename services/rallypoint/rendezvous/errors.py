@@ -118,7 +118,7 @@ _as(
     refusals.NodeIsEvicted,
     StatusCode.FAILED_PRECONDITION,
     "NODE_EVICTED",
-    _fields("run_id", "node_id"),
+    _fields("run_id", "node_id", "by"),
 )
 _as(
     refusals.TooManyEvicted,

@@ -9,9 +9,9 @@ from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.event_filter import wanted
 from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
 from rallypoint.rendezvous.history import History
-from rallypoint.rendezvous.requests import count, name
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.fields import count, name
 
 _MOST_EVENTS = 10_000
 _DEFAULT_EVENTS = 1_000

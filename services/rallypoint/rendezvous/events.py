@@ -6,10 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core.explain import explain_eviction, explain_loss, explain_window
+from rallypoint.rendezvous.core.restarts import hold
 from rallypoint.rendezvous.core.state import LossReason, RunSettings
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+# A failure's age that is told, seconds: below, it is what a report is on its way.
+_WORTH_TELLING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,12 @@ def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Eve
             event.world_size = _workers(fact)
         case "worker_failed":
             event.failure.CopyFrom(fact.failure)
+            event.earliest = fact.earliest
         case "round_ended":
             event.round_end.CopyFrom(fact.end)
+            event.counted_restarts = fact.counted_restarts
+            if seconds := _held_back(fact, settings):
+                event.held_back.FromNanoseconds(round(seconds * 1e9))
         case "run_closed":
             event.run_end.CopyFrom(fact.end)
     return event
@@ -67,7 +75,9 @@ def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Eve
 def _run_created(fact: journal_pb2.RunCreated, settings: RunSettings) -> str:
     least, most = settings.min_nodes, settings.max_nodes
     nodes = _counted(most, "node") if least == most else f"{least} to {most} nodes"
-    return f"the run began: a round has {nodes}, and {_counted(settings.max_restarts, 'restart')} may be used"
+    restarts = _counted(settings.max_restarts, "restart") + explain_window(settings.restart_window)
+    by_node = f", {settings.max_restarts_per_node} for one node" if settings.max_restarts_per_node else ""
+    return f"the run began: a round has {nodes}, and {restarts} may be used{by_node}"
 
 
 def _node_joined(fact: journal_pb2.NodeJoined, settings: RunSettings) -> str:
@@ -80,8 +90,9 @@ def _node_lost(fact: journal_pb2.NodeLost, settings: RunSettings) -> str:
 
 def _node_evicted(fact: journal_pb2.NodeEvicted, settings: RunSettings) -> str:
     if fact.lease:
-        return f"node {fact.node_id} was taken out by an operator: {fact.reason}"
-    return f"node {fact.node_id}, which was not in the run, was barred by an operator: {fact.reason}"
+        return explain_eviction(fact.node_id, fact.reason, by_service=fact.by_service)
+    by = "" if fact.by_service else " by an operator"
+    return f"node {fact.node_id}, which was not in the run, was barred{by}: {fact.reason}"
 
 
 def _round_frozen(fact: journal_pb2.RoundFrozen, settings: RunSettings) -> str:
@@ -91,15 +102,30 @@ def _round_frozen(fact: journal_pb2.RoundFrozen, settings: RunSettings) -> str:
 
 def _worker_failed(fact: journal_pb2.WorkerFailed, settings: RunSettings) -> str:
     failure = fact.failure
-    return f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
+    age = failure.age.ToNanoseconds() / 1e9
+    ago = f", {age:.3g} s before it was reported" if age >= _WORTH_TELLING else ""
+    return f"worker of rank {failure.rank} on node {failure.node_id} failed{ago}: {failure.message}"
 
 
 def _round_ended(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
     end = fact.end
     used = ""
     if end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED:
-        used = f" (restart {fact.restart_count} of {settings.max_restarts})"
+        used = f" ({_restart(fact, settings)})"
     return f"round {end.round} ended: {end.detail}{used}"
+
+
+def _restart(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
+    """Which restart it is, of how many that may be, and how long it is held back."""
+    counted = fact.counted_restarts or fact.restart_count  # older records have none
+    count = f"restart {counted} of {settings.max_restarts}{explain_window(settings.restart_window)}"
+    held_back = _held_back(fact, settings)
+    return f"{count}, held back {held_back:g} s" if held_back else count
+
+
+def _held_back(fact: journal_pb2.RoundEnded, settings: RunSettings) -> float:
+    by_failure = fact.end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED
+    return hold(settings, fact.quick_restarts) if by_failure else 0.0
 
 
 def _run_closed(fact: journal_pb2.RunClosed, settings: RunSettings) -> str:

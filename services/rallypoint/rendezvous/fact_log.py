@@ -59,7 +59,8 @@ def _(fact: facts.NodeDeparting) -> tuple[str, dict[str, Any]]:
 
 @_line.register
 def _(fact: facts.NodeEvicted) -> tuple[str, dict[str, Any]]:
-    return "node evicted", {"node_id": fact.node_id, "reason": fact.reason}
+    by = "service" if fact.by_service else "operator"
+    return "node evicted", {"node_id": fact.node_id, "by": by, "reason": fact.reason}
 
 
 @_line.register
@@ -96,7 +97,12 @@ def _(fact: facts.RoundFinalized) -> tuple[str, dict[str, Any]]:
 @_line.register
 def _(fact: facts.WorkerFailed) -> tuple[str, dict[str, Any]]:
     failure = fact.failure
-    return "worker failed", {"node_id": failure.node_id, "rank": failure.rank, "message": failure.message}
+    return "worker failed", {
+        "node_id": failure.node_id,
+        "rank": failure.rank,
+        "message": failure.message,
+        "earliest": fact.earliest,
+    }
 
 
 @_line.register

@@ -117,7 +117,7 @@ class HostedRun:
     def _refusal(self, member: Member, loss: facts.NodeLost | facts.NodeEvicted) -> Refused:
         run_id, settings = self.state.run_id, self.state.settings
         if isinstance(loss, facts.NodeEvicted):
-            return NodeIsEvicted(run_id, loss.node_id, loss.reason)
+            return NodeIsEvicted(run_id, loss.node_id, loss.reason, loss.by_service)
         if loss.reason is LossReason.JOIN_TIMED_OUT:
             return JoinTimedOut(run_id, loss.node_id, settings.min_nodes, settings.join_timeout)
         node = self.state.nodes.get(loss.node_id)

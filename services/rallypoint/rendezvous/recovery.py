@@ -27,9 +27,15 @@ class Numbers:
 
 
 def recover_runs(
-    recovered: Recovered, new_history: Callable[[], History], now: float
+    recovered: Recovered, new_history: Callable[[], History], now: float, to_wall: float = 0.0
 ) -> tuple[dict[str, HostedRun], dict[str, Numbers]]:
     """Every run as the journal has it, and the numbers of those that expired.
+
+    Args:
+        recovered: What the journal held.
+        new_history: Makes the history of a run.
+        now: Seconds of the server's monotonic clock.
+        to_wall: What makes a time of its wall clock, unix seconds, out of that, when added.
 
     Raises:
         JournalError: A record is missing, or of a newer version.
@@ -43,7 +49,7 @@ def recover_runs(
                 expired[checkpoint.run_id] = Numbers(snapshot.revision, snapshot.round)
             else:
                 runs[checkpoint.run_id] = HostedRun(
-                    restore(snapshot, now), new_history(), checkpoint=snapshot.revision
+                    restore(snapshot, now, to_wall), new_history(), checkpoint=snapshot.revision
                 )
         for record in recovered.records:
             run = runs.get(record.run_id)
@@ -51,7 +57,7 @@ def recover_runs(
                 numbers = expired.get(record.run_id, Numbers())
                 state = RunState(record.run_id, revision=numbers.revision, round=numbers.round)
                 run = runs[record.run_id] = HostedRun(state, new_history(), checkpoint=numbers.revision)
-            _fold(run, record, now)
+            _fold(run, record, now, to_wall)
     except (ValueError, DecodeError) as error:
         raise JournalError(f"the journal can't be read by this version: {error}") from error
     for run in runs.values():
@@ -61,7 +67,7 @@ def recover_runs(
     return runs, expired
 
 
-def _fold(run: HostedRun, record: Record, now: float) -> None:
+def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:
     run.history.add(record)
     if record.revision <= run.checkpoint:
         return  # the checkpoint has it already; it is kept for people
@@ -71,4 +77,5 @@ def _fold(run: HostedRun, record: Record, now: float) -> None:
             f"the journal is damaged: run {record.run_id!r} has no record {due}; restore it from a backup, or "
             "start without it"
         )
-    apply(run.state, decode_record(journal_pb2.JournalRecord.FromString(record.content)), now)
+    message = journal_pb2.JournalRecord.FromString(record.content)
+    apply(run.state, decode_record(message), now, message.time.ToNanoseconds() / 1e9 - to_wall)

@@ -8,13 +8,17 @@ from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.codec import from_message
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.state import RankPolicy, RunSettings, ScaleUpPolicy, WorkerFailure
+from rallypoint.rendezvous.core.state import (
+    FailureKind,
+    RankPolicy,
+    RunSettings,
+    ScaleUpPolicy,
+    WorkerFailure,
+)
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.errors import invalid
+from rallypoint.serving.fields import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
 
-NAME_BYTES = 256
-SENTENCE_BYTES = 1024
-PATH_BYTES = 4096
 TRACEBACK_BYTES = 16 * 1024
 # Bounds that no sensible run comes near. The first two keep every rank within 32 bits. A time no longer than the
 # last (in nanoseconds below 2**51) goes through a float and back without losing one of them, so a node's settings
@@ -22,6 +26,8 @@ TRACEBACK_BYTES = 16 * 1024
 MOST_NODES = 100_000
 MOST_WORKERS_PER_NODE = 16_384
 MOST_RESTARTS = 1_000_000
+# Where restarts are kept one by one, with time and node, each takes some 50 bytes of every checkpoint.
+MOST_RESTARTS_KEPT = 10_000
 LONGEST = 25 * 24 * 3600.0
 # All settings set take less than half of this; what has unknown fields on top is not worth keeping.
 _SETTINGS_BYTES = 512
@@ -79,6 +85,8 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
     count("settings.max_restarts", message.max_restarts, 0, MOST_RESTARTS)
     count("settings.keep_alive_max_attempt", message.keep_alive_max_attempt, 0, 1000)
     default = RunSettings()
+    window = _seconds(message, "restart_window", default.restart_window, zero=True)
+    _check_budgets(message, window)
     try:
         policy = ScaleUpPolicy(message.scale_up_policy or default.scale_up_policy)
     except ValueError:
@@ -101,7 +109,25 @@ def run_settings(message: pb.RunSettings) -> RunSettings:
         exit_barrier_timeout=_seconds(message, "exit_barrier_timeout", default.exit_barrier_timeout),
         scale_up_delay=_seconds(message, "scale_up_delay", default.scale_up_delay, zero=True),
         rank_policy=rank_policy,
+        restart_window=window,
+        max_restarts_per_node=message.max_restarts_per_node,
+        restart_backoff=_seconds(message, "restart_backoff", default.restart_backoff, zero=True),
     )
+
+
+def _check_budgets(message: pb.RunSettings, window: float) -> None:
+    of_run, of_node = message.max_restarts, message.max_restarts_per_node
+    count("settings.max_restarts_per_node", of_node, 0, MOST_RESTARTS)
+    if of_node > of_run:
+        raise invalid(
+            "settings.max_restarts_per_node",
+            f"must be at most max_restarts ({of_run}), past which the run ends, not {of_node}",
+        )
+    if of_run > MOST_RESTARTS_KEPT and (window or of_node):
+        raise invalid(
+            "settings.max_restarts",
+            f"must be at most {MOST_RESTARTS_KEPT} with a restart_window or max_restarts_per_node, not {of_run}",
+        )
 
 
 def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
@@ -113,31 +139,14 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
     kept.host = _line(message.host, NAME_BYTES)
     kept.message = _line(message.message, SENTENCE_BYTES)
     kept.log_file = _line(message.log_file, PATH_BYTES)
+    kept.core_file = _line(message.core_file, PATH_BYTES)
+    kept.age.FromNanoseconds(min(max(0, message.age.ToNanoseconds()), round(LONGEST * 1e9)))
+    if message.kind not in {int(kind) for kind in FailureKind}:
+        kept.ClearField("kind")  # of a newer agent
     if not (0 <= message.time.seconds < _LATEST and 0 <= message.time.nanos < 10**9):
         kept.ClearField("time")
     kept.traceback = message.traceback.encode()[-TRACEBACK_BYTES:].decode(errors="ignore")
     return from_message(kept, WorkerFailure)
-
-
-def name(field: str, value: str) -> None:
-    """Check a name: not empty, at most 256 bytes, no control characters."""
-    if not value:
-        raise invalid(field, "must not be empty")
-    text(field, value, NAME_BYTES)
-
-
-def text(field: str, value: str, most_bytes: int) -> None:
-    """Check a text that ends up in logs and on terminals."""
-    if len(value.encode()) > most_bytes:
-        raise invalid(field, f"must have at most {most_bytes} bytes, not {len(value.encode())}")
-    if not value.isprintable():
-        raise invalid(field, "must not have control characters")
-
-
-def count(field: str, value: int, least: int, most: int) -> None:
-    """Check a number."""
-    if not least <= value <= most:
-        raise invalid(field, f"must be from {least} to {most}, not {value}")
 
 
 def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool = False) -> float:

@@ -55,6 +55,7 @@ class _Request(Generic[_T]):
     command: commands.Command | None = None
     actor: str = SERVICE
     undo: Callable[[_T], None] = lambda _: None
+    came_at: float = 0.0
     happened: Sequence[facts.Fact] = ()
     refusal: Refused | None = None
 
@@ -145,7 +146,7 @@ class DurableRuns:
             JournalError: A record is missing, or of a newer version.
         """
         now = self._now()
-        self._runs, self._expired = recover_runs(recovered, self._histories.open, now)
+        self._runs, self._expired = recover_runs(recovered, self._histories.open, now, self._to_wall())
         self._histories.keep_within()
         for run_id in self._runs:
             self._schedule.put(
@@ -200,6 +201,10 @@ class DurableRuns:
         """
         return self._watch.read(self._clock()) if self._stopped_at is None else self._stopped_at
 
+    def _to_wall(self) -> float:
+        """What makes a time of the wall clock out of one by which leases are judged, when added."""
+        return self._wall_clock() - self._now()
+
     async def _step(self, requests: Sequence[_Request[Any]]) -> None:
         now = self._now()
         step = _Step()
@@ -223,6 +228,9 @@ class DurableRuns:
     def _carry_out(self, step: _Step, request: _Request[Any], command: commands.Command, now: float) -> None:
         try:
             run = self._run_for(request.run_id, command)
+            if isinstance(command, commands.ReportFailure):
+                # It may have waited for a commit, and which failure was the first must not depend on the disk.
+                command = command.aged(now - request.came_at)
             stated = carry_out(run.state, command, now)
             self._runs[request.run_id] = step.changed[request.run_id] = run
             self._note(step, run, stated, request.actor)
@@ -246,7 +254,7 @@ class DurableRuns:
             step.happened.append((run, fact, record))
         if run.wants_checkpoint():
             run.checkpoint = run.recorded
-            snapshot = to_message(take_snapshot(run.state)).SerializeToString()
+            snapshot = to_message(take_snapshot(run.state, self._to_wall())).SerializeToString()
             step.entries.append(Checkpoint(run_id, run.recorded, snapshot, max(1, run.history.oldest)))
 
     def _forget(self, step: _Step, run_id: str, run: HostedRun) -> None:
@@ -347,7 +355,7 @@ class DurableRuns:
         if self._broken is not None:
             raise self._broken
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.put(run_id, _Request(answer, read, run_id, command, actor, undo))
+        self._requests.put(run_id, _Request(answer, read, run_id, command, actor, undo, self._now()))
         self._wake.set()
         try:
             return await answer

@@ -16,7 +16,6 @@ from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL, FencedStateS
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.rendezvous.journal.journal import Journal
 from rallypoint.rendezvous.journal.memory import MemoryJournal
-from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.store.limits import StoreLimits
@@ -40,6 +39,9 @@ def open_journal(url: str) -> Journal:
     if url == "memory":
         return MemoryJournal()
     if kind == "sqlite" and place:
+        # Here and not at the top: a job of one host alone has its journal in memory.
+        from rallypoint.rendezvous.journal.sqlite import SqliteJournal  # noqa: PLC0415
+
         return SqliteJournal(Path(place))
     raise SettingError(f"--journal: {url!r} is no journal; expected memory, or sqlite:PATH")
 

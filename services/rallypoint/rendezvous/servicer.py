@@ -15,21 +15,15 @@ from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.event_servicer import EventServicer
 from rallypoint.rendezvous.hosted_run import Member
-from rallypoint.rendezvous.patience import WRITE_TIMEOUT, in_time
-from rallypoint.rendezvous.requests import (
-    SENTENCE_BYTES,
-    count,
-    join_command,
-    name,
-    text,
-    worker_failure,
-)
+from rallypoint.rendezvous.requests import join_command, worker_failure
 from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_page, runs_page
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.bounded import bounded
 from rallypoint.serving.errors import invalid
+from rallypoint.serving.fields import SENTENCE_BYTES, count, name, text
+from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
 
 # How long a stream may take to say what it is for, seconds.
 _FIRST_MESSAGE_TIMEOUT = 10.0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from itertools import chain, islice
 
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.codec import to_message
+from rallypoint.rendezvous.core import restarts
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, Seat
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -27,6 +29,7 @@ def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
     if state.exit_barrier_passed:
         update.exit_barrier_passed = True
     _fill_ends(update, state)
+    _fill_hold(update, state)
     return update
 
 
@@ -65,9 +68,11 @@ def run_summary(state: RunState) -> pb.Run:
         node_count=len(state.nodes),
         succeeded_count=len(state.succeeded),
         exit_barrier_passed=state.exit_barrier_passed,
+        counted_restarts=restarts.counted(state),
     )
     run.settings.MergeFrom(to_message(state.settings))
     _fill_ends(run, state)
+    _fill_hold(run, state)
     return run
 
 
@@ -76,6 +81,7 @@ def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.R
     run = run_summary(state)
     seated = (state.nodes[node_id] for node_id in state.seats if node_id in state.nodes)
     unseated = (node for node in state.nodes.values() if node.node_id not in state.seats)
+    caused = Counter(each.node_id for each in state.restarts if state.settings.max_restarts_per_node)
     for node in islice(chain(seated, unseated), first, end):
         entry = run.nodes.add(
             node_id=node.node_id,
@@ -86,6 +92,7 @@ def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.R
             connected=node.connected,
             topology=node.topology,
             lease=node.lease,
+            counted_restarts=caused[node.node_id],
         )
         seat = state.seats.get(node.node_id)
         if seat is not None:
@@ -113,6 +120,11 @@ def _fill_ends(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
         message.last_round_end.MergeFrom(to_message(state.last_round_end))
     if state.run_end is not None:
         message.run_end.MergeFrom(to_message(state.run_end))
+
+
+def _fill_hold(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
+    if seconds := restarts.held_back(state):
+        message.held_back.CopyFrom(_duration(seconds))
 
 
 def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rallypoint.rendezvous.codec import decode_record, encode_record, from_message, to_message
@@ -35,6 +35,8 @@ from rendezvous.core.ledger import Ledger, Violation, require
 
 RUN = "run"
 NAMES = [f"node{number}" for number in (1, 2, 3, 9, 10, 11)]
+# The server's wall clock, as far as it is ahead of its monotonic clock; both go on while it is away.
+TO_WALL = 1.7e9
 TOLD_TO_NODES = (
     facts.RoundFrozen,
     facts.RoundFinalized,
@@ -66,6 +68,9 @@ class History:
             min_nodes=min_nodes,
             max_nodes=min_nodes + self.random.randrange(3),
             max_restarts=self.random.choice([0, 2, 100]),
+            restart_window=self.random.choice([0.0, 40.0]),
+            max_restarts_per_node=self.random.choice([0, 1]),
+            restart_backoff=self.random.choice([0.0, 4.0, 30.0]),
             join_timeout=60.0,
             last_call_timeout=self.random.choice([0.0, 10.0]),
             confirm_timeout=20.0,
@@ -74,11 +79,16 @@ class History:
             exit_barrier_timeout=self.random.choice([1.0, 300.0]),
             rank_policy=self.random.choice(list(RankPolicy)),
         )
+        self.weights = self.STEPS | (self.OF_BAD_WORKERS if self.random.random() < 0.4 else {})
         self.now = 1000.0
         self.journal: list[bytes] = []
         self.checkpoint: bytes | None = None
         # What is left of the run's earlier life, if it had one that expired.
         self.tombstone: bytes | None = None
+        self.settings = replace(
+            self.settings,
+            max_restarts_per_node=min(self.settings.max_restarts_per_node, self.settings.max_restarts),
+        )
         self.ledger = Ledger()
         self.server = Server(RunState(RUN))
         # By the latest facts, committed or not: who holds which lease in the server's memory.
@@ -136,13 +146,13 @@ class History:
         """Make durable what has happened, then tell of it, as the engine does."""
         server, happened = self.server, [fact for fact, _ in self.server.uncommitted]
         for fact, decided_at in server.uncommitted:
-            record = encode_record(RUN, len(self.journal) + 1, fact, 1.7e9, "test")
+            record = encode_record(RUN, len(self.journal) + 1, fact, decided_at + TO_WALL, "test")
             self.journal.append(record.SerializeToString())
             durable = decode_record(JournalRecord.FromString(self.journal[-1]))
             self.ledger.record(record.revision, durable, decided_at)
         server.uncommitted = []
         if happened and self.random.random() < 0.1:
-            self.checkpoint = to_message(take_snapshot(server.state)).SerializeToString()
+            self.checkpoint = to_message(take_snapshot(server.state, TO_WALL)).SerializeToString()
         for fact in happened:
             if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                 self._end_stale_stream(fact.node_id)
@@ -208,6 +218,9 @@ class History:
         kept.revision = 0
         if kept.phase == pb.PHASE_FROZEN:
             kept.assignment.master_port = 0  # known, and told, when the round is FINAL
+        if kept.last_round_end.cause == pb.ROUND_END_CAUSE_WORKER_FAILED:
+            # For people, who may come to know only later which failure was the first.
+            kept.last_round_end.node_id = kept.last_round_end.detail = ""
         return kept.SerializeToString(deterministic=True)
 
     def crash(self) -> None:
@@ -218,6 +231,7 @@ class History:
         for watcher in self.watchers:
             watcher.connected = False
         self.server = Server(self.recover())
+        self.ledger.server_started(self.now)
         self.evicted = set(self.server.state.evicted)
         self.held = {node.node_id: node.lease for node in self.server.state.nodes.values()}
         require(self.held == self.ledger.leases, "the leases after a restart are those of the journal")
@@ -229,7 +243,8 @@ class History:
         folded = self._folded(self._restored(self.tombstone))
         state = self._folded(self._restored(self.checkpoint or self.tombstone))
         require(
-            take_snapshot(state) == take_snapshot(folded), "a checkpoint is the fold of what came before it"
+            take_snapshot(state, TO_WALL) == take_snapshot(folded, TO_WALL),
+            "a checkpoint is the fold of what came before it",
         )
         leases.restart_leases(state, self.now)
         return state
@@ -237,11 +252,12 @@ class History:
     def _restored(self, content: bytes | None) -> RunState:
         if content is None:
             return RunState(RUN)
-        return restore(from_message(RunSnapshot.FromString(content), Snapshot), self.now)
+        return restore(from_message(RunSnapshot.FromString(content), Snapshot), self.now, TO_WALL)
 
     def _folded(self, state: RunState) -> RunState:
         for blob in self.journal[state.revision :]:
-            apply(state, decode_record(JournalRecord.FromString(blob)), self.now)
+            record = JournalRecord.FromString(blob)
+            apply(state, decode_record(record), self.now, record.time.ToNanoseconds() / 1e9 - TO_WALL)
         return state
 
     def _durable_view(self) -> pb.Run:
@@ -377,6 +393,8 @@ class History:
             "it broke",
             "Traceback",
             "/log",
+            age=self.random.choice([0.0, 0.0, 0.5, 3.0, 1e3, 1e6]),
+            permanent=self.random.random() < 0.03,
         )
 
     def let_time_pass(self, seconds: float, silent: set[str] = frozenset()) -> None:  # type: ignore[assignment]
@@ -393,7 +411,7 @@ class History:
 
     def step(self) -> None:
         """Let one thing happen."""
-        name = self.random.choices(list(self.STEPS), list(self.STEPS.values()))[0]
+        name = self.random.choices(list(self.weights), list(self.weights.values()))[0]
         self.trace.append(f"{self.now:g} {name}")
         getattr(self, "_step_" + name)()
 
@@ -417,6 +435,18 @@ class History:
         "expire": 3,
         "watch": 4,
         "close": 0.05,
+    }
+    # Where hosts and network are well, and the workers are not.
+    OF_BAD_WORKERS: ClassVar[dict[str, float]] = {
+        "confirm": 60,
+        "read": 60,
+        "fail": 30,
+        "succeed": 0.5,
+        "leave": 0.3,
+        "kill": 0.3,
+        "disconnect": 0.5,
+        "time": 5,
+        "crash": 1,
     }
 
     def _step_commit(self) -> None:
@@ -461,6 +491,17 @@ class History:
         if agent is not None and agent.lease is not None and agent.workers_of is not None:
             failure = self._failure(agent, agent.workers_of)
             self.execute(commands.ReportFailure(agent.node_id, agent.lease, failure))
+            if self.random.random() < 0.5:
+                self._fail_too(failure.round)
+            if self.random.random() < 0.5:
+                self.let_time_pass(0.5)
+
+    def _fail_too(self, round_: int) -> None:
+        """Others fail of it, and some say so when the round has ended."""
+        for agent in list(self.agents.values()):
+            if agent.connected and agent.lease is not None and self.random.random() < 0.5:
+                failure = replace(self._failure(agent, round_), local_rank=self.random.choice([0, 0, 1]))
+                self.execute(commands.ReportFailure(agent.node_id, agent.lease, failure))
 
     def _step_succeed(self) -> None:
         agent = self._pick(lambda agent: agent.connected and agent.workers_of is not None)
@@ -509,7 +550,15 @@ class History:
         ]
         if lease != self.held.get(node_id):
             stale += [commands.Leave(node_id, lease, "late"), commands.Depart(node_id, lease, "late")]
-        happened = self.execute(self.random.choice(stale))
+        command = self.random.choice(stale)
+        happened = self.execute(command) or []
+        if isinstance(command, commands.ReportFailure):
+            # It may have been the first failure of the round that has just ended: the ledger knows whether it may.
+            happened = [fact for fact in happened if not isinstance(fact, facts.WorkerFailed)]
+            unmendable = failure.permanent and not any(
+                isinstance(fact, facts.RoundEnded) for fact in happened
+            )
+            happened = [] if unmendable else happened
         require(not happened, "what is said of another round changes nothing")
 
     def _step_crash(self) -> None:

@@ -11,7 +11,17 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause, RunSettings, ScaleUpPolicy, Seat
+from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLING
+from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
+from rallypoint.rendezvous.core.state import (
+    Outcome,
+    Phase,
+    RoundEndCause,
+    RunSettings,
+    ScaleUpPolicy,
+    Seat,
+    WorkerFailure,
+)
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
@@ -38,6 +48,14 @@ class FrozenRound:
     final_at: float = math.inf
     first_success_at: float = math.inf
     barrier_passed: bool = False
+    # Whether the server still knows by its own clock when that was.
+    seen: bool = False
+    # Who failed: (node_id, local_rank), and when the first report of it was taken.
+    failed: set[tuple[str, int]] = field(default_factory=set)
+    first_report_at: float = math.inf
+    # The failure that counts as the first, and when it was by the reports: -inf once the server has started again.
+    first: WorkerFailure | None = None
+    first_failed_at: float = -math.inf
 
 
 def check_ranks(seats: tuple[Seat, ...], workers: dict[str, tuple[int, str]]) -> None:
@@ -79,7 +97,19 @@ class Ledger:
         self._now = 0.0
         self._last_lease = 0
         self._round = 0
+        # How exactly a server tells the time and the ages of what is reported, as a share of them.
+        self.inexact = 0.0
+        # How far, in seconds, its wall clock may have been set between two lives of it, and how late it may look.
+        self.clock_jumps = 0.0
+        self.at_most_late = math.inf
+        self._started_at = -math.inf
         self._restarts = 0
+        # The round that each restart ended, when, and whom it counts against.
+        self._caused: list[tuple[int, float, str]] = []
+        self._quick = 0
+        self._unmendable: WorkerFailure | None = None
+        self._last_end: facts.RoundEnded | None = None
+        self._ended_at = -math.inf
         self._phase = Phase.JOINABLE
         # (phase, round) after every revision.
         self._at = [(Phase.JOINABLE, 0)]
@@ -107,7 +137,15 @@ class Ledger:
         self._departing.clear()
         self._at_work.clear()
         self._evicted.clear()
-        self._restarts = 0
+        self._restarts = self._quick = 0
+        self._caused.clear()
+        self._unmendable = self._last_end = None
+
+    def server_started(self, now: float) -> None:
+        """Take note that a server started: it does not know when what is durable happened by its clock."""
+        self._started_at = now
+        for formed in self.rounds.values():
+            formed.first_failed_at, formed.seen = -math.inf, False
 
     def _RunCreated(self, fact: facts.RunCreated) -> None:
         self.settings = fact.settings
@@ -135,6 +173,8 @@ class Ledger:
         require(
             self.leases.get(fact.node_id, 0) == fact.lease, "the lease that an evicted node loses is its own"
         )
+        if fact.by_service:
+            self._check_worn_out(fact)
         self._evicted.add(fact.node_id)
         self.leases.pop(fact.node_id, None)
         self._departing.discard(fact.node_id)
@@ -142,6 +182,9 @@ class Ledger:
     def _NodeReadmitted(self, fact: facts.NodeReadmitted) -> None:
         require(fact.node_id in self._evicted, "only who was evicted is readmitted")
         self._evicted.discard(fact.node_id)
+        self._caused = [(round_, at, node) for round_, at, node in self._caused if node != fact.node_id] + [
+            (round_, at, "") for round_, at, node in self._caused if node == fact.node_id
+        ]
 
     def _RestartRequested(self, fact: facts.RestartRequested) -> None:
         require(self._phase in (Phase.FROZEN, Phase.FINAL), "only a round that is there can be restarted")
@@ -166,6 +209,7 @@ class Ledger:
         require(
             self._departing.isdisjoint(seat.node_id for seat in fact.seats), "who is leaving gets no seat"
         )
+        self._check_hold()
         settings = self.settings
         require(
             settings.min_nodes <= len(fact.seats) <= settings.max_nodes, "a round has min_nodes … max_nodes"
@@ -193,10 +237,50 @@ class Ledger:
         require(current.confirmed == set(current.seats), "a round is FINAL when every participant confirmed")
         for node_id, lease in current.leases.items():
             require(self.leases.get(node_id) == lease, "all participants of a FINAL round hold their leases")
-        self._phase, current.final_at = Phase.FINAL, self._now
+        require(self._unmendable is None, "no round runs after a failure that no restart can mend")
+        self._phase, current.final_at, current.seen = Phase.FINAL, self._now, True
 
     def _WorkerFailed(self, fact: facts.WorkerFailed) -> None:
-        self._require_seated(fact.failure.node_id, fact.failure.round, Phase.FINAL)
+        failure = fact.failure
+        late = self._phase is not Phase.FINAL
+        if late:
+            self._require_just_failed(failure)
+        else:
+            self._require_seated(failure.node_id, failure.round, Phase.FINAL)
+        failed = self.rounds[failure.round]
+        worker = failure.node_id, failure.local_rank
+        require(worker not in failed.failed, "a worker fails once")
+        failed.failed.add(worker)
+        failed.first_report_at = min(failed.first_report_at, self._now)
+        if failure.permanent:
+            self._unmendable = self._unmendable or failure
+        at = max(self._now - failure.age, failed.final_at if failed.seen else -math.inf)
+        slack = self.inexact * (self._now - failed.first_report_at + failure.age + 1.0)
+        if failed.first is None:
+            require(fact.earliest, "the only failure is the earliest")
+        else:
+            require(
+                abs(at - failed.first_failed_at) < slack or fact.earliest == (at < failed.first_failed_at),
+                "the earliest failure is the first",
+            )
+        if fact.earliest:
+            failed.first, failed.first_failed_at = failure, at
+            self._caused = [
+                (round_, then, failure.node_id if round_ == failure.round else node)
+                for round_, then, node in self._caused
+            ]
+
+    def _require_just_failed(self, failure: WorkerFailure) -> None:
+        end = self._last_end
+        require(
+            end is not None and end.end.round == failure.round, "a late report is of the round just ended"
+        )
+        assert end is not None
+        require(
+            end.end.cause is RoundEndCause.WORKER_FAILED, "late reports are taken where a failure ended it"
+        )
+        lease = self.rounds[failure.round].leases.get(failure.node_id)
+        require(lease is not None and lease == self.leases.get(failure.node_id), "said by a participant")
 
     def _NodeSucceeded(self, fact: facts.NodeSucceeded) -> None:
         self._require_seated(fact.node_id, fact.round, Phase.FINAL)
@@ -206,13 +290,104 @@ class Ledger:
     def _RoundEnded(self, fact: facts.RoundEnded) -> None:
         require(self._phase in (Phase.FROZEN, Phase.FINAL), "only a round that is there can end")
         require(fact.end.round == self._round, "the round that ends is the present one")
-        self._restarts += fact.end.cause is RoundEndCause.WORKER_FAILED
+        failed = fact.end.cause is RoundEndCause.WORKER_FAILED
+        if failed:
+            self._check_restart(fact)
+        self._check_quick(fact)
+        self._restarts += failed
         require(fact.restart_count == self._restarts, "restarts are counted, and nothing else is")
-        require(self._restarts <= self.settings.max_restarts, "the budget of restarts is kept")
         if fact.end.cause is RoundEndCause.NODE_JOINED:
             self._check_scale_up()
+        self._last_end, self._ended_at = fact, self._now
         self._phase = Phase.JOINABLE
         self._at_work = self._current.seats.keys() - self._current.succeeded
+
+    def _counted(self, slack: float = 0.0) -> list[str]:
+        """Whom the restarts count against that are not older than the window and so much."""
+        window = self.settings.restart_window
+        return [
+            node
+            for _, at, node in self._caused
+            if window == 0 or at + window * (1 + slack * self.inexact) + slack * self.clock_jumps > self._now
+        ]
+
+    def _check_restart(self, fact: facts.RoundEnded) -> None:
+        current, settings = self._current, self.settings
+        require(current.first is not None, "a round that failed has a failure")
+        assert current.first is not None
+        require(fact.end.node_id == current.first.node_id, "the first failure that is known is told")
+        require(self._unmendable is None, "what no restart can mend is not restarted")
+        require(len(self._counted(-1.0)) < settings.max_restarts, "the budget of restarts is kept")
+        if settings.max_restarts_per_node and len(self._evicted) < MOST_EVICTED:
+            of_node = self._counted(-1.0).count(fact.end.node_id)
+            require(
+                of_node < settings.max_restarts_per_node or fact.end.node_id in self._evicted,
+                "the budget of a node is kept",
+            )
+        self._caused.append((self._round, self._now, fact.end.node_id))
+
+    def _check_worn_out(self, fact: facts.NodeEvicted) -> None:
+        most, current = self.settings.max_restarts_per_node, self._current
+        require(self._phase is Phase.FINAL and current.first is not None, "a node is worn out by a failure")
+        assert current.first is not None
+        require(current.first.node_id == fact.node_id, "the node is taken out that failed first")
+        require(0 < most <= self._counted(1.0).count(fact.node_id), "a node has the whole of its budget")
+        self._check_settled()
+
+    def _check_quick(self, fact: facts.RoundEnded) -> None:
+        """How many restarts in a row came soon; a server that did not see a round begin takes it for a long one."""
+        ran = self._now - self._current.final_at if self._phase is Phase.FINAL else 0.0
+        steady = max(STEADY_AFTER, 2 * hold(self.settings, self._quick))
+        unsure = abs(ran - steady) <= self.inexact * steady + self.clock_jumps or not self._current.seen
+        broken = ran >= steady or fact.end.cause is RoundEndCause.RESTART_REQUESTED
+        failed = fact.end.cause is RoundEndCause.WORKER_FAILED
+        expected = {(0 if broken else self._quick) + failed}
+        if unsure and self._phase is Phase.FINAL:
+            expected |= {failed + 0, self._quick + failed}
+        require(fact.quick_restarts in expected, "restarts that come soon are counted in a row")
+        self._quick = fact.quick_restarts
+
+    def _check_hold(self) -> None:
+        """The restart is held back, if it is to be."""
+        last = self._last_end
+        if last is None or last.end.cause is not RoundEndCause.WORKER_FAILED:
+            return
+        held_back = hold(self.settings, last.quick_restarts)
+        require(
+            self._now >= self._ended_at + held_back * (1 - self.inexact),
+            "a restart is held back where rounds fail soon",
+        )
+
+    def _check_failed(self, fact: facts.RunClosed) -> None:
+        failure = fact.end.failure
+        require(failure is not None, "a failed run tells which worker failed")
+        assert failure is not None
+        if self._unmendable is not None:
+            require(failure == self._unmendable, "what no restart can mend ends the run")
+        else:
+            require(self._phase is Phase.FINAL, "a run fails in a FINAL round")
+            require(failure == self._current.first, "a run fails of the first failure of its round")
+            left = len(self._counted(1.0)) < self.settings.max_restarts
+            require(not left, "a run fails when no restart is left")
+        if self._phase is Phase.FINAL:
+            self._check_settled()
+
+    def _check_settled(self) -> None:
+        """Others had their time to report an earlier failure, or have nothing to report."""
+        current = self._current
+        heard = {node_id for node_id, _ in current.failed} | current.succeeded | self._departing
+        gone = {node_id for node_id, lease in current.leases.items() if self.leases.get(node_id) != lease}
+        waited = self._now - current.first_report_at
+        require(
+            waited >= SETTLING * (1 - self.inexact)
+            or bool(gone - current.succeeded)
+            or current.seats.keys() <= heard | gone,
+            "the end of a run waits for what others have to report",
+        )
+        require(
+            waited <= SETTLING + self.at_most_late or self._started_at > current.first_report_at,
+            "the end of a run waits for no longer than a moment",
+        )
 
     def _check_scale_up(self) -> None:
         current, settings = self._current, self.settings
@@ -231,8 +406,7 @@ class Ledger:
             require(self._phase is Phase.FINAL, "a run succeeds in a FINAL round")
             require(current.succeeded == set(current.seats), "a run succeeds when every participant has")
         if fact.end.outcome is Outcome.FAILED:
-            require(self._restarts == self.settings.max_restarts, "a run fails when no restart is left")
-            require(fact.end.failure is not None, "a failed run tells which worker failed")
+            self._check_failed(fact)
         self.closed, self._phase = fact.end.outcome, Phase.CLOSED
         self.leases.clear()
 

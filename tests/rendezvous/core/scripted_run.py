@@ -12,10 +12,14 @@ _F = TypeVar("_F", bound=facts.Fact)
 
 
 class ScriptedRun:
-    """A run whose nodes do as they are told. Nodes go on sending heartbeats unless they are said to be silent."""
+    """A run whose nodes do as they are told. Nodes go on sending heartbeats unless they are said to be silent.
+
+    Restarts are held back where `restart_backoff` is given only.
+    """
 
     def __init__(self, min_nodes: int = 1, max_nodes: int = 1, **settings: object) -> None:
-        self.settings = replace(RunSettings(min_nodes=min_nodes, max_nodes=max_nodes), **settings)  # type: ignore[arg-type]
+        given: dict[str, object] = {"restart_backoff": 0.0, **settings}
+        self.settings = replace(RunSettings(min_nodes=min_nodes, max_nodes=max_nodes), **given)  # type: ignore[arg-type]
         self.state = RunState("run")
         self.now = 100.0
         self.facts: list[facts.Fact] = []
@@ -57,9 +61,12 @@ class ScriptedRun:
         rank = seat.base_rank if seat is not None else 0
         return WorkerFailure(number, rank, 0, "trainer", node_id, "host", 4711, 1, 1.7e9, message, "", "")
 
-    def fail(self, node_id: str, message: str = "it broke", *, round_: int | None = None) -> None:
-        failure = self.failure(node_id, message, round_=round_)
-        self.do(commands.ReportFailure(node_id, self.lease(node_id), failure))
+    def fail(
+        self, node_id: str, message: str = "it broke", *, round_: int | None = None, **more: object
+    ) -> list[facts.Fact]:
+        """A node reports a failure of its first worker, or as `more` says."""
+        failure = replace(self.failure(node_id, message, round_=round_), **more)  # type: ignore[arg-type]
+        return self.do(commands.ReportFailure(node_id, self.lease(node_id), failure))
 
     def succeed(self, *node_ids: str) -> None:
         for node_id in node_ids:

@@ -6,6 +6,7 @@ import pytest
 
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.decide import check_lease, check_revision, decide
+from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
 from rallypoint.rendezvous.core.state import (
     LossReason,
@@ -117,7 +118,7 @@ class TestJoining:
 
     def test_settings_that_differ_are_refused_by_name(self) -> None:
         """Who joins with other settings is refused, and told each that differs, in words."""
-        run = ScriptedRun(min_nodes=1, max_nodes=2)
+        run = ScriptedRun(min_nodes=1, max_nodes=2, restart_backoff=30.0)
         run.join("a")
         other = RunSettings(min_nodes=1, max_nodes=4, scale_up_policy=ScaleUpPolicy.ON_RESTART)
         with pytest.raises(SettingsDiffer) as refusal:
@@ -435,6 +436,7 @@ class TestFailing:
         run.fail("a", "first")
         run.run_round()
         run.fail("b", "second")
+        run.later(SETTLING)
         end = run.state.run_end
         assert end is not None
         assert (run.phase, end.outcome) == (Phase.CLOSED, Outcome.FAILED)
@@ -630,4 +632,4 @@ class TestRefusing:
     def test_what_is_no_command_is_a_bug(self) -> None:
         """And not taken for something harmless."""
         with pytest.raises(TypeError, match="not a command"):
-            decide(RunState("run", revision=1), "join")  # type: ignore[arg-type]
+            decide(RunState("run", revision=1), "join", 1.0)  # type: ignore[arg-type]

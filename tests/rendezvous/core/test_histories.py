@@ -7,7 +7,9 @@ old names; stale messages arrive; the server crashes and starts again from what 
 - no node is in two rounds, and the ranks of a round are exactly 0 … n-1, of workers and of roles (invariant 3);
 - a stale lease is refused, whatever it says (invariant 4);
 - the revisions that a node or watcher sees only grow, and it misses no phase that still matters (invariant 5);
-- nothing is told that is not durable (invariant 1).
+- nothing is told that is not durable (invariant 1);
+- the first failure over all nodes is the one that is told of, budgets of restarts are kept, by run and by node, and
+  rounds that fail soon are held back.
 
 And once faults stop, as many nodes as are needed agree on a round.
 
@@ -17,13 +19,25 @@ one alone; `RALLYPOINT_HISTORIES=100000` plays so many instead of 1,000.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.core import apply, commands, decide, execute, facts, ranks, snapshot
+from rallypoint.rendezvous.core import (
+    apply,
+    commands,
+    decide,
+    execute,
+    facts,
+    failures,
+    ranks,
+    restarts,
+    snapshot,
+)
 from rallypoint.rendezvous.core.snapshot import RunSnapshot
 from rallypoint.rendezvous.core.state import Phase, RoundEnd, RoundEndCause, RunState, Seat
 from rendezvous.core import history
@@ -67,7 +81,7 @@ def test_a_seed_is_one_history() -> None:
 def test_histories_reach_every_corner() -> None:
     """A few histories have every fact, every reason for a loss, every end of a round and of a run, and spares."""
     seen: set[str] = set()
-    for seed in range(150):
+    for seed in range(250):
         played = play(seed)
         seen.update(word for line in played.trace for word in line.replace("(", " ").split())
         if played.tombstone is not None and played.server.state.created:
@@ -83,7 +97,8 @@ def test_histories_reach_every_corner() -> None:
         *(f"RoundEndCause.{cause.name}" for cause in RoundEndCause),
         *("Outcome." + name for name in ("SUCCEEDED", "FAILED", "CANCELLED")),
     }
-    corners.add("expired and came again")
+    corners |= {"expired and came again", "by_service=True", "earliest=False", "permanent=True"}
+    corners |= {"quick_restarts=3", "mend"}
     text = " ".join(seen)
     assert not {corner for corner in wanted | corners if corner not in text}
 
@@ -190,12 +205,12 @@ def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was taken out may join again at once."""
     whole = decide.decide
 
-    def lenient(state: RunState, command: commands.Command) -> list[facts.Fact]:
+    def lenient(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
         if not isinstance(command, commands.Join):
-            return whole(state, command)
+            return whole(state, command, now)
         evicted, state.evicted = state.evicted, {}
         try:
-            return whole(state, command)
+            return whole(state, command, now)
         finally:
             state.evicted = evicted
 
@@ -218,8 +233,8 @@ def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that starts again from a checkpoint lets everybody in."""
     whole = snapshot.restore
 
-    def forgetful(taken: RunSnapshot, now: float) -> RunState:
-        return whole(replace(taken, evicted=()), now)
+    def forgetful(taken: RunSnapshot, *clocks: float) -> RunState:
+        return whole(replace(taken, evicted=()), *clocks)
 
     monkeypatch.setattr(history, "restore", forgetful)
 
@@ -260,18 +275,100 @@ def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator's restart is counted as a failure of a worker."""
     whole = decide._end_of_breached_round
 
-    def strict(state: RunState, breach: RoundEnd) -> facts.Fact:
+    def strict(state: RunState, breach: RoundEnd, now: float) -> facts.Fact | None:
         if breach.cause is RoundEndCause.RESTART_REQUESTED:
             return facts.RoundEnded(breach, state.restart_count + 1)
-        return whole(state, breach)
+        return whole(state, breach, now)
 
     monkeypatch.setattr(decide, "_end_of_breached_round", strict)
+
+
+def take_the_last_report_for_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reports last is blamed."""
+    whole = failures.take
+
+    def hasty(*args: Any, **more: Any) -> facts.WorkerFailed | None:
+        fact = whole(*args, **more)
+        return None if fact is None else replace(fact, earliest=True)
+
+    monkeypatch.setattr(failures, "take", hasty)
+
+
+def take_absurd_ages_at_their_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure may be older than its round."""
+    monkeypatch.setattr(failures, "failed_at", lambda state, failure, now: now - failure.age)
+
+
+def end_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first report ends a run that has no restart left."""
+    monkeypatch.setattr(failures, "is_settled", lambda state, now: True)
+
+
+def wait_for_reports_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run ends when every node has reported a failure."""
+    whole = failures.is_settled
+    monkeypatch.setattr(failures, "is_settled", lambda state, now: whole(state, -math.inf))
+
+
+def restart_what_cant_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker says of its failure is not listened to."""
+    original = apply._apply
+
+    def deaf(fact: object, state: RunState, now: float) -> None:
+        original(fact, state, now)
+        state.permanent_failure = None
+
+    monkeypatch.setattr(apply, "_apply", deaf)
+
+
+def count_restarts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts never leave their window."""
+    monkeypatch.setattr(restarts, "forget_old", lambda state, now: None)
+    monkeypatch.setattr(restarts, "next_to_be_forgotten", lambda state: None)
+
+
+def count_no_restart_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts leave their window at once."""
+    monkeypatch.setattr(restarts, "note", lambda state, round_, node_id, at: None)
+
+
+def let_a_node_fail_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node is ever worn out."""
+    monkeypatch.setattr(failures, "_wears_out", lambda state, node_id: False)
+
+
+def take_a_node_out_for_its_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any node is worn out that may be."""
+    monkeypatch.setattr(
+        failures, "_wears_out", lambda state, node_id: state.settings.max_restarts_per_node > 0
+    )
+
+
+def hold_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds fail and are restarted without a pause."""
+    monkeypatch.setattr(apply, "_keep_hold", lambda state, now: None)
+
+
+def hold_every_round_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a round counts as a failure that came soon."""
+    monkeypatch.setattr(restarts, "quick_restarts_after", lambda state, cause, now: state.quick_restarts + 1)
+
+
+def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts again counts all that are in its checkpoint as if they were just made."""
+    whole = snapshot.restore
+
+    def forgetful(taken: RunSnapshot, now: float, to_wall: float) -> RunState:
+        recent = tuple(replace(each, time=now + to_wall) for each in taken.restarts)
+        return whole(replace(taken, restarts=recent), now, to_wall)
+
+    monkeypatch.setattr(history, "restore", forgetful)
 
 
 @pytest.mark.parametrize(
     ("plant", "invariant"),
     [
-        (reuse_round_numbers, "a round number is never given out twice"),
+        (reuse_round_numbers, "a round number is never given out twice|a checkpoint is the fold"),
         (give_two_nodes_one_rank, "group ranks are 0 … n-1"),
         (give_two_nodes_the_same_workers, "worker ranks partition"),
         (forget_the_confirm_phase, "FINAL when every participant confirmed"),
@@ -291,12 +388,24 @@ def restart_without_saying_so(monkeypatch: pytest.MonkeyPatch) -> None:
         (give_an_expired_run_its_numbers_again, "lease numbers grow"),
         (give_an_expired_run_its_rounds_again, "a round number is never given out twice"),
         (restart_without_saying_so, "restarts are counted, and nothing else is"),
+        (take_the_last_report_for_the_first_failure, "the earliest failure is the first"),
+        (take_absurd_ages_at_their_word, "the earliest failure is the first"),
+        (end_a_run_at_once, "the end of a run waits for what others have to report"),
+        (wait_for_reports_for_ever, "whoever sleeps until the next deadline sleeps"),
+        (restart_what_cant_be_mended, "what no restart can mend is not restarted|no round runs after"),
+        (count_restarts_for_ever, "no restart is left|the whole of its budget|a checkpoint is the fold"),
+        (count_no_restart_at_all, "the budget of restarts is kept|the budget of a node is kept"),
+        (let_a_node_fail_for_ever, "the budget of a node is kept"),
+        (take_a_node_out_for_its_first_failure, "a node has the whole of its budget"),
+        (hold_nothing_back, "a restart is held back where rounds fail soon"),
+        (hold_every_round_back, "restarts that come soon are counted in a row"),
+        (forget_how_long_ago_restarts_were, "a checkpoint is the fold of what came before it"),
     ],
 )
 def test_a_planted_bug_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], invariant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every planted bug breaks an invariant within 100 histories, and the failure names it and a seed."""
+    """Every planted bug breaks an invariant within 400 histories, and the failure names it and a seed."""
     plant(monkeypatch)
     with pytest.raises(Violation, match=rf"history \d+: .*({invariant})"):
-        play_all(range(100))
+        play_all(range(400))

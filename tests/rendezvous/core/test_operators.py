@@ -7,7 +7,7 @@ import pytest
 from rallypoint.rendezvous.core import commands, decide, facts
 from rallypoint.rendezvous.core.decide import check_lease
 from rallypoint.rendezvous.core.refusals import NodeIsEvicted, RunIsClosed, TooManyEvicted
-from rallypoint.rendezvous.core.state import Phase, RoundEndCause, ScaleUpPolicy
+from rallypoint.rendezvous.core.state import Eviction, Phase, RoundEndCause, ScaleUpPolicy
 from rallypoint.rendezvous.views import run_message
 from rendezvous.core.scripted_run import ScriptedRun
 
@@ -172,7 +172,7 @@ class TestEvicting:
         run.start("a", "b")
         run.evict("a", reason="bad memory")
         assert run.do(commands.Evict("a", "again")) == []
-        assert run.state.evicted == {"a": "bad memory"}
+        assert run.state.evicted == {"a": Eviction("bad memory")}
 
     def test_as_many_as_the_run_can_keep_in_mind(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """One more is refused, and disturbs nobody; evicting one of them again is not one more."""

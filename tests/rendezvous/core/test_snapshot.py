@@ -6,17 +6,18 @@ That a snapshot at any point of any history is the fold of what came before it i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from rallypoint.rendezvous.codec import from_message, to_message
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.apply import apply
-from rallypoint.rendezvous.core.execute import execute
+from rallypoint.rendezvous.core.execute import execute, settle
+from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.leases import restart_leases
 from rallypoint.rendezvous.core.snapshot import RunSnapshot, restore, take_snapshot, take_tombstone
-from rallypoint.rendezvous.core.state import Phase, RunState
+from rallypoint.rendezvous.core.state import FailureKind, Phase, RunState
 from rallypoint.rendezvous.v1 import journal_pb2
 from rendezvous.core.scripted_run import ScriptedRun
 
@@ -27,15 +28,20 @@ NOT_KEPT = {
     "confirm_deadline",
     "exit_barrier_deadline",
     "scale_up_deadline",
+    "settle_deadline",
+    "hold_until",
+    "final_at",
+    "first_failed_at",
     "idle_since",
     "lease_queue",
 }
 
 
-def kept(state: RunState) -> RunState:
-    """A run that was written down and read back, much later."""
-    content = to_message(take_snapshot(state)).SerializeToString()
-    return restore(from_message(journal_pb2.RunSnapshot.FromString(content), RunSnapshot), 90_000.0)
+def kept(run: ScriptedRun) -> RunState:
+    """A run that was written down and read back, by a server with another monotonic clock and the same wall clock."""
+    content = to_message(take_snapshot(run.state)).SerializeToString()
+    snapshot = from_message(journal_pb2.RunSnapshot.FromString(content), RunSnapshot)
+    return restore(snapshot, 90_000.0, run.now - 90_000.0)
 
 
 def replayed(run: ScriptedRun) -> RunState:
@@ -99,7 +105,42 @@ def failed(run: ScriptedRun) -> None:
     run.fail("a")
     run.run_round()
     run.fail("b")
+    run.later(SETTLING)
     assert run.phase is Phase.CLOSED
+
+
+def settling(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.fail("a")
+    run.run_round()
+    run.fail("b")
+    run.fail("c", age=0.1, permanent=True, kind=FailureKind.OUT_OF_MEMORY, core_file="/core")
+    assert run.phase is Phase.FINAL
+
+
+def named_later(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.later(1.0)
+    run.fail("b")
+    run.fail("a", round_=1, age=0.5)
+    assert run.state.last_round_end is not None
+    assert run.state.last_round_end.node_id == "a"
+
+
+def worn_out(run: ScriptedRun) -> None:
+    named_later(run)
+    run.run_round()
+    run.fail("a")
+    run.later(SETTLING)
+    assert run.state.evicted["a"].by_service
+
+
+def held_back(run: ScriptedRun) -> None:
+    run.start("a", "b", "c")
+    run.fail("b")
+    run.run_round()
+    run.fail("c")
+    assert run.state.hold_until is not None
 
 
 SITUATIONS = [
@@ -113,20 +154,27 @@ SITUATIONS = [
     re_formed,
     with_evicted,
     failed,
+    settling,
+    named_later,
 ]
+BUDGETED: dict[Callable[[ScriptedRun], None], dict[str, float]] = {
+    worn_out: {"max_restarts_per_node": 1},
+    held_back: {"max_restarts": 3, "restart_backoff": 30.0},
+}
 
 
-@pytest.fixture(params=SITUATIONS, ids=lambda situation: situation.__name__)
+@pytest.fixture(params=[*SITUATIONS, *BUDGETED], ids=lambda situation: situation.__name__)
 def run(request: pytest.FixtureRequest) -> ScriptedRun:
-    run = ScriptedRun(min_nodes=2, max_nodes=3, max_restarts=1, last_call_timeout=30.0)
     situation: Callable[[ScriptedRun], None] = request.param
+    settings: dict[str, float] = {"max_restarts": 1, "last_call_timeout": 30.0, "restart_window": 100.0}
+    run = ScriptedRun(2, 3, **(settings | BUDGETED.get(situation, {})))
     situation(run)
     return run
 
 
 def test_what_is_read_back_is_what_a_replay_makes(run: ScriptedRun) -> None:
     """Every field of the run, its deadlines too: they all start afresh when the server does, either way."""
-    restored, folded = kept(run.state), replayed(run)
+    restored, folded = kept(run), replayed(run)
     for state in (restored, folded):
         restart_leases(state, 90_000.0)
     for field in fields(RunState):
@@ -135,7 +183,7 @@ def test_what_is_read_back_is_what_a_replay_makes(run: ScriptedRun) -> None:
 
 def test_order_is_kept(run: ScriptedRun) -> None:
     """Who joined first, who departed first: places and deadlines go by it, and equal dicts may differ in it."""
-    restored = kept(run.state)
+    restored = kept(run)
     assert list(restored.nodes) == list(run.state.nodes)
     assert list(restored.departing) == list(run.state.departing)
     assert list(restored.seats) == list(run.state.seats)
@@ -143,7 +191,7 @@ def test_order_is_kept(run: ScriptedRun) -> None:
 
 def test_a_snapshot_of_what_was_read_back_is_the_same(run: ScriptedRun) -> None:
     """To the byte: checkpoints of checkpoints lose nothing."""
-    first, second = take_snapshot(run.state), take_snapshot(kept(run.state))
+    first, second = take_snapshot(run.state), take_snapshot(kept(run), run.now - 90_000.0)
     assert to_message(first).SerializeToString(deterministic=True) == to_message(second).SerializeToString(
         deterministic=True
     )
@@ -151,7 +199,7 @@ def test_a_snapshot_of_what_was_read_back_is_the_same(run: ScriptedRun) -> None:
 
 def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) -> None:
     """Told the same things at the same time, both do the same, for as long as it takes to get a round going."""
-    runs = [kept(run.state), replayed(run)]
+    runs = [kept(run), replayed(run)]
     for state in runs:
         restart_leases(state, 90_000.0)
 
@@ -159,17 +207,21 @@ def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) ->
         first, second = (execute(state, command, now) for state in runs)
         assert first == second
 
+    first_settled, second_settled = (settle(state, 90_002.0) for state in runs)
+    assert first_settled == second_settled
     if runs[0].phase is Phase.CLOSED:
         assert runs[0].run_end == runs[1].run_end
         return
-    for node_id in ("x", "y", "a"):
-        told(commands.Join(node_id, run.settings, f"{node_id}.cluster", 1, "trainer"), 90_001.0)
+    for node_id in sorted({"x", "y", "a"} - runs[0].evicted.keys()):
+        told(commands.Join(node_id, run.settings, f"{node_id}.cluster", 1, "trainer"), 90_002.0)
     for node_id in [*runs[0].departing]:
         told(commands.Leave(node_id, runs[0].nodes[node_id].lease, "bye"), 90_002.0)
     for node_id in [*runs[0].unconfirmed]:
         told(commands.Confirm(node_id, runs[0].nodes[node_id].lease, runs[0].round, 1), 90_003.0)
     assert runs[0].phase is Phase.FINAL
-    assert take_snapshot(runs[0]) == take_snapshot(runs[1])
+    first, second = (replace(take_snapshot(state), restarts=()) for state in runs)
+    assert first == second
+    assert runs[0].restarts == runs[1].restarts
 
 
 def test_every_field_of_a_run_is_kept_or_known_not_to_be() -> None:

@@ -3,7 +3,7 @@
 A run is changed in one way only: a command or the passing of time yields *facts*, and the facts are folded
 into the run's state.
 
-    decide(state, command) -> facts          what a command means, or a refusal
+    decide(state, command, now) -> facts     what a command means, or a refusal
     next_consequence(state, now) -> fact     what must happen now, by itself
     apply(state, fact, now) -> state         the fold
 

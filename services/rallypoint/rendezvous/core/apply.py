@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from functools import singledispatch
 
-from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core import facts, failures, restarts
+from rallypoint.rendezvous.core.explain import explain_eviction, explain_failure, explain_loss
 from rallypoint.rendezvous.core.leases import enqueue
-from rallypoint.rendezvous.core.state import Node, Phase, RoundEnd, RoundEndCause, RunState, ScaleUpPolicy
+from rallypoint.rendezvous.core.state import (
+    Eviction,
+    Node,
+    Phase,
+    RoundEnd,
+    RoundEndCause,
+    RunState,
+    ScaleUpPolicy,
+    WorkerFailure,
+)
 
 
-def apply(state: RunState, fact: facts.Fact, now: float) -> RunState:
+def apply(state: RunState, fact: facts.Fact, now: float, when: float | None = None) -> RunState:
     """Fold one fact into a run's state.
 
     The state is handed over: what is returned is the state from now on, and the argument must not be used
@@ -19,9 +29,19 @@ def apply(state: RunState, fact: facts.Fact, now: float) -> RunState:
 
     Deadlines are no part of a fact. They start at `now`, so a replay starts them afresh: a server that was
     away accuses nobody of what it could not see.
+
+    Args:
+        state: The run.
+        fact: What happened.
+        now: Seconds of the server's monotonic clock.
+        when: When it happened, by the same clock, if that is not now: a replay must not count restarts of long ago
+            as if they had just happened.
     """
     state.revision += 1
     _apply(fact, state, now)
+    if isinstance(fact, facts.RoundEnded) and fact.end.cause is RoundEndCause.WORKER_FAILED:
+        restarts.note(state, fact.end.round, fact.end.node_id, now if when is None else min(when, now))
+    restarts.forget_old(state, now)
     _keep_scale_up(state, now)
     _keep_idle_since(state, now)
     return state
@@ -32,10 +52,13 @@ def resume_deadlines(state: RunState, now: float) -> None:
     _keep_last_call(state, now)
     _keep_scale_up(state, now)
     _keep_idle_since(state, now)
+    _keep_hold(state, now)
     if state.phase is Phase.FROZEN:
         state.confirm_deadline = now + state.settings.confirm_timeout
     if state.phase is Phase.FINAL and state.finishing and not state.exit_barrier_passed:
         state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
+    if state.breach is not None and state.breach.cause is RoundEndCause.WORKER_FAILED:
+        state.settle_deadline = now + failures.SETTLING
 
 
 @singledispatch
@@ -85,15 +108,19 @@ def _node_departing(fact: facts.NodeDeparting, state: RunState, now: float) -> N
 
 @_apply.register
 def _node_evicted(fact: facts.NodeEvicted, state: RunState, now: float) -> None:
-    state.evicted[fact.node_id] = fact.reason
+    state.evicted[fact.node_id] = Eviction(fact.reason, fact.by_service)
+    detail = explain_eviction(fact.node_id, fact.reason, by_service=fact.by_service)
+    if fact.by_service:
+        # In the place of the failure, which is what this mends: it uses up no restart.
+        state.breach = RoundEnd(state.round, RoundEndCause.NODE_EVICTED, fact.node_id, detail)
     if fact.node_id in state.nodes:
-        detail = f"node {fact.node_id} was taken out by an operator: {fact.reason}"
         _remove_node(state, fact.node_id, RoundEndCause.NODE_EVICTED, detail, now)
 
 
 @_apply.register
 def _node_readmitted(fact: facts.NodeReadmitted, state: RunState, now: float) -> None:
     del state.evicted[fact.node_id]
+    restarts.absolve(state, fact.node_id)
 
 
 def _left(fact: facts.NodeLeft | facts.NodeDeparting) -> str:
@@ -115,6 +142,9 @@ def _vacate_seat(state: RunState, node_id: str, cause: RoundEndCause, detail: st
         del state.seats[node_id]
     elif node_id in state.seats and state.breach is None:
         state.breach = RoundEnd(state.round, cause, node_id, detail)
+    elif node_id in state.seats and state.settle_deadline is not None and node_id not in state.departing:
+        # Its seat must not be for who joins under its name: nobody is waited for any more.
+        state.settle_deadline = -math.inf
 
 
 @_apply.register
@@ -128,8 +158,7 @@ def _round_frozen(fact: facts.RoundFrozen, state: RunState, now: float) -> None:
     state.fencing_token = state.revision
     state.unconfirmed = set(state.seats)
     state.master_port = 0
-    state.failure = None
-    state.last_call_deadline = None
+    state.last_call_deadline = state.hold_until = None
     state.confirm_deadline = now + state.settings.confirm_timeout
 
 
@@ -144,15 +173,41 @@ def _node_confirmed(fact: facts.NodeConfirmed, state: RunState, now: float) -> N
 def _round_finalized(fact: facts.RoundFinalized, state: RunState, now: float) -> None:
     state.phase = Phase.FINAL
     state.confirm_deadline = None
+    state.final_at = now
+    state.failure = state.permanent_failure = None
+    state.failed_workers = set()
+    state.first_failed_at = -math.inf
 
 
 @_apply.register
 def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> None:
     failure = fact.failure
-    state.failure = state.failure or failure
-    if state.breach is None:
-        detail = f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
-        state.breach = RoundEnd(state.round, RoundEndCause.WORKER_FAILED, failure.node_id, detail)
+    state.failed_workers.add(failures.failed_worker(state, failure.node_id, failure))
+    if failure.permanent and state.permanent_failure is None:
+        state.permanent_failure = failure
+    first = state.failure is None or fact.earliest
+    if first:
+        state.first_failed_at = failures.failed_at(state, failure, now)
+        state.failure = failure
+    if state.phase is not Phase.FINAL:
+        if first:
+            _name_the_first(state, failure)
+    elif state.breach is None:
+        state.breach = _breach_by(failure)
+        state.settle_deadline = now + failures.SETTLING
+    elif first and state.breach.cause is RoundEndCause.WORKER_FAILED:
+        state.breach = _breach_by(failure)
+
+
+def _breach_by(failure: WorkerFailure) -> RoundEnd:
+    return RoundEnd(failure.round, RoundEndCause.WORKER_FAILED, failure.node_id, explain_failure(failure))
+
+
+def _name_the_first(state: RunState, failure: WorkerFailure) -> None:
+    """Lay the end of a round, which was told already, at the door of a failure that was earlier than the one known."""
+    restarts.blame(state, failure.round, failure.node_id)
+    if state.last_round_end is not None and state.last_round_end.round == failure.round:
+        state.last_round_end = _breach_by(failure)
 
 
 @_apply.register
@@ -180,21 +235,24 @@ def _restart_requested(fact: facts.RestartRequested, state: RunState, now: float
 def _round_ended(fact: facts.RoundEnded, state: RunState, now: float) -> None:
     state.phase = Phase.JOINABLE
     state.restart_count = fact.restart_count
+    state.quick_restarts = fact.quick_restarts
     state.last_round_end = fact.end
     state.former_ranks = {seat.node_id: seat.group_rank for seat in state.seats.values()}
     state.former_size = len(state.seats)
+    state.former_fencing_token = state.fencing_token
     state.confirm_deadline = None
     for node in state.nodes.values():
         node.waiting_since = now
     _clear_round(state)
     _keep_last_call(state, now)
+    _keep_hold(state, now)
 
 
 @_apply.register
 def _run_closed(fact: facts.RunClosed, state: RunState, now: float) -> None:
     state.phase = Phase.CLOSED
     state.run_end = fact.end
-    state.confirm_deadline = state.last_call_deadline = None
+    state.confirm_deadline = state.last_call_deadline = state.hold_until = None
     # Nobody has rights in a run that is over: the leases end with it.
     state.nodes = {}
     state.departing = {}
@@ -208,7 +266,7 @@ def _clear_round(state: RunState) -> None:
     state.unconfirmed = set()
     state.succeeded = set()
     state.finishing = state.exit_barrier_passed = False
-    state.exit_barrier_deadline = None
+    state.exit_barrier_deadline = state.settle_deadline = None
     state.breach = None
 
 
@@ -218,6 +276,11 @@ def _keep_last_call(state: RunState, now: float) -> None:
         state.last_call_deadline = None
     elif state.last_call_deadline is None:
         state.last_call_deadline = now + state.settings.last_call_timeout
+
+
+def _keep_hold(state: RunState, now: float) -> None:
+    seconds = restarts.held_back(state)
+    state.hold_until = now + seconds if seconds > 0 else None
 
 
 def _keep_idle_since(state: RunState, now: float) -> None:

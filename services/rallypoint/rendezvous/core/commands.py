@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
@@ -37,6 +37,10 @@ class ReportFailure:
     node_id: str
     lease: int
     failure: WorkerFailure
+
+    def aged(self, seconds: float) -> ReportFailure:
+        """The report as it is carried out so many seconds after it came."""
+        return replace(self, failure=replace(self.failure, age=self.failure.age + max(0.0, seconds)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from dataclasses import fields
 from functools import singledispatch
 from itertools import islice
 
-from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core import commands, facts, failures, restarts
 from rallypoint.rendezvous.core.explain import explain_newcomers
+from rallypoint.rendezvous.core.failures import MOST_EVICTED
 from rallypoint.rendezvous.core.ranks import assign_seats
 from rallypoint.rendezvous.core.refusals import (
     LeaseLost,
@@ -30,18 +31,22 @@ from rallypoint.rendezvous.core.state import (
     ScaleUpPolicy,
 )
 
-MOST_EVICTED = 1_000
-"""Nodes that one run can refuse."""
 
-
-def decide(state: RunState, command: commands.Command) -> list[facts.Fact]:
+def decide(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
     """What a command means for a run: facts to be applied in order; none where there is nothing to change.
+
+    Args:
+        state: The run.
+        command: The command.
+        now: Seconds of the server's monotonic clock.
 
     Raises:
         Refused: One of `refusals`; the command is not taken.
     """
     if state.phase is Phase.CLOSED:
         return _decide_closed(state, command)
+    if isinstance(command, commands.ReportFailure):
+        return _report_failure(command, state, now)
     return _decide(command, state)
 
 
@@ -65,7 +70,7 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
     elif command.settings != state.settings:
         raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
     if command.node_id in state.evicted:
-        raise NodeIsEvicted(state.run_id, command.node_id, state.evicted[command.node_id])
+        raise _evicted(state, command.node_id)
     if command.node_id in state.nodes:
         decided.append(facts.NodeLost(command.node_id, LossReason.SUPERSEDED))
     # The lease's number is the revision that its fact is going to get: it only grows, and no two are alike.
@@ -92,12 +97,11 @@ def _confirm(command: commands.Confirm, state: RunState) -> list[facts.Fact]:
     return [facts.NodeConfirmed(command.round, command.node_id, command.master_port)]
 
 
-@_decide.register
-def _report_failure(command: commands.ReportFailure, state: RunState) -> list[facts.Fact]:
+def _report_failure(command: commands.ReportFailure, state: RunState, now: float) -> list[facts.Fact]:
     check_lease(state, command.node_id, command.lease)
-    if not _runs(state, command.node_id, command.failure.round):
-        return []
-    return [facts.WorkerFailed(command.failure)]
+    running = _runs(state, command.node_id, command.failure.round)
+    fact = failures.take(state, command.node_id, command.failure, now, running=running)
+    return [] if fact is None else [fact]
 
 
 @_decide.register
@@ -156,16 +160,21 @@ def check_lease(state: RunState, node_id: str, lease: int) -> None:
 
     Raises:
         RunIsClosed: The run is over, and all leases with it.
-        NodeIsEvicted: An operator took the node out.
+        NodeIsEvicted: The node was taken out.
         LeaseLost: The lease expired, was given back, or was superseded.
     """
     if state.run_end is not None:
         raise RunIsClosed(state.run_id, state.run_end.outcome, state.run_end.detail)
     if node_id in state.evicted:
-        raise NodeIsEvicted(state.run_id, node_id, state.evicted[node_id])
+        raise _evicted(state, node_id)
     node = state.nodes.get(node_id)
     if node is None or node.lease != lease:
         raise LeaseLost(state.run_id, node_id, lease, node.lease if node else None)
+
+
+def _evicted(state: RunState, node_id: str) -> NodeIsEvicted:
+    eviction = state.evicted[node_id]
+    return NodeIsEvicted(state.run_id, node_id, eviction.reason, eviction.by_service)
 
 
 def check_revision(state: RunState, revision: int) -> None:
@@ -190,6 +199,9 @@ def next_consequence(state: RunState, now: float) -> facts.Fact | None:
     """
     if state.phase is Phase.CLOSED:
         return None
+    if state.permanent_failure is not None and state.phase is not Phase.FINAL:
+        # It came to be known when its round had ended for another failure.
+        return failures.unmendable_end(state.permanent_failure)
     return _expired_lease(state, now) or _overdue_departure(state, now) or _IN_PHASE[state.phase](state, now)
 
 
@@ -222,6 +234,8 @@ def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
     called = state.last_call_deadline is not None and now >= state.last_call_deadline
     if state.held_up or not (present >= settings.max_nodes or whole or called):
         return None
+    if state.hold_until is not None and now < state.hold_until:
+        return None
     # Participants of the round before come first, so that no newcomer takes a survivor's place.
     staying = (node for node in state.nodes.values() if node.node_id not in state.departing)
     candidates = sorted(staying, key=lambda node: node.node_id not in state.former_ranks)
@@ -239,7 +253,7 @@ def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
     if overdue and state.unconfirmed:
         return facts.NodeLost(min(state.unconfirmed), LossReason.CONFIRM_TIMED_OUT)
     if state.breach is not None:
-        return facts.RoundEnded(state.breach, state.restart_count)
+        return _uncounted_end(state, state.breach, now)
     if not state.unconfirmed:
         return facts.RoundFinalized(state.round)
     return None
@@ -247,7 +261,7 @@ def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
 
 def _in_final(state: RunState, now: float) -> facts.Fact | None:
     if state.breach is not None:
-        return _end_of_breached_round(state, state.breach)
+        return _end_of_breached_round(state, state.breach, now)
     if len(state.succeeded) == len(state.seats):
         workers = "the worker" if state.world_size == 1 else f"all {state.world_size} workers"
         return facts.RunClosed(RunEnd(Outcome.SUCCEEDED, f"{workers} of round {state.round} succeeded"))
@@ -256,16 +270,15 @@ def _in_final(state: RunState, now: float) -> facts.Fact | None:
     return _scale_up(state, now)
 
 
-def _end_of_breached_round(state: RunState, breach: RoundEnd) -> facts.Fact:
+def _end_of_breached_round(state: RunState, breach: RoundEnd, now: float) -> facts.Fact | None:
     if breach.cause is not RoundEndCause.WORKER_FAILED:
-        return facts.RoundEnded(breach, state.restart_count)
-    budget = state.settings.max_restarts
-    if state.restart_count < budget:
-        return facts.RoundEnded(breach, state.restart_count + 1)
-    spent = "no restarts were allowed"
-    if budget:
-        spent = "the only restart was used up" if budget == 1 else f"all {budget} restarts were used up"
-    return facts.RunClosed(RunEnd(Outcome.FAILED, f"{breach.detail}; {spent}", state.failure))
+        return _uncounted_end(state, breach, now)
+    return failures.end_of_failed_round(state, breach, now)
+
+
+def _uncounted_end(state: RunState, end: RoundEnd, now: float) -> facts.RoundEnded:
+    quick = restarts.quick_restarts_after(state, end.cause, now)
+    return facts.RoundEnded(end, state.restart_count, restarts.counted(state), quick)
 
 
 def _scale_up(state: RunState, now: float) -> facts.Fact | None:
@@ -277,9 +290,7 @@ def _scale_up(state: RunState, now: float) -> facts.Fact | None:
         return None
     newcomers = [node.node_id for node in state.waiting]
     detail = explain_newcomers(newcomers)
-    return facts.RoundEnded(
-        RoundEnd(state.round, RoundEndCause.NODE_JOINED, newcomers[0], detail), state.restart_count
-    )
+    return _uncounted_end(state, RoundEnd(state.round, RoundEndCause.NODE_JOINED, newcomers[0], detail), now)
 
 
 def _wants_newcomers(state: RunState, now: float) -> bool:

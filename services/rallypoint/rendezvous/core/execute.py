@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core import commands, facts, restarts
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.decide import decide, eldest_node, next_consequence
 from rallypoint.rendezvous.core.leases import prune
@@ -15,7 +15,7 @@ def carry_out(state: RunState, command: commands.Command, now: float) -> list[fa
     Raises:
         Refused: The command is not taken, and the state has not changed.
     """
-    decided = decide(state, command)
+    decided = decide(state, command, now)
     for fact in decided:
         apply(state, fact, now)
     return decided
@@ -33,6 +33,9 @@ def execute(state: RunState, command: commands.Command, now: float) -> list[fact
 def settle(state: RunState, now: float) -> list[facts.Fact]:
     """Let happen to a run whatever must happen by now. Returns the facts, in order."""
     settled: list[facts.Fact] = []
+    restarts.forget_old(state, now)
+    if state.hold_until is not None and now >= state.hold_until:
+        state.hold_until = None
     prune(state, now)
     while (fact := next_consequence(state, now)) is not None:
         apply(state, fact, now)
@@ -43,10 +46,18 @@ def settle(state: RunState, now: float) -> list[facts.Fact]:
 
 def next_deadline(state: RunState) -> float | None:
     """When to settle next if no command comes: monotonic seconds, or None. May be early, never late."""
-    deadlines = [state.confirm_deadline, next(iter(state.departing.values()), None)]
-    if not state.held_up:  # until they have gone, the end of the last call means nothing
+    deadlines = [
+        state.confirm_deadline,
+        next(iter(state.departing.values()), None),
+        restarts.next_to_be_forgotten(state),
+    ]
+    # Until those who leave have gone, and the restart is no longer held back, the end of the last call means nothing.
+    if state.hold_until is not None:
+        deadlines.append(state.hold_until)
+    elif not state.held_up:
         deadlines.append(state.last_call_deadline)
     if state.phase is Phase.FINAL:
+        deadlines.append(state.settle_deadline)
         deadlines.append(state.exit_barrier_deadline)
         if not state.finishing:
             deadlines.append(state.scale_up_deadline)

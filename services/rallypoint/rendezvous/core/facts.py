@@ -53,11 +53,15 @@ class NodeDeparting:
 
 @dataclass(frozen=True, slots=True)
 class NodeEvicted:
-    """An operator took a node out, or barred one that was not in; `lease` is the one that it lost, 0 for none."""
+    """A node was taken out, or one barred that was not in; `lease` is the one that it lost, 0 for none.
+
+    An operator did it, or the service by itself.
+    """
 
     node_id: str
     reason: str
     lease: int = 0
+    by_service: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,10 @@ class RoundFinalized:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker failed."""
+    """A worker failed; `earliest`: before all of its round that were known."""
 
     failure: WorkerFailure
+    earliest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,8 @@ class RoundEnded:
 
     end: RoundEnd
     restart_count: int
+    counted_restarts: int = 0
+    quick_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 from rallypoint.rendezvous.core.state import LossReason, Node, RunState
 
@@ -60,8 +61,13 @@ def prune(state: RunState, now: float) -> None:
 
 
 def restart_leases(state: RunState, now: float) -> None:
-    """Give every lease a full new term, and time to come back: who was away has no evidence against anybody."""
+    """Give every lease a full new term, and time to come back: who was away has no evidence against anybody.
+
+    Nor has it of when the round began. A failure that is known stays the first: what is reported from now on may be
+    older only by the time that the server was away.
+    """
     state.lease_queue = []
+    state.final_at = state.first_failed_at = -math.inf
     term = max(state.settings.time_to_live, LEAST_TERM_AFTER_RESTART)
     for node in state.nodes.values():
         node.connected = False

@@ -81,15 +81,22 @@ class LeaseLost(Refused):
 
 @dataclass(eq=False)
 class NodeIsEvicted(Refused):
-    """An operator took the node out of the run."""
+    """The node was taken out of the run: by an operator, or by the service for what its workers did."""
 
     run_id: str
     node_id: str
     reason: str
+    by_service: bool = False
+
+    @property
+    def by(self) -> str:
+        """Who did it: a word for programs."""
+        return "service" if self.by_service else "operator"
 
     def __str__(self) -> str:
         return (
-            f"node {self.node_id!r} was taken out of run {self.run_id!r} by an operator ({self.reason}); "
+            f"node {self.node_id!r} was taken out of run {self.run_id!r}"
+            f"{'' if self.by_service else ' by an operator'} ({self.reason}); "
             "it may join again once it is readmitted"
         )
 

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from rallypoint.rendezvous.core.apply import resume_deadlines
 from rallypoint.rendezvous.core.facts import NodeEvicted, NodeJoined
+from rallypoint.rendezvous.core.restarts import forget_old
 from rallypoint.rendezvous.core.state import (
+    Eviction,
+    FailedWorker,
     Node,
     Phase,
+    Restart,
     RoundEnd,
     RunEnd,
     RunSettings,
@@ -24,6 +28,15 @@ class FormerRank:
 
     node_id: str
     group_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRestart:
+    """A restart, with its time by the server's wall clock, unix seconds: no other clock outlives the server."""
+
+    round: int
+    node_id: str
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +70,20 @@ class RunSnapshot:
     breach: RoundEnd | None = None
     failure: WorkerFailure | None = None
     run_end: RunEnd | None = None
+    restarts: tuple[KeptRestart, ...] = ()
+    quick_restarts: int = 0
+    failed_workers: tuple[FailedWorker, ...] = ()
+    permanent_failure: WorkerFailure | None = None
+    former_fencing_token: int = 0
 
 
-def take_snapshot(state: RunState) -> RunSnapshot:
-    """What must be kept of a run for it to go on."""
+def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
+    """What must be kept of a run for it to go on.
+
+    Args:
+        state: The run.
+        to_wall: What makes a time of the wall clock, unix seconds, out of one of the monotonic clock, when added.
+    """
     return RunSnapshot(
         run_id=state.run_id,
         revision=state.revision,
@@ -75,7 +98,10 @@ def take_snapshot(state: RunState) -> RunSnapshot:
             for node in state.nodes.values()
         ),
         departing=tuple(state.departing),
-        evicted=tuple(NodeEvicted(node_id, reason) for node_id, reason in state.evicted.items()),
+        evicted=tuple(
+            NodeEvicted(node_id, each.reason, by_service=each.by_service)
+            for node_id, each in state.evicted.items()
+        ),
         seats=tuple(state.seats.values()),
         group_world_size=state.group_world_size,
         world_size=state.world_size,
@@ -92,6 +118,11 @@ def take_snapshot(state: RunState) -> RunSnapshot:
         breach=state.breach,
         failure=state.failure,
         run_end=state.run_end,
+        restarts=tuple(KeptRestart(each.round, each.node_id, each.at + to_wall) for each in state.restarts),
+        quick_restarts=state.quick_restarts,
+        failed_workers=tuple(sorted(state.failed_workers, key=lambda each: (each.node_id, each.local_rank))),
+        permanent_failure=state.permanent_failure,
+        former_fencing_token=state.former_fencing_token,
     )
 
 
@@ -100,8 +131,17 @@ def take_tombstone(state: RunState) -> RunSnapshot:
     return RunSnapshot(run_id=state.run_id, revision=state.revision, round=state.round, forgotten=True)
 
 
-def restore(snapshot: RunSnapshot, now: float) -> RunState:
-    """The run that a snapshot was taken of. Every deadline gets a full new term; leases want `restart_leases`."""
+def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState:
+    """The run that a snapshot was taken of. Every deadline gets a full new term; leases want `restart_leases`.
+
+    Restarts keep their age, by the wall clock: it may have been set meanwhile, but any other guess is worse. Were they
+    to count as just made, every restart of the server would prolong the time for which they do.
+
+    Args:
+        snapshot: The snapshot.
+        now: Seconds of the server's monotonic clock.
+        to_wall: See `take_snapshot`; of now.
+    """
     state = RunState(snapshot.run_id, revision=snapshot.revision, round=snapshot.round)
     if snapshot.forgotten:
         return state
@@ -124,7 +164,7 @@ def restore(snapshot: RunSnapshot, now: float) -> RunState:
         for node in snapshot.nodes
     }
     state.departing = dict.fromkeys(snapshot.departing, now + state.settings.confirm_timeout)
-    state.evicted = {each.node_id: each.reason for each in snapshot.evicted}
+    state.evicted = {each.node_id: Eviction(each.reason, each.by_service) for each in snapshot.evicted}
     state.seats = {seat.node_id: seat for seat in snapshot.seats}
     state.group_world_size = snapshot.group_world_size
     state.world_size = snapshot.world_size
@@ -141,5 +181,13 @@ def restore(snapshot: RunSnapshot, now: float) -> RunState:
     state.breach = snapshot.breach
     state.failure = snapshot.failure
     state.run_end = snapshot.run_end
+    state.restarts = [
+        Restart(each.round, each.node_id, min(now, each.time - to_wall)) for each in snapshot.restarts
+    ]
+    state.quick_restarts = snapshot.quick_restarts
+    state.failed_workers = set(snapshot.failed_workers)
+    state.permanent_failure = snapshot.permanent_failure
+    state.former_fencing_token = snapshot.former_fencing_token
+    forget_old(state, now)
     resume_deadlines(state, now)
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -53,6 +54,18 @@ class RoundEndCause(IntEnum):
     NODE_EVICTED = 6
 
 
+class FailureKind(IntEnum):
+    """What kind of end a worker had."""
+
+    UNKNOWN = 0
+    EXCEPTION = 1
+    EXIT_CODE = 2
+    SIGNAL = 3
+    OUT_OF_MEMORY = 4
+    HUNG = 5
+    NOT_STARTED = 6
+
+
 class LossReason(IntEnum):
     """How the server came to hold a node for lost."""
 
@@ -99,6 +112,14 @@ class RunSettings:
     # one, and leaves them idle meanwhile.
     scale_up_delay: float = 30.0
     rank_policy: RankPolicy = RankPolicy.STABLE
+    # Restarts older than this no longer count against the budgets; 0: they count for ever, as with torch. Without it,
+    # a job of months dies of as many failures as one of an hour may have.
+    restart_window: float = 0.0
+    # Restarts that the workers of one node may cause, before it is taken out; 0: any number, as with torch.
+    max_restarts_per_node: int = 0
+    # The longest that a restart is held back where rounds fail soon one after the other; 0: never. Longer is kinder to
+    # what they fail of (storage, a licence server) and keeps hosts idle.
+    restart_backoff: float = 30.0
 
     @property
     def time_to_live(self) -> float:
@@ -122,6 +143,37 @@ class WorkerFailure:
     message: str
     traceback: str
     log_file: str
+    # How old it was when it was reported, seconds.
+    age: float = 0.0
+    kind: FailureKind = FailureKind.UNKNOWN
+    permanent: bool = False
+    core_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedWorker:
+    """A worker whose failure is known."""
+
+    node_id: str
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A restart for a failure; `node_id` is that of the worker that failed first, "" once it was absolved."""
+
+    round: int
+    node_id: str
+    # Evidence: when, by the server's monotonic clock.
+    at: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Why a node was taken out, and whether the service did it by itself."""
+
+    reason: str
+    by_service: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +249,8 @@ class RunState:
     # workers may be alive, so no round is formed before.
     departing: dict[str, float] = field(default_factory=dict)
 
-    # Nodes that an operator took out and that are refused, with the reason.
-    evicted: dict[str, str] = field(default_factory=dict)
+    # Nodes that were taken out and that are refused.
+    evicted: dict[str, Eviction] = field(default_factory=dict)
 
     # The round that is FROZEN or FINAL; empty in the other phases.
     seats: dict[str, Seat] = field(default_factory=dict)
@@ -218,17 +270,34 @@ class RunState:
     # had a spare for everybody it lost, needs no last call.
     former_ranks: Mapping[str, int] = field(default_factory=dict)
     former_size: int = 0
+    former_fencing_token: int = 0
     last_round_end: RoundEnd | None = None
     run_end: RunEnd | None = None
 
     # What must end the round, found by apply and acted on by next_consequence.
     breach: RoundEnd | None = None
+
+    # The first failure of the round, over all nodes, and the first that no restart can mend; with whose failures are
+    # known. They stay until the next round is FINAL: some come to be known only once their round has ended.
     failure: WorkerFailure | None = None
+    permanent_failure: WorkerFailure | None = None
+    failed_workers: set[FailedWorker] = field(default_factory=set)
+
+    # Restarts that may count against a budget, the oldest first; empty where their number is enough.
+    restarts: list[Restart] = field(default_factory=list)
+    # How many of the latest restarts in a row came soon after the one before.
+    quick_restarts: int = 0
 
     last_call_deadline: float | None = None
     confirm_deadline: float | None = None
     exit_barrier_deadline: float | None = None
     scale_up_deadline: float | None = None
+    # Until when the end of the run waits for reports of others, and the next round is held back.
+    settle_deadline: float | None = None
+    hold_until: float | None = None
+    # Evidence: since when the round is FINAL, and when its first failure was; -inf: longer ago than this server knows.
+    final_at: float = field(default=-math.inf, compare=False)
+    first_failed_at: float = field(default=-math.inf, compare=False)
     # Evidence: since when nobody holds a lease; None: somebody does.
     idle_since: float | None = None
     # Evidence: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rallypoint.rendezvous.fenced_state.core import SetState
-from rallypoint.rendezvous.requests import name
 from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.serving.errors import invalid
+from rallypoint.serving.fields import name
 
 
 def check_run_id(run_id: str) -> None:

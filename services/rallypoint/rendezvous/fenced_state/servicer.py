@@ -9,9 +9,9 @@ import grpc.aio
 from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.fenced_state.requests import check_run_id, set_state
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
-from rallypoint.rendezvous.patience import WRITE_TIMEOUT, in_time
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
+from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"

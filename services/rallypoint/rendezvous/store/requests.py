@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.requests import name
 from rallypoint.rendezvous.store.operations import RESERVED, Operation
 from rallypoint.rendezvous.store.sizes import (
     FRAME_BYTES,
@@ -22,6 +21,7 @@ from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.serving.errors import invalid
+from rallypoint.serving.fields import name
 
 DEFAULT_PAGE_SIZE = 1_000
 # Longer than anybody should wait in one call, and short enough that no timer overflows. Seconds.

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-import structlog
-
 from rallypoint.rendezvous.answers import settle
 from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunNotFound
 from rallypoint.rendezvous.store.core import Draft, RunSpaces
@@ -20,10 +18,11 @@ from rallypoint.rendezvous.store.refusals import JournalFailed, RoundOver, Store
 from rallypoint.rendezvous.store.sweep import Sweep
 from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide
+from rallypoint.serving.logs import get_logger
 
 T = TypeVar("T")
 
-_log = structlog.get_logger("rallypoint.rendezvous.store")
+_log = get_logger("rallypoint.rendezvous.store")
 
 # Deletions of what is over go to the journal so many at a time: they must not hold up a write, of other runs
 # neither. 250 take a few milliseconds, so a round of a million keys is gone after about ten seconds.

@@ -7,8 +7,8 @@ import asyncio
 import grpc
 import pytest
 
-from rallypoint.rendezvous.patience import in_time
 from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.patience import in_time
 
 
 async def test_who_takes_nothing_is_too_slow() -> None:

@@ -1,0 +1,342 @@
+"""Which failure of a round was the first, over all nodes, and what it means for the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.core import commands, facts, failures
+from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
+from rallypoint.rendezvous.core.failures import MOST_FAILURES, SETTLING
+from rallypoint.rendezvous.core.leases import restart_leases
+from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
+from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause, RunEnd
+from rendezvous.core.scripted_run import ScriptedRun
+
+
+def running(*node_ids: str, workers: int = 1, **settings: object) -> ScriptedRun:
+    """A round of so many nodes, which has run for an hour."""
+    run = ScriptedRun(min_nodes=1, max_nodes=len(node_ids), **settings)
+    run.join(*node_ids, workers=workers)
+    run.run_round()
+    run.later(3600)
+    return run
+
+
+def end_of(run: ScriptedRun) -> RunEnd:
+    assert run.state.run_end is not None, "the run has not ended"
+    return run.state.run_end
+
+
+def first_of(run: ScriptedRun) -> str:
+    """The node whose failure ended the run."""
+    failure = end_of(run).failure
+    assert failure is not None
+    return failure.node_id
+
+
+class TestTheEndOfARun:
+    def test_it_names_the_earliest_failure_whichever_was_reported_first(self) -> None:
+        """Reports come in any order; the age of each tells when it was, by the server's clock."""
+        run = running("a", "b", "c")
+        run.fail("b", "connection reset", age=0.01)
+        assert run.phase is Phase.FINAL
+        run.later(0.1)
+        run.fail("a", "CUDA error", age=0.3)
+        run.later(SETTLING)
+        end = end_of(run)
+        assert (end.outcome, first_of(run)) == (Outcome.FAILED, "a")
+        assert end.detail == "worker of rank 0 on node a failed: CUDA error; no restarts were allowed"
+
+    def test_an_older_report_that_is_younger_is_not_the_first(self) -> None:
+        """What comes later and was later changes nothing but the event log."""
+        run = running("a", "b", "c")
+        run.fail("b", age=0.2)
+        run.later(0.1)
+        run.fail("a", age=0.1)
+        run.later(SETTLING)
+        assert first_of(run) == "b"
+        assert [fact.earliest for fact in run.of_type(facts.WorkerFailed)] == [True, False]
+
+    def test_several_workers_of_one_node_may_fail(self) -> None:
+        """The earliest of them counts, each is known once, and a number that no worker has is one of the node's."""
+        run = running("a", "b", workers=2)
+        run.fail("a", "second", local_rank=1, age=0.1)
+        run.fail("a", "first", local_rank=0, age=0.4)
+        assert run.fail("a", "again", local_rank=0, age=0.5) == []
+        assert run.fail("a", "no such worker", local_rank=7) == []
+        assert run.phase is Phase.FINAL
+        run.later(SETTLING)
+        failure = end_of(run).failure
+        assert failure is not None
+        assert (failure.node_id, failure.message) == ("a", "first")
+
+    def test_it_waits_for_half_a_second_and_no_longer(self) -> None:
+        """A node that says nothing does not keep the run from ending; and nothing is decided in between."""
+        run = running("a", "b")
+        run.fail("a")
+        deadline = next_deadline(run.state)
+        assert deadline == run.now + SETTLING
+        assert settle(run.state, deadline - 0.01) == []
+        (closed,) = settle(run.state, deadline)
+        assert isinstance(closed, facts.RunClosed)
+
+    def test_one_participant_waits_for_nobody(self) -> None:
+        """There is no other whose failure could have been the first."""
+        run = running("a")
+        run.join("spare")
+        run.fail("a")
+        assert run.phase is Phase.CLOSED
+
+    @pytest.mark.parametrize("how", ["fails", "departs", "has succeeded", "leaves", "is evicted"])
+    def test_it_waits_only_for_who_may_still_report(self, how: str) -> None:
+        """Once everybody has failed, gone or succeeded, nobody is waited for."""
+        run = running("a", "b")
+        if how == "has succeeded":
+            run.succeed("b")
+        run.fail("a")
+        match how:
+            case "fails":
+                run.fail("b")
+            case "departs":
+                run.depart("b")
+            case "leaves":
+                run.leave("b")
+            case "is evicted":
+                run.evict("b")
+        assert run.phase is Phase.CLOSED
+        assert first_of(run) == "a"
+
+    def test_a_lost_participant_that_comes_back_has_no_seat(self) -> None:
+        """Whoever joins under its name while the end settles is a newcomer: so the end waits no longer."""
+        run = running("a", "b", "c")
+        run.fail("a")
+        happened = run.do(commands.Join("b", run.settings, "b.cluster", 1, "trainer"))
+        assert [type(fact) for fact in happened] == [facts.NodeLost, facts.NodeJoined, facts.RunClosed]
+
+    def test_an_operators_restart_comes_too_late(self) -> None:
+        """The run is about to end: it is not restarted against its budget."""
+        run = running("a", "b")
+        run.fail("a")
+        assert run.restart() == []
+        run.later(SETTLING)
+        assert run.phase is Phase.CLOSED
+
+    def test_many_failures_are_not_all_kept(self) -> None:
+        """When one worker of thousands fails, all may follow: the first is found, and the journal stays short."""
+        names = [f"n{number:02}" for number in range(MOST_FAILURES + 10)]
+        run = running(*names)
+        for number, name in enumerate(names):
+            run.fail(name, age=0.4 if number == len(names) - 1 else 0.1)
+        assert len(run.of_type(facts.WorkerFailed)) == MOST_FAILURES + 1
+        assert run.phase is Phase.FINAL  # some that were heard are not kept: it waits its time
+        run.later(SETTLING)
+        assert first_of(run) == names[-1]
+
+
+class TestARestart:
+    def test_it_is_told_at_once(self) -> None:
+        """It waits for no report of others: every moment of it is downtime."""
+        run = running("a", "b", max_restarts=1)
+        happened = run.fail("a")
+        assert [type(fact) for fact in happened] == [facts.WorkerFailed, facts.RoundEnded, facts.RoundFrozen]
+
+    def test_an_earlier_failure_that_is_reported_late_is_named_from_then_on(self) -> None:
+        """Nodes were told already; who looks is told right, and so are the event log and the budgets of nodes."""
+        run = running("a", "b", max_restarts=3, max_restarts_per_node=2)
+        run.fail("b", "connection reset")
+        assert run.state.last_round_end is not None
+        assert run.state.last_round_end.node_id == "b"
+        (late,) = run.fail("a", "CUDA error", round_=1, age=0.5)
+        assert late == facts.WorkerFailed(late.failure, earliest=True)  # type: ignore[union-attr]
+        assert run.state.last_round_end.node_id == "a"
+        assert run.state.last_round_end.detail.endswith("CUDA error")
+        assert [restart.node_id for restart in run.state.restarts] == ["a"]
+        assert run.phase is Phase.FROZEN
+
+    def test_late_reports_count_until_the_next_round_runs(self) -> None:
+        """Then they are of a round that is over."""
+        run = running("a", "b", max_restarts=3)
+        run.fail("b")
+        run.confirm("a", "b")
+        assert run.fail("a", round_=1, age=0.5) == []
+
+    def test_late_reports_of_a_round_that_no_failure_ended_are_ignored(self) -> None:
+        """Workers that die because a node was lost are no news."""
+        run = running("a", "b", max_restarts=3)
+        run.lose("b")
+        assert run.fail("a", round_=1, age=5.0) == []
+
+    def test_who_joined_anew_has_nothing_to_say_of_the_round_before(self) -> None:
+        """It was not in it, whatever its name."""
+        run = running("a", "b", "c", max_restarts=3)
+        run.fail("b")
+        run.join("a")
+        assert run.fail("a", round_=1, age=0.5) == []
+
+
+class TestAges:
+    @pytest.mark.parametrize("age", [3600.0, 1e9])
+    def test_no_failure_is_older_than_its_round(self, age: float) -> None:
+        """An absurd age counts from the start of the round: it is before all others, but for one as old."""
+        run = running("a", "b", "c")
+        run.fail("b", age=age)
+        run.fail("a", age=1e12)
+        run.later(SETTLING)
+        assert first_of(run) == "b"
+
+    def test_no_failure_is_yet_to_come(self) -> None:
+        """A negative age is none."""
+        run = running("a", "b", "c")
+        run.fail("b", age=-50.0)
+        run.later(0.1)
+        run.fail("a", age=0.05)
+        run.later(SETTLING)
+        assert first_of(run) == "b"
+
+    def test_a_failure_that_was_durable_before_the_server_started_again_stays_the_first(self) -> None:
+        """By which clock it was is not known any more: what comes now may be old by the time the server was away."""
+        run = running("a", "b", "c")
+        run.fail("b", age=0.1)
+        restart_leases(run.state, run.now)
+        run.fail("a", age=30.0)
+        run.later(SETTLING)
+        assert first_of(run) == "b"
+
+
+class TestWhatNoRestartCanMend:
+    def test_it_ends_the_run_whatever_its_budget(self) -> None:
+        """After the settling, and the sentence says why."""
+        run = running("a", "b", max_restarts=10)
+        run.fail("a", "no such data set", permanent=True)
+        assert run.phase is Phase.FINAL
+        run.later(SETTLING)
+        end = end_of(run)
+        assert end.outcome is Outcome.FAILED
+        assert end.failure is not None
+        assert end.failure.permanent
+        expected = (
+            "worker of rank 0 on node a failed: no such data set; no restart can mend that, says the worker"
+        )
+        assert end.detail == expected
+
+    def test_it_is_told_even_if_others_failed_before(self) -> None:
+        """An earlier failure that a restart might have mended is not why the run ends."""
+        run = running("a", "b", "c")
+        run.fail("b", age=0.2)
+        run.fail("a", permanent=True)
+        run.later(SETTLING)
+        assert first_of(run) == "a"
+
+    def test_it_ends_a_round_that_is_being_formed_again(self) -> None:
+        """Another failure came first, and a restart was told: it is taken back."""
+        run = running("a", "b", max_restarts=10)
+        run.fail("b")
+        assert run.phase is Phase.FROZEN
+        happened = run.fail("a", round_=1, permanent=True)
+        assert [type(fact) for fact in happened] == [facts.WorkerFailed, facts.RunClosed]
+        assert first_of(run) == "a"
+
+
+class TestANodeThatFailsTooOften:
+    def test_it_is_taken_out_and_the_others_go_on(self) -> None:
+        """By the service itself, with the reason; the run's budget is not used up by that."""
+        run = running("a", "b", "c", max_restarts=9, max_restarts_per_node=2, last_call_timeout=1.0)
+        for _ in range(2):
+            run.fail("b")
+            run.run_round()
+        happened = [*run.fail("b", "bad memory"), *run.later(SETTLING), *run.later(1.0)]
+        failed, evicted, ended, frozen = happened
+        assert isinstance(failed, facts.WorkerFailed)
+        assert evicted == facts.NodeEvicted(
+            "b", "its workers failed 3 times, last that of rank 1: bad memory", 3, by_service=True
+        )
+        assert isinstance(ended, facts.RoundEnded)
+        assert (ended.end.cause, ended.end.node_id) == (RoundEndCause.NODE_EVICTED, "b")
+        assert (ended.restart_count, ended.counted_restarts) == (2, 2)
+        assert isinstance(frozen, facts.RoundFrozen)
+        assert run.ranks == ["a", "c"]
+
+    def test_a_spare_takes_its_place(self) -> None:
+        """At once, without a last call."""
+        run = running("a", "b", max_restarts=9, max_restarts_per_node=1)
+        run.join("spare")
+        run.fail("b")
+        run.run_round()
+        run.fail("b")
+        run.later(SETTLING)
+        assert run.ranks == ["a", "spare"]
+
+    def test_it_is_taken_out_when_the_budget_of_the_run_is_used_up_too(self) -> None:
+        """The others have not failed."""
+        run = running("a", "b", "c", max_restarts=2, max_restarts_per_node=2, last_call_timeout=1.0)
+        for _ in range(2):
+            run.fail("b")
+            run.run_round()
+        run.fail("b")
+        run.later(SETTLING)
+        run.later(1.0)
+        assert run.phase is Phase.FROZEN
+        assert run.ranks == ["a", "c"]
+
+    def test_the_node_that_failed_first_is_blamed(self) -> None:
+        """Its end takes as long to settle as the end of a run: what follows from another's failure must not count."""
+        run = running("a", "b", "c", max_restarts=9, max_restarts_per_node=1)
+        run.fail("b")
+        run.run_round()
+        run.later(10)
+        run.fail("b", age=0.1)
+        happened = run.fail("a", age=0.4)
+        assert isinstance(happened[1], facts.RoundEnded)
+        assert happened[1].end.node_id == "a"
+        assert not run.state.evicted
+
+    def test_once_readmitted_it_begins_anew(self) -> None:
+        """An operator has seen to it: its node's budget is whole, the run's is not."""
+        run = running("a", "b", max_restarts=9, max_restarts_per_node=1, last_call_timeout=1.0)
+        run.fail("b")
+        run.run_round()
+        run.fail("b")
+        run.later(SETTLING)
+        run.run_round()
+        run.readmit("b")
+        run.join("b")
+        run.run_round()
+        run.fail("b")
+        assert run.state.restart_count == 2
+        assert not run.state.evicted
+
+    def test_a_run_that_can_refuse_nobody_more_counts_it_as_a_restart(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The list of who is refused is bounded."""
+        monkeypatch.setattr(failures, "MOST_EVICTED", 1)
+        run = running("a", "b", max_restarts=9, max_restarts_per_node=1)
+        run.evict("x")
+        run.fail("b")
+        run.run_round()
+        run.fail("b")
+        assert run.state.restart_count == 2
+
+    def test_one_that_has_gone_meanwhile_is_refused_all_the_same(self) -> None:
+        """It left while its failure settled, and must not come back to fail again."""
+        run = running("a", "b", "c", max_restarts=9, max_restarts_per_node=1)
+        run.fail("b")
+        run.run_round()
+        run.fail("b")
+        run.leave("b")
+        assert run.state.evicted["b"].by_service
+        assert run.of_type(facts.NodeEvicted)[-1].lease == 0
+
+
+def test_a_restarted_server_lets_the_end_settle_again() -> None:
+    """Reports are said again on new streams: a server that was away has heard none of them."""
+    run = running("a", "b")
+    run.fail("a")
+    state = restore(take_snapshot(run.state), 5000.0)
+    restart_leases(state, 5000.0)
+    assert settle(state, 5000.0) == []
+    failure = run.failure("a")
+    assert execute(state, commands.ReportFailure("a", run.lease("a"), failure), 5000.1) == []
+    assert next_deadline(state) == 5000.0 + SETTLING
+    (closed,) = settle(state, 5000.0 + SETTLING)
+    assert isinstance(closed, facts.RunClosed)

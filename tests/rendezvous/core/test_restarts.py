@@ -1,0 +1,220 @@
+"""Budgets of restarts, their window, and how long a restart is held back."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.core import facts, restarts
+from rallypoint.rendezvous.core.execute import next_deadline
+from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
+from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
+from rallypoint.rendezvous.core.state import Phase, RunSettings
+from rendezvous.core.scripted_run import ScriptedRun
+
+
+def fail_again(run: ScriptedRun, node_id: str = "a", *, after: float = 0.0) -> None:
+    """A round runs for so long, and fails; what is held back is waited for, and confirmed."""
+    run.later(after)
+    run.fail(node_id)
+    while run.state.hold_until is not None:
+        run.later(run.state.hold_until - run.now)
+    if run.phase is Phase.FROZEN:
+        run.run_round()
+
+
+class TestTheWindow:
+    def test_restarts_that_are_older_no_longer_count(self) -> None:
+        """A job may live for ever with a failure now and then; the count that workers are told goes on."""
+        run = ScriptedRun(max_restarts=2, restart_window=600.0)
+        run.start("a")
+        for _ in range(20):
+            fail_again(run, after=400.0)
+        assert run.phase is Phase.FINAL
+        assert run.state.restart_count == 20
+
+    def test_as_many_within_it_as_the_budget_has_end_the_run(self) -> None:
+        """And the sentence says within what time."""
+        run = ScriptedRun(max_restarts=2, restart_window=600.0)
+        run.start("a")
+        fail_again(run)
+        fail_again(run, after=599.0)
+        run.later(0.5)
+        run.fail("a")
+        assert run.state.run_end is not None
+        assert run.state.run_end.detail.endswith("all 2 restarts were used up in 600 s")
+
+    def test_what_has_left_it_is_forgotten_in_time(self) -> None:
+        """Whoever looks is told what counts now, whether or not anything happens."""
+        run = ScriptedRun(max_restarts=2, restart_window=600.0, keep_alive_interval=1e6)
+        run.start("a")
+        fail_again(run)
+        assert restarts.counted(run.state) == 1
+        assert next_deadline(run.state) == run.now + 600.0
+        run.later(600.0)
+        assert restarts.counted(run.state) == 0
+        assert run.state.restarts == []
+
+    def test_nodes_have_it_too(self) -> None:
+        """A node is worn out by failures within the window only."""
+        run = ScriptedRun(
+            min_nodes=1, max_nodes=2, max_restarts=9, max_restarts_per_node=2, restart_window=600.0
+        )
+        run.start("a", "b")
+        for _ in range(6):
+            fail_again(run, "b", after=400.0)
+        assert not run.state.evicted
+        fail_again(run, "b")
+        run.fail("b")
+        run.later(SETTLING)
+        assert (
+            run.state.evicted["b"].reason
+            == "its workers failed 3 times in 600 s, last that of rank 1: it broke"
+        )
+
+    def test_without_one_all_count(self) -> None:
+        """As with torch."""
+        run = ScriptedRun(max_restarts=2)
+        run.start("a")
+        fail_again(run, after=1e5)
+        fail_again(run, after=1e5)
+        run.later(1e5)
+        run.fail("a")
+        assert run.phase is Phase.CLOSED
+
+    @pytest.mark.parametrize(("away", "counted"), [(0.0, 2), (300.0, 2), (450.0, 1), (700.0, 0)])
+    def test_a_server_that_starts_again_knows_how_long_ago_they_were(self, away: float, counted: int) -> None:
+        """By the wall clock: restarts must neither be forgotten nor count for longer because the server was away."""
+        run = ScriptedRun(max_restarts=5, restart_window=600.0)
+        run.start("a")
+        fail_again(run)
+        fail_again(run, after=200.0)
+        snapshot = take_snapshot(run.state, 1.7e9)
+        again = restore(snapshot, 7.0, 1.7e9 + run.now + away - 7.0)
+        assert restarts.counted(again) == counted
+
+    def test_a_wall_clock_that_was_put_back_makes_no_restart_of_the_future(self) -> None:
+        """It counts as just made."""
+        run = ScriptedRun(max_restarts=5, restart_window=600.0)
+        run.start("a")
+        fail_again(run)
+        again = restore(take_snapshot(run.state, 1.7e9), 7.0, 1.6e9)
+        assert [restart.at for restart in again.restarts] == [7.0]
+
+
+class TestHoldingBack:
+    def test_the_pauses_grow_up_to_the_longest(self) -> None:
+        """The first restart comes at once; then 1, 2, 4 … seconds."""
+        settings = RunSettings(restart_backoff=30.0)
+        assert [hold(settings, quick) for quick in range(1, 9)] == [0, 1, 2, 4, 8, 16, 30, 30]
+        assert hold(settings, 100_000) == 30
+        assert hold(RunSettings(restart_backoff=0.0), 100_000) == 0
+        assert hold(RunSettings(restart_backoff=0.5), 2) == 0.5
+
+    def test_rounds_that_fail_soon_wait(self) -> None:
+        """The round is not formed, and nobody is told to start, until the pause is over."""
+        run = ScriptedRun(2, 2, max_restarts=9, restart_backoff=30.0, keep_alive_interval=60.0)
+        run.start("a", "b")
+        run.fail("a")
+        assert run.state.hold_until is None
+        run.run_round()
+        for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+            run.fail("a")
+            assert run.phase is Phase.JOINABLE
+            assert next_deadline(run.state) == run.now + seconds
+            run.later(seconds - 0.01)
+            assert run.phase is Phase.JOINABLE
+            (frozen,) = run.later(0.01)
+            assert isinstance(frozen, facts.RoundFrozen)
+            run.run_round()
+
+    def test_a_round_that_ran_for_a_while_is_restarted_at_once(self) -> None:
+        """It failed of something else."""
+        run = ScriptedRun(max_restarts=99, restart_backoff=30.0)
+        run.start("a")
+        for _ in range(5):
+            fail_again(run)
+        run.later(STEADY_AFTER)
+        run.fail("a")
+        assert run.phase is Phase.FROZEN
+        assert run.state.quick_restarts == 1
+
+    def test_a_while_is_longer_where_pauses_are(self) -> None:
+        """A pause of ten minutes is not made up for by a minute of running."""
+        run = ScriptedRun(max_restarts=99, restart_backoff=600.0)
+        run.start("a")
+        for _ in range(9):
+            fail_again(run)
+        assert hold(run.settings, 9) == 128
+        run.later(255)
+        run.fail("a")
+        assert run.phase is Phase.JOINABLE
+        assert run.state.quick_restarts == 10
+
+    def test_changes_of_membership_are_not_held_back(self) -> None:
+        """However the rounds before ended; and they don't make the next failure an old one."""
+        run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=9, restart_backoff=30.0)
+        run.start("a", "b")
+        fail_again(run)
+        fail_again(run)
+        run.join("c")
+        assert run.phase is Phase.FROZEN
+        run.run_round()
+        run.fail("c")
+        assert run.state.hold_until == run.now + 2.0
+
+    def test_an_operators_restart_breaks_the_row(self) -> None:
+        """Something may have been mended."""
+        run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        fail_again(run)
+        run.restart()
+        assert run.phase is Phase.FROZEN
+        run.run_round()
+        run.fail("a")
+        assert run.phase is Phase.FROZEN
+
+    def test_a_run_whose_budget_is_used_up_ends_without_a_pause(self) -> None:
+        """There is nothing to wait for."""
+        run = ScriptedRun(max_restarts=2, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        fail_again(run)
+        run.fail("a")
+        assert run.phase is Phase.CLOSED
+
+    def test_who_comes_and_goes_meanwhile_changes_nothing(self) -> None:
+        """The pause is the run's; who is there at its end is in, and a last call goes on beside it."""
+        settings = {"restart_backoff": 30.0, "last_call_timeout": 3.0, "disconnect_grace": 0.25}
+        run = ScriptedRun(min_nodes=1, max_nodes=3, max_restarts=9, **settings)
+        run.start("a", "b")
+        fail_again(run)
+        run.fail("a")
+        run.lose("b")
+        run.join("c")
+        assert run.phase is Phase.JOINABLE
+        run.later(0.75)
+        assert run.ranks == ["a", "c"]
+
+    def test_it_is_held_back_anew_by_a_server_that_starts_again(self) -> None:
+        """Like every deadline."""
+        run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        run.fail("a")
+        run.later(0.9)
+        again = restore(take_snapshot(run.state), 500.0)
+        assert again.hold_until == 501.0
+
+    def test_the_numbers_are_in_the_journal(self) -> None:
+        """So that they can be told, and outlive the server."""
+        run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        fail_again(run)
+        ended = run.of_type(facts.RoundEnded)
+        assert [(fact.restart_count, fact.counted_restarts, fact.quick_restarts) for fact in ended] == [
+            (1, 1, 1),
+            (2, 2, 2),
+        ]

@@ -1,0 +1,113 @@
+"""What the engine makes of failures: who is told what, and that a slow disk blames nobody."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.refusals import NodeIsEvicted
+from rallypoint.rendezvous.core.state import WorkerFailure
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.hosted_run import Member
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    """Runs of two nodes without a restart."""
+    async with staged(Stage(max_restarts=0)) as stage:
+        yield stage
+
+
+def report(
+    member: Member, message: str = "it broke", round_: int = 1, age: float = 0.0
+) -> commands.ReportFailure:
+    """What a member says of a failure of its first worker."""
+    failure = WorkerFailure(round_, 0, 0, "", member.node_id, "host", 1, 1, 1.7e9, message, "", "")
+    return commands.ReportFailure(member.node_id, member.lease.lease, replace(failure, age=age))
+
+
+async def all_of(member: Member) -> None:
+    """Take a member's updates to their end."""
+    while await member.updates.take() is not None:
+        pass
+
+
+async def first_of(engine: RendezvousEngine) -> str:
+    """What the run ended of."""
+    return (await engine.get_run(RUN)).run_end.failure.message
+
+
+async def test_the_end_of_a_run_settles_by_itself(stage: Stage) -> None:
+    """The engine looks again when the others have had their time, and tells everybody of the first failure."""
+    a, b = await stage.running("a", "b")
+    await stage.later(5.0)
+    await stage.engine.execute(RUN, report(b, "connection reset"))
+    assert (await stage.later(SETTLING / 2)).phase == pb.PHASE_FINAL
+    await stage.engine.execute(RUN, report(a, "CUDA error", age=SETTLING))
+    for member in (a, b):
+        update = await taken(member)
+        assert (update.phase, update.run_end.failure.message) == (pb.PHASE_CLOSED, "CUDA error")
+
+
+async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -> None:
+    """It counts from when it came: a disk that is slow must not make the last failure of the first."""
+    a, b = await stage.running("a", "b")
+    stage.journal.hold()
+    settled = await begun(stage.engine.execute(RUN, commands.Evict("x", "something to be committed")))
+    await stage.journal.held()
+    first = await begun(stage.engine.execute(RUN, report(a, "first")))
+    stage.now += 5.0
+    second = await begun(stage.engine.execute(RUN, report(b, "second", age=0.1)))
+    stage.journal.release()
+    for task in (*settled, *first, *second):
+        await task
+    assert await first_of(stage.engine) == "first"
+
+
+async def test_who_is_told_of_a_restart_is_told_how_long_it_is_held_back() -> None:
+    """Nodes and watchers, with the end of the round; and not once the next is being formed."""
+    async with staged(Stage(max_restarts=9, restart_backoff=30.0)) as stage:
+        a, b = await stage.running("a", "b")
+        await stage.fail(b, 1)
+        update = await taken(a)
+        assert update.phase == pb.PHASE_FROZEN
+        await stage.confirm(a, b)
+        await taken(a)
+        await stage.fail(b, 2)
+        update = await taken(a)
+        assert (update.phase, update.held_back.seconds, update.restart_count) == (pb.PHASE_JOINABLE, 1, 2)
+        run = await stage.engine.get_run(RUN)
+        assert (run.held_back.seconds, run.counted_restarts) == (1, 2)
+        run = await stage.later(1.0)
+        await stage.engine.settled()
+        run = await stage.engine.get_run(RUN)
+        assert run.phase == pb.PHASE_FROZEN
+        assert not run.HasField("held_back")
+
+
+async def test_a_node_that_failed_too_often_is_told_so() -> None:
+    """Its stream ends with the reason, as a thing of the service; who looks sees what counts against whom."""
+    async with staged(Stage(max_restarts=9, max_restarts_per_node=1)) as stage:
+        a, b = await stage.running("a", "b")
+        await stage.fail(b, 1)
+        nodes = (await stage.engine.get_run(RUN)).nodes
+        assert {node.node_id: node.counted_restarts for node in nodes} == {"a": 0, "b": 1}
+        await stage.confirm(a, b)
+        await stage.fail(b, 2)
+        await stage.later(SETTLING)
+        await stage.engine.settled()
+        with pytest.raises(
+            NodeIsEvicted, match=r"taken out of run 'run' \(its workers failed 2 times"
+        ) as refusal:
+            await all_of(b)
+        assert refusal.value.by == "service"
+        with pytest.raises(NodeIsEvicted):
+            await stage.join("b")
+        await stage.engine.execute(RUN, commands.Readmit("b", "mended"))
+        await stage.join("b")

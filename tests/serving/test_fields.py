@@ -1,0 +1,40 @@
+"""A field that no service can take is refused by its name, before anything is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.fields import NAME_BYTES, count, name, text
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("", "must not be empty"),
+        ("x" * (NAME_BYTES + 1), "must have at most 256 bytes, not 257"),
+        ("ü" * NAME_BYTES, "must have at most 256 bytes, not 512"),
+        ("two\nlines", "must not have control characters"),
+    ],
+)
+def test_a_name_fits_a_line(value: str, told: str) -> None:
+    """It ends up in logs and on terminals."""
+    with pytest.raises(ServiceError) as caught:
+        name("run_id", value)
+    assert caught.value.field_violations == (("run_id", told),)
+
+
+def test_bounds_are_inside() -> None:
+    """Names, sentences and numbers that just fit pass; an empty sentence is one."""
+    name("run_id", "x" * NAME_BYTES)
+    text("reason", "", 0)
+    count("workers", 1, 1, 2)
+    count("workers", 2, 1, 2)
+
+
+@pytest.mark.parametrize("value", [0, 3])
+def test_a_number_has_bounds(value: int) -> None:
+    """They are told."""
+    with pytest.raises(ServiceError) as caught:
+        count("workers", value, 1, 2)
+    assert caught.value.field_violations == (("workers", f"must be from 1 to 2, not {value}"),)
