@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ async def spawner() -> AsyncIterator[Spawner]:
         yield spawner
 
 
-def python(program: str, local_rank: int = 0, **more: Path | None) -> WorkerSpec:
+def python(program: str, local_rank: int = 0, **more: Any) -> WorkerSpec:
     return WorkerSpec(local_rank, [sys.executable, "-c", program], ENVIRONMENT, **more)
 
 
@@ -122,7 +123,7 @@ async def test_bytes_survive(spawner: Spawner, tmp_path: Path) -> None:
     ],
 )
 async def test_what_cannot_be_started_says_why(
-    spawner: Spawner, tmp_path: Path, argv: list[str], more: dict[str, Path], expected: str
+    spawner: Spawner, tmp_path: Path, argv: list[str], more: dict[str, Any], expected: str
 ) -> None:
     """A failed start is a one-line SpawnError that says what is wrong, not an exit; others are unharmed."""
     (tmp_path / "text").write_text("words")

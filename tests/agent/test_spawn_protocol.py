@@ -35,6 +35,7 @@ def test_wait_statuses(status: int, exit_code: int | None, number: int | None) -
         4096,
     )
     assert how.succeeded is (status == 0)
+    assert how.core_dumped is bool(status & 0x80)
 
 
 def test_an_inferred_end_is_no_success() -> None:

@@ -198,6 +198,35 @@ child.returncode = 0
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_who_died_below_a_dead_parent_is_buried_too() -> None:
+    """Seen while its parent still had to bury it, which died with it: since then it is ours."""
+    program = """
+import os, signal, time
+from rallypoint.agent import spawner
+
+spawner.become_subreaper()
+told, tell = os.pipe()
+parent = os.fork()
+if not parent:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # dead, and not buried
+    os.write(tell, str(child).encode())
+    os._exit(0)
+os.waitid(os.P_PID, parent, os.WEXITED | os.WNOWAIT)
+child = int(os.read(told, 20))
+assert spawner.look_up(child).dead
+look = spawner.descendants
+seen = [spawner.Process(parent, "Z", os.getpid(), 1, 1), spawner.Process(child, "Z", parent, 1, 1)]
+looks = iter([seen])
+spawner.descendants = lambda root, keep: next(looks, None) or look(root, keep)
+assert spawner.kill_descendants(10.0, keep=lambda process: False) == []
+assert spawner.look_up(child) is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_program_needs_only_the_standard_library() -> None:
     """The file runs isolated, without site-packages, and imports nothing that could not be forked."""
     check = (

@@ -10,11 +10,9 @@ import contextlib
 import itertools
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -29,6 +27,8 @@ from rallypoint.agent.spawn_protocol import (
     read_failure,
     spawn_request,
 )
+from rallypoint.agent.spawner_process import SpawnerProcess, start_program
+from rallypoint.agent.worker_process import WorkerProcess
 
 START_TIMEOUT = 30.0
 """Seconds from the request to exec. Milliseconds as a rule; a program on a hung network file system takes for
@@ -38,55 +38,12 @@ SWEEP_TIMEOUT = 5.0
 """Seconds that processes have to die of SIGKILL. Freeing tens of gigabytes takes up to a second or two; what
 takes longer is in uninterruptible sleep, and the node is not fit for the next round."""
 
+PRELOAD_TIMEOUT = 600.0
+"""Seconds that a spawner which loads what its workers call may take for that. It imports what the user's program
+does, which is a minute where a cold network file system holds it."""
+
 ANSWER_MARGIN = 2.0
 """Seconds past a request's own timeout after which a silent spawner counts as dead."""
-
-
-class WorkerProcess:
-    """A worker that was asked for. Made by `Spawner.submit`.
-
-    Attributes:
-        number: the spawner's name for it, never used twice.
-        spec: what was asked for.
-        pid: its process id once started.
-        started: resolves at exec, or raises SpawnError.
-        exit: how it ended, once it has.
-        cleared: resolves when it and all members of its process group are gone, or it never started.
-    """
-
-    def __init__(self, number: int, spec: WorkerSpec, on_exit: Callable[[WorkerExit], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self.number = number
-        self.spec = spec
-        self.pid: int | None = None
-        self.started: asyncio.Future[int] = loop.create_future()
-        self.exit: WorkerExit | None = None
-        self.cleared: asyncio.Future[None] = loop.create_future()
-        self._on_exit = on_exit
-
-    @property
-    def alive(self) -> bool:
-        """Whether it may still be running; true from the request on, before exec too."""
-        return self.exit is None and not self.cleared.done()
-
-    def _has_started(self, pid: int) -> None:
-        self.pid = pid
-        if not self.started.done():
-            self.started.set_result(pid)
-
-    def _has_failed(self, error: SpawnError) -> None:
-        if not self.started.done():
-            self.started.set_exception(error)
-            self.started.exception()  # seen, even if nobody waits any more
-        self._is_cleared()
-
-    def _has_exited(self, how: WorkerExit) -> None:
-        self.exit = how
-        self._on_exit(how)
-
-    def _is_cleared(self) -> None:
-        if not self.cleared.done():
-            self.cleared.set_result(None)
 
 
 class Spawner:
@@ -102,14 +59,23 @@ class Spawner:
 
     def __init__(
         self,
-        guard: subprocess.Popen[bytes],
-        connection: socket.socket,
-        on_death: Callable[[], None] | None,
-        spare: Callable[[], Collection[int]],
+        process: SpawnerProcess,
+        on_death: Callable[[], None] | None = None,
+        spare: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        """Use `Spawner.start`."""
-        self._guard = guard
-        self._socket = connection
+        """Takes charge of a spawner's process. Use `Spawner.start`, unless its workers are calls.
+
+        Args:
+            process: the process.
+            on_death: called on the loop when the process is found dead without `close` having been called.
+            spare: pids of the agent's own children in other sessions. After a death, all descendants of this
+                process that are in another session than its own are killed, except these and other spawners.
+        """
+        self._guards.add(process.guard.pid)
+        self._process = process
+        self._guard = process.guard
+        self._socket = process.connection
+        self._entrusted: list[Path] = []
         self._on_death = on_death
         self._spare = spare
         self._inbox = bytearray()
@@ -124,6 +90,7 @@ class Spawner:
         self.pid: int | None = None
         # Set by attach().
         self._attached = False
+        self._ready: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
         self._guard_pidfd: int
         self._guard_gone: asyncio.Future[None]
@@ -141,30 +108,33 @@ class Spawner:
         Makes this process a subreaper: should the helper be killed, its orphans come to us, to be killed here.
 
         Args:
-            on_death: called on the loop when the process is found dead without `close` having been called.
-            spare: pids of the agent's own children in other sessions. After a death, all descendants of this
-                process that are in another session than its own are killed, except these and other spawners.
+            on_death: see above.
+            spare: see above.
 
         Raises:
             SpawnError: the process can't be started.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                program.become_subreaper()
-                # A session of its own, so that neither the terminal nor `kill -- -<group>` reaches it.
-                guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", _program_path(), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                ours.close()
-                raise SpawnError(f"cannot start the spawner process: {error}") from error
-        ours.setblocking(False)
-        cls._guards.add(guard.pid)
-        return cls(guard, ours, on_death, spare)
+        return cls(start_program(), on_death, spare)
+
+    def renew(self) -> Self:
+        """Starts another one like this, which is dead; it has the same folders entrusted to it.
+
+        Raises:
+            SpawnError: the process can't be started, or there can be no other.
+        """
+        another = type(self)(self._process.another(), self._on_death, self._spare)
+        for folder in self._entrusted:
+            another.entrust(folder)
+        return another
+
+    def entrust(self, folder: Path) -> None:
+        """Has a temporary folder removed by the helper process, should this process die before it does so itself."""
+        self._entrusted.append(folder)
+        if not self._dead:
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # it is dead without our knowing: `renew` will tell the next
+                os.write(self._process.folders, os.fsencode(folder.absolute()) + b"\0")
 
     @property
     def dead(self) -> bool:
@@ -232,6 +202,10 @@ class Spawner:
             SpawnError: of the first, in the given order, that could not be started or took longer than
                 `timeout` seconds. The others may be running.
         """
+        if self._process.preloads:
+            await asyncio.wait(
+                [self._ready, self._guard_gone], timeout=PRELOAD_TIMEOUT, return_when="FIRST_COMPLETED"
+            )
         if workers:
             await asyncio.wait([worker.started for worker in workers], timeout=timeout)
         for worker in workers:
@@ -246,9 +220,14 @@ class Spawner:
             worker.started.result()
 
     def signal(self, workers: Sequence[WorkerProcess], number: int, *, group: bool) -> None:
-        """Signals those workers that live, or their whole process groups. Held back until exec."""
+        """Signals those workers that live, or their whole process groups. Held back until exec.
+
+        A spawner that still loads what its workers call, for minutes perhaps, can do nothing for them but end.
+        """
         numbers = [worker.number for worker in workers if worker.alive]
-        if numbers and not self._dead:
+        if numbers and self._process.preloads and not self._ready.done():
+            self._lose()
+        elif numbers and not self._dead:
             self._send(op="signal", workers=numbers, signal=int(number), group=group)
 
     async def kill(self, worker: WorkerProcess, timeout: float = SWEEP_TIMEOUT) -> Killed:
@@ -284,6 +263,7 @@ class Spawner:
             self._attached = True
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket, self._receive)
+            self._ready = self._loop.create_future()
             self._guard_gone = self._loop.create_future()
             self._guard_pidfd = os.pidfd_open(self._guard.pid)
             self._loop.add_reader(self._guard_pidfd, self._guard_has_gone)
@@ -331,6 +311,7 @@ class Spawner:
         kind = event["event"]
         if kind == "ready":
             self.pid = event["pid"]
+            self._ready.set_result(None)
             return
         if kind == "killed":
             answer = self._answers.get(event["request"])
@@ -339,20 +320,20 @@ class Spawner:
             return
         worker = self._workers[event["worker"]]
         if kind == "started":
-            worker._has_started(event["pid"])
+            worker.has_started(event["pid"])
         elif kind == "exited":
             self._report(worker, read_exit(worker.spec.local_rank, event))
         elif kind == "cleared":
             del self._workers[worker.number]
-            worker._is_cleared()
+            worker.is_cleared()
         elif kind == "failed":
             del self._workers[worker.number]
-            worker._has_failed(read_failure(worker.spec, event))
+            worker.has_failed(read_failure(worker.spec, event))
 
     def _report(self, worker: WorkerProcess, how: WorkerExit) -> None:
         # A callback that raises must not cost the others their news.
         try:
-            worker._has_exited(how)
+            worker.has_exited(how)
         except Exception as error:
             message = f"on_exit of worker {worker.spec.local_rank} raised"
             self._loop.call_exception_handler({"message": message, "exception": error})
@@ -392,6 +373,9 @@ class Spawner:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        with contextlib.suppress(OSError):  # nobody is left to hear it
+            os.write(self._process.folders, b"\0")  # we live, and remove our folders ourselves
+        os.close(self._process.folders)
         self._burial = self._loop.create_task(self._bury(timeout))
         for answer in self._answers.values():
             if not answer.done():
@@ -416,7 +400,7 @@ class Spawner:
         for worker in list(self._workers.values()):
             if worker.pid is None:
                 rank = worker.spec.local_rank
-                worker._has_failed(
+                worker.has_failed(
                     SpawnError(f"worker {rank}: the spawner process died before it was started", rank)
                 )
                 continue
@@ -424,7 +408,7 @@ class Spawner:
                 self._report(
                     worker, infer_exit(worker.spec.local_rank, worker.pid, time.monotonic(), time.time())
                 )
-            worker._is_cleared()
+            worker.is_cleared()
         self._workers.clear()
         return Killed(0, tuple(left))
 
@@ -437,12 +421,3 @@ class Spawner:
 
 class _LostError(Exception):
     """The spawner died with a request unanswered."""
-
-
-def _program_path() -> str:
-    # The compiled form, where importing it left one that is up to date, saves a third of the start-up time.
-    source, compiled = program.__file__, program.__spec__.cached
-    with contextlib.suppress(OSError):
-        if compiled and os.path.getmtime(compiled) >= os.path.getmtime(source):
-            return compiled
-    return source

@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ class WorkerSpec:
         cwd: working directory; None for the agent's.
         stdout: file to append standard output to; None for the agent's standard output.
         stderr: the same for standard error.
+        cpus: the processors that it may run on; None for the agent's.
+        rlimits: limits of its resources that differ from the agent's, soft and hard, by name as in "nofile"; -1 is
+            no limit.
+        call: it is a fork of the spawner which calls what that has loaded; `argv` only says in messages what that
+            is. See `Spawner.fork` and `Spawner.start_forkserver`.
     """
 
     local_rank: int
@@ -45,6 +50,9 @@ class WorkerSpec:
     cwd: Path | None = None
     stdout: Path | None = None
     stderr: Path | None = None
+    cpus: frozenset[int] | None = None
+    rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,7 @@ class WorkerExit:
         user_seconds: processor time spent in user mode, waited-for children included.
         system_seconds: processor time spent in the kernel, likewise.
         max_rss: bytes of memory at its peak.
+        core_dumped: whether the kernel wrote a core dump of it, or piped one into a program.
         during_stop: whether its group was already being stopped: then it is no failure of its own.
         inferred: the spawner died first, and took the worker along; nobody saw its status. `signal` is SIGKILL
             and the figures are zero.
@@ -75,6 +84,7 @@ class WorkerExit:
     user_seconds: float = 0.0
     system_seconds: float = 0.0
     max_rss: int = 0
+    core_dumped: bool = False
     during_stop: bool = False
     inferred: bool = False
 
@@ -106,6 +116,9 @@ def spawn_request(number: int, spec: WorkerSpec) -> dict[str, Any]:
         "cwd": _wire(spec.cwd),
         "stdout": _wire(spec.stdout),
         "stderr": _wire(spec.stderr),
+        "cpus": sorted(spec.cpus) if spec.cpus is not None else None,
+        "rlimits": {name: [soft, hard] for name, (soft, hard) in spec.rlimits.items()},
+        "call": spec.call,
     }
 
 
@@ -127,6 +140,7 @@ def read_exit(local_rank: int, event: Mapping[str, Any]) -> WorkerExit:
         user_seconds=event["user"],
         system_seconds=event["system"],
         max_rss=event["max_rss"],
+        core_dumped=os.WCOREDUMP(event["status"]),
     )
 
 
@@ -150,6 +164,14 @@ def read_failure(spec: WorkerSpec, event: Mapping[str, Any]) -> SpawnError:
         what = f"cannot enter its working directory {str(spec.cwd)!r} ({reason})"
     elif step in ("stdout", "stderr"):
         what = f"cannot open its log file {str(getattr(spec, step))!r} ({reason})"
+    elif step == "cpus":
+        what = f"cannot bind it to the processors {ranges(spec.cpus or ())} ({reason})"
+        advice = "; are they online, and in the cpuset of the agent's cgroup?"
+    elif step == "rlimits":
+        what = f"cannot set its limit {reason}"
+        advice = "; only root may raise a hard limit: ask for less, or raise the agent's own (ulimit -H)"
+    elif step == "call":
+        what = f"cannot load what it is to call: {reason}"
     elif step == "program" and not spec.argv:
         what = "no program was given"
     elif step == "program":
@@ -157,6 +179,17 @@ def read_failure(spec: WorkerSpec, event: Mapping[str, Any]) -> SpawnError:
     else:
         what = f"{step}: {reason}"
     return SpawnError(f"cannot start worker {spec.local_rank}: {what}{advice}", spec.local_rank)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Writes a set of numbers as the kernel does: "0-3,8"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
 
 
 def _explain_exec(spec: WorkerSpec, name: str, number: int, reason: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The spawner: the small process that forks, watches and buries one host's workers.
 
 The agent itself never forks: it has gRPC loaded, and gRPC and fork don't mix. It runs this file as a program
-of its own, `python -I -S spawner.py <fd>`, and talks to it over one stream socket. That is why all of it is
+of its own, `python -I -S spawner.py <fd> <fd>`, and talks to it over one stream socket. That is why all of it is
 in one file that imports the standard library only, and little of that.
 
 Two processes come of it. The program forks once: the parent stays as the *guard*, the child becomes the
@@ -13,11 +13,15 @@ Two processes come of it. The program forks once: the parent stays as the *guard
 Whoever of the three dies, one of the others kills what is below. A descendant can't leave the tree: a process
 that daemonises loses its parent and is handed to the nearest subreaper. So "every descendant is gone" has an
 exact meaning, waitpid() saying ECHILD, and needs neither cgroups nor privileges. Any two of the three may be
-SIGKILLed in the same instant and still nothing survives.
+SIGKILLed in the same instant and still nothing survives. Should the agent be among the dead, whoever buries the
+tree also removes the temporary folders that the agent has named on the second descriptor, a pipe.
+
+A worker is a program, or a fork of the spawner that calls a function: `main` is told which by whoever runs it
+inside a process that has the function (see rallypoint.worker.call).
 
 Frames are a four-byte big-endian length and a JSON object, both ways.
 
-    {"op": "spawn", "workers": [{"worker", "argv", "env", "cwd", "stdout", "stderr"}]}
+    {"op": "spawn", "workers": [{"worker", "argv", "env", "cwd", "stdout", "stderr", "cpus", "rlimits", "call"}]}
         answered for each worker by "started" {worker, pid, at} or "failed" {worker, step, errno, text}
     {"op": "signal", "workers": [ids], "signal": n, "group": bool}
         to the process groups (or the processes alone) of those that live; held back until exec has happened
@@ -218,7 +222,8 @@ def kill_descendants(timeout: float, keep: Callable[[Process], bool] | None = No
             return [process.pid for process in living]
         if not living:
             vain_looks += 1
-            if _reap(-1) if keep is None else (undisturbed or vain_looks > _VAIN_LOOKS):
+            # Whoever was dead below one that is dead as well is ours to reap by now, and was not yet when we looked.
+            if _reap(-1) if keep is None else not tree and (undisturbed or vain_looks > _VAIN_LOOKS):
                 return []
             select.poll().poll(2)  # overlooked, or dead but held by a debugger
             continue
@@ -293,9 +298,18 @@ class _Hunt:
 class _Spawner:
     """The event loop of the spawner process."""
 
-    def __init__(self, agent: int, guard: int) -> None:
+    def __init__(self, agent: int, guard: int, call: Call | str | None, private: Iterable[int]) -> None:
+        """Sets up.
+
+        Args:
+            agent: descriptor of the socket to the agent.
+            guard: pid of the guard.
+            call: what workers that are calls call; a text if it could not be had: why.
+            private: descriptors that a worker which is a call must not keep. (Exec closes them by itself.)
+        """
         self._agent = agent
         self._guard = guard
+        self._call = call
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._workers: dict[int, _Worker] = {}
@@ -305,6 +319,7 @@ class _Spawner:
         self._look_due = False
         self._look_not_before = 0.0
         self._signals = _wake_on_signals(signal.SIGCHLD, signal.SIGUSR1)
+        self._private = (agent, self._signals, *private)
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
         self._poll.register(self._agent, select.POLLIN)
@@ -401,7 +416,7 @@ class _Spawner:
             self._say(event="failed", worker=number, step="fork", errno=error.errno, text="")
             return
         if pid == 0:
-            _become_worker(spec, write_end, me)
+            _become_worker(spec, write_end, me, self._call, (*self._private, *self._by_pipe, read_end))
         os.close(write_end)
         worker = _Worker(number, pid, read_end)
         self._workers[number] = self._by_pid[pid] = self._by_pipe[read_end] = worker
@@ -570,11 +585,13 @@ def _group_is_empty(group: int) -> bool:
     return False
 
 
-def _become_worker(spec: dict[str, Any], report: int, spawner: int) -> NoReturn:
+def _become_worker(
+    spec: dict[str, Any], report: int, spawner: int, call: Call | str | None, private: Iterable[int]
+) -> NoReturn:
     """Turns a fresh fork into the worker; where that fails, says through the pipe at which step, and exits."""
     step = "session"
     try:
-        signal.set_wakeup_fd(-1)
+        wakeup = signal.set_wakeup_fd(-1)
         os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != spawner:  # it died before the signal was armed
@@ -584,15 +601,25 @@ def _become_worker(spec: dict[str, Any], report: int, spawner: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         environment = {_raw(name): _raw(value) for name, value in spec["env"].items()}
         environment[SPAWN_MARK.encode()] = _mark(spawner, spec["worker"]).encode()
+        step = "cpus"
+        if spec["cpus"] is not None:
+            os.sched_setaffinity(0, spec["cpus"])
         step = "cwd"
         if spec["cwd"] is not None:
             os.chdir(_raw(spec["cwd"]))
         step = "stdin"
-        os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        _open_as(0, b"/dev/null", os.O_RDONLY)
         for step, target in (("stdout", 1), ("stderr", 2)):
             if spec[step] is not None:
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-                os.dup2(os.open(_raw(spec[step]), flags, 0o666), target)
+                _open_as(target, _raw(spec[step]), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        step = "rlimits"
+        _set_limits(spec["rlimits"])  # last: with few descriptors or little memory nothing above would work
+        if spec["call"]:
+            step = "call"
+            if call is None or isinstance(call, str):
+                raise ValueError(call or "this spawner starts programs only")
+            _take_environment(environment)
+            _call_and_exit(call, (*private, wakeup, report))
         step = "program"
         argv = [_raw(argument) for argument in spec["argv"]]
         os.execvpe(argv[0], argv, environment)  # noqa: S606
@@ -602,6 +629,56 @@ def _become_worker(spec: dict[str, Any], report: int, spawner: int) -> NoReturn:
         os.write(report, json.dumps({"step": step, "errno": 0, "text": str(error)[:1000]}).encode())
     finally:
         os._exit(127)
+
+
+def _open_as(target: int, path: bytes, flags: int) -> None:
+    """Opens a file under a given number."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    os.dup2(fd, target)
+    if fd != target:
+        os.close(fd)
+
+
+def _set_limits(limits: dict[str, list[int]]) -> None:
+    """Sets limits of resources. Raises ValueError: it may not, or there is no such limit."""
+    if not limits:
+        return
+    import resource  # noqa: PLC0415 (a shared library, which few need)
+
+    for name, (soft, hard) in limits.items():
+        number = getattr(resource, f"RLIMIT_{name.upper()}", None)
+        if number is None:
+            raise ValueError(f"{name}: this system has no such limit")
+        try:
+            resource.setrlimit(number, (soft, hard))
+        except (OSError, ValueError) as error:
+            most = resource.getrlimit(number)[1]
+            raise ValueError(f"{name} to {soft}:{hard} ({error}; its hard limit is {most})") from None
+
+
+def _take_environment(environment: dict[bytes, bytes]) -> None:
+    """Gives a fork the environment that exec would have given it, in the eyes of other processes too."""
+    os.environb.clear()
+    os.environb.update(environment)
+    # /proc/<pid>/environ goes on showing the memory in which exec had put it, to the worker's own forks as well:
+    # without the mark there, those that daemonise could not be told from another worker's.
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
+    mark = SPAWN_MARK.encode() + b"=" + environment[SPAWN_MARK.encode()] + b"\0"
+    if end - start >= len(mark):
+        ctypes.memmove(start, mark, len(mark))
+
+
+def _call_and_exit(call: Call, private: Iterable[int]) -> NoReturn:
+    """Ends the worker with what the function that it calls returns."""
+    status = 1
+    try:
+        for fd in private:  # the pipe on which the spawner waits for exec among them: this is as good as exec
+            os.close(fd)
+        status = call()
+    finally:
+        os._exit(status)
 
 
 _CATCHABLE = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
@@ -627,30 +704,90 @@ def _stand_guard(spawner: int, agent: int) -> bool:
     return not kill_descendants(LAST_SWEEP)
 
 
-def main(agent: int) -> None:
-    """Becomes guard and spawner. The guard returns 0 if it has left nothing alive.
+def _clear_up(folders: int) -> None:
+    """Removes what an agent that is dead can't remove any more; one that lives says that it does so itself.
 
     Args:
-        agent: descriptor of the socket to the agent.
+        folders: pipe from the agent, with the paths of its temporary folders and a NUL byte after each; an empty
+            path is what one that lives says.
     """
-    os.set_inheritable(agent, False)
-    os.set_blocking(agent, False)
-    # Ctrl-C and the scheduler's SIGTERM may hit everything at once; what to do about them the agent decides.
+    poll = select.poll()
+    poll.register(folders, select.POLLIN)
+    content = b""
+    while poll.poll(
+        _LAST_WORDS * 1000
+    ):  # a process in the middle of its end looks alive: only the pipe can tell
+        piece = os.read(folders, 1 << 16)
+        content += piece
+        if content[:1] == b"\0" or content.endswith(b"\0\0"):
+            return
+        if not piece:
+            break
+    else:
+        return
+    import shutil  # noqa: PLC0415 (at the end, and only then)
+
+    for folder in content.split(b"\0")[:-1]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_LAST_WORDS = 3.0  # seconds for an agent to be dead, or to say that it lives; a suspended one does neither
+
+
+def _leave_terminal_signals_to_the_agent() -> None:
+    """Ctrl-C and the scheduler's SIGTERM may hit everything at once; what to do about them the agent decides."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+
+
+Call = Callable[[], int]
+"""What a worker that is a call calls, in its own process; returns its exit code, and raises nothing."""
+
+
+def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> None:
+    """Becomes guard and spawner. The guard exits with 0 if it has left nothing alive.
+
+    Args:
+        agent: descriptor of the socket to the agent, which is the parent of this process.
+        folders: descriptor of the pipe on which the agent names its temporary folders.
+        load: called in the spawner before anything else; returns what workers that are calls call. What it raises
+            is the reason why none can be started.
+    """
+    for fd in (agent, folders):
+        os.set_inheritable(fd, False)
+    os.set_blocking(agent, False)
+    _leave_terminal_signals_to_the_agent()
     become_subreaper()
     guard = os.getpid()
     child = os.fork()
     if child != 0:
         prctl(PR_SET_NAME, b"rallypoint-grd")
-        sys.exit(0 if _stand_guard(child, agent) else 1)
+        all_dead = _stand_guard(child, agent)
+        _clear_up(folders)
+        sys.exit(0 if all_dead else 1)
     become_subreaper()
     prctl(PR_SET_NAME, b"rallypoint-spwn")
     try:
-        _Spawner(agent, guard).run()
+        call = _load(load, guard) if load is not None else None
+        _Spawner(agent, guard, call, (folders,)).run()
     finally:
         kill_descendants(LAST_SWEEP)
+        if os.getppid() != guard:  # else that will do it
+            _clear_up(folders)
+
+
+def _load(load: Callable[[], Call], guard: int) -> Call | str:
+    """Has what workers will call, which may take a user's imports; or the reason why not."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody can wake it up meanwhile
+    if os.getppid() != guard:
+        sys.exit(1)
+    try:
+        return load()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        _leave_terminal_signals_to_the_agent()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

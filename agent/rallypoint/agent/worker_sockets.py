@@ -39,6 +39,7 @@ class WorkerSockets:
         worker_of: Callable[[int], str | None],
         rank_of: Callable[[str], int | None],
         on_hung: Callable[[Hang], Awaitable[bool | None]],
+        entrust: Callable[[Path], None] = lambda _folder: None,
     ) -> None:
         """Set up.
 
@@ -49,6 +50,7 @@ class WorkerSockets:
             rank_of: The global rank of a worker; None if there is no such worker.
             on_hung: Called with a timer that expired while its worker held it; returns when what is to be done
                 about that is done. False: it could not be done, and is to be tried again later.
+            entrust: Called with the temporary folder that they are in, as soon as it is there.
         """
         self.environment: dict[str, str] = {}
         self._config = config
@@ -56,6 +58,7 @@ class WorkerSockets:
         self._worker_of = worker_of
         self._rank_of = rank_of
         self._on_hung = on_hung
+        self._entrust = entrust
         self._stack = AsyncExitStack()
         self._folder = Path()
         self._timers: TimerClient | None = None
@@ -79,8 +82,9 @@ class WorkerSockets:
         return self
 
     async def _stand_up(self, stack: AsyncExitStack) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=_roomy_folder())
+        folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=roomy_folder())
         self._folder = Path(stack.enter_context(folder))
+        self._entrust(self._folder)
         self.environment = {
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
@@ -109,6 +113,10 @@ class WorkerSockets:
         """More workers have become known to `worker_of`."""
         if self._timer_socket is not None:
             self._timer_socket.introduce()
+
+    def progress_of(self, worker: str) -> tuple[int, float] | None:
+        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        return self._timers.progress_of(worker) if self._timers is not None else None
 
     def clear(self, worker: str) -> None:
         """Forget the timers of a worker that is gone."""
@@ -139,7 +147,7 @@ class WorkerSockets:
         return timers
 
 
-def _roomy_folder() -> str:
+def roomy_folder() -> str:
     """The folder for temporary files, or /tmp where its path (on some clusters, long) leaves a socket no room."""
     chosen = tempfile.gettempdir()
     return chosen if len(os.fsencode(chosen)) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 (a private one inside)

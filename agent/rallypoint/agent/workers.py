@@ -7,12 +7,13 @@ import contextlib
 import dataclasses
 import signal as signals
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rallypoint.agent.processes import START_TIMEOUT, SWEEP_TIMEOUT, Spawner, WorkerProcess
+from rallypoint.agent.processes import START_TIMEOUT, SWEEP_TIMEOUT, Spawner
 from rallypoint.agent.spawn_protocol import Killed, SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.worker_process import WorkerProcess
 
 __all__ = [
     "DRAIN_TIMEOUT",
@@ -32,8 +33,9 @@ STOP_TIMEOUT = 30.0
 """Seconds between asking workers to stop and SIGKILL; torchrun's default. Long enough for a checkpoint; a longer
 one delays every restart in which a worker doesn't listen."""
 
-DRAIN_TIMEOUT = 5.0
-"""Seconds that a stop waits for the console to take the workers' last output; the files have it in any case."""
+DRAIN_TIMEOUT = 1.0
+"""Seconds that a stop waits for the console to take the workers' last output. A terminal that is slower must not hold
+up the restart of all hosts: the copying goes on behind the scenes, and the files have everything in any case."""
 
 
 class OutputCopy(Protocol):
@@ -163,14 +165,16 @@ class WorkerGroup:
             self.send_signal(signals.SIGCONT, group=True)
         return await asyncio.shield(self._stopping)
 
-    def send_signal(self, signal: int, *, group: bool = False) -> None:
+    def send_signal(self, signal: int, *, group: bool = False, only: Collection[int] | None = None) -> None:
         """Signals every living worker.
 
         Args:
             signal: which.
             group: its whole process group; data loaders and the like, which often don't expect it, included.
+            only: local ranks of those that get it; None: all.
         """
-        self._spawner.signal(list(self._workers.values()), signal, group=group)
+        chosen = [worker for rank, worker in self._workers.items() if only is None or rank in only]
+        self._spawner.signal(chosen, signal, group=group)
 
     async def kill_worker(self, local_rank: int, timeout: float = SWEEP_TIMEOUT) -> Killed:
         """Kills one worker with all it has started; the others are left alone.

@@ -1,0 +1,78 @@
+"""Limits of workers' resources, as users write them: `nofile=65536`, `core=0:unlimited`."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Mapping
+
+UNLIMITED = -1
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_FORM = "expected NAME=SOFT or NAME=SOFT:HARD, as in nofile=65536 or core=0:unlimited"
+
+KNOWN = tuple(
+    sorted(
+        name.removeprefix("RLIMIT_").lower()
+        for name in dir(resource)
+        if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"  # an old name of nofile
+    )
+)
+"""Names of the limits that this system has: those of setrlimit(2) in small letters, without RLIMIT_."""
+
+
+class RlimitError(ValueError):
+    """A limit that does not exist, or can't have its value; one line."""
+
+
+def parse_rlimit(text: str) -> tuple[str, tuple[int, int]]:
+    """Reads one limit.
+
+    Args:
+        text: `NAME=SOFT[:HARD]`; without HARD it is the same as SOFT. A value is a number, one with K, M, G or T for
+            powers of 1024, or `unlimited` (or -1). Units are setrlimit(2)'s: bytes for sizes, seconds for cpu.
+
+    Returns:
+        The name, and the soft and the hard limit; -1 is no limit.
+
+    Raises:
+        RlimitError: it is none.
+    """
+    name, separator, values = text.strip().partition("=")
+    name = name.strip().lower().removeprefix("rlimit_")
+    if not separator or not name:
+        raise RlimitError(f"{text!r} is no limit; {_FORM}")
+    soft, _, hard = values.partition(":")
+    limits = (_value(text, soft), _value(text, hard) if hard else _value(text, soft))
+    check_rlimits({name: limits})
+    return name, limits
+
+
+def check_rlimits(limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raises RlimitError for a limit that does not exist here, or whose soft value is above its hard one."""
+    for name, (soft, hard) in limits.items():
+        if name not in KNOWN:
+            raise RlimitError(f"{name!r} is no limit of this system; known: {', '.join(KNOWN)}")
+        if min(soft, hard) < UNLIMITED:
+            raise RlimitError(f"{name}={soft}:{hard}: only -1, for no limit, may be negative")
+        if hard != UNLIMITED and (soft == UNLIMITED or soft > hard):
+            raise RlimitError(
+                f"{name}={_text(soft)}:{_text(hard)}: the soft limit must not be above the hard one"
+            )
+
+
+def _value(text: str, value: str) -> int:
+    value = value.strip().upper()
+    if value in ("UNLIMITED", "INFINITY", "-1"):
+        return UNLIMITED
+    found = re.fullmatch(r"([0-9]{1,18})([KMGT]?)", value)
+    if found is None:
+        raise RlimitError(f"{text!r} has {value!r}, which is no number; {_FORM}")
+    number = int(found[1]) * _UNITS[found[2]]
+    if number >= 1 << 63:
+        raise RlimitError(f"{text!r} is more than the kernel can count; say unlimited")
+    return number
+
+
+def _text(limit: int) -> str:
+    return "unlimited" if limit == UNLIMITED else str(limit)

@@ -1,0 +1,220 @@
+"""A worker that is a call of a Python function: how the function comes to it, and how what it returns comes back.
+
+Both go through files of one folder, pickled. `call` holds what multiprocessing calls preparation (the module that is
+the user's program, the search path), then the function with its arguments. A worker that has returned leaves
+`<round>.<rank>`.
+
+Run as a program, `python -m rallypoint.worker.call <folder>`, this is one worker of `start_method="spawn"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import process, spawn
+from pathlib import Path
+from typing import Any
+
+from rallypoint.worker.record import record
+from rallypoint.worker.unrecoverable import Unrecoverable
+
+_CALL = "call"
+_LOCAL_RANK = "${local_rank}"
+
+
+class CallError(Exception):
+    """A function can't be brought to the workers, or what it returned can't be brought back; one line."""
+
+
+class UnpicklableResult(CallError, Unrecoverable):
+    """A worker has returned what can't be pickled, and would do so again."""
+
+
+def describe(function: Callable[..., object]) -> str:
+    """A function's name, for people."""
+    return str(getattr(function, "__qualname__", None) or repr(function))
+
+
+def save_call(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
+    """Leaves a function and its arguments for workers that are no forks of this process.
+
+    Raises:
+        CallError: they can't be pickled, or the workers could not find the function.
+        OSError: the folder can't be written.
+    """
+    preparation = _preparation()
+    if getattr(function, "__module__", None) == "__main__" and not preparation.keys() & _MAIN:
+        raise CallError(
+            f"{describe(function)} is defined where no worker finds it (a notebook, an interactive session, a "
+            "__main__.py): move it into a module, or take start_method='fork'"
+        )
+    try:
+        content = pickle.dumps((function, tuple(args)))
+    except Exception as error:
+        raise CallError(
+            f"{describe(function)} or its arguments can't be pickled ({error}): the function must be at the top of a "
+            "module, the arguments plain data; or take start_method='fork'"
+        ) from None
+    with folder.joinpath(_CALL).open("wb") as file:
+        pickle.dump(preparation, file)
+        file.write(content)
+
+
+def load_call(folder: Path) -> Callable[[], object]:
+    """The call that `save_call` left, after making this process like the one that left it.
+
+    The user's main module is imported under the name __mp_main__, as multiprocessing does it.
+    """
+    with folder.joinpath(_CALL).open("rb") as file:
+        preparation = pickle.load(file)  # noqa: S301 (ours, in a folder of this user's)
+        # For code at the top of the main module that would launch again: see `is_importing_main`.
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]
+        try:
+            spawn.prepare(preparation)
+        finally:
+            del process.current_process()._inheriting  # type: ignore[attr-defined]
+        function, args = pickle.load(file)  # noqa: S301
+    return bound(function, args)
+
+
+def bound(function: Callable[..., object], args: Sequence[object]) -> Callable[[], object]:
+    """The call of a function; `${local_rank}` in an argument that is text is replaced, as in those of a program."""
+
+    def call() -> object:
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        return function(
+            *(each.replace(_LOCAL_RANK, local_rank) if isinstance(each, str) else each for each in args)
+        )
+
+    return call
+
+
+def is_importing_main() -> bool:
+    """Whether this process is a worker that imports the user's main module, so that its top level must not launch."""
+    return bool(getattr(process.current_process(), "_inheriting", False))
+
+
+def run_call(call: Callable[[], object], folder: Path) -> None:
+    """Does the worker's work: makes the call, records an exception, and leaves what was returned."""
+
+    @record
+    def work() -> None:
+        result = call()
+        try:
+            content = pickle.dumps(result)
+        except Exception as error:
+            raise UnpicklableResult(
+                f"what it returned, of type {type(result).__qualname__}, can't be brought back ({error}): return "
+                "plain data"
+            ) from error
+        path = folder / f"{os.environ['RALLYPOINT_ROUND']}.{os.environ['RANK']}"
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+    work()
+
+
+def load_results(folder: Path, ranks: Sequence[int]) -> dict[int, Any]:
+    """What the workers of these global ranks returned in the last round; None where one left without returning.
+
+    Raises:
+        CallError: this process can't make an object of it.
+    """
+    found = [path for path in folder.glob("*.*") if path.suffix != ".tmp"]
+    last = max((int(path.stem) for path in found), default=0)
+    results: dict[int, Any] = dict.fromkeys(ranks)
+    for rank in ranks:
+        path = folder / f"{last}.{rank}"
+        if path in found:
+            try:
+                # Classes of the workers' main module are said to be of __mp_main__. Importing multiprocessing has made
+                # that a name of __main__ here.
+                results[rank] = pickle.loads(path.read_bytes())  # noqa: S301
+            except Exception as error:
+                raise CallError(
+                    f"what rank {rank} returned can't be loaded here ({type(error).__name__}: {error}): return plain "
+                    "data, or objects of a module that both sides import"
+                ) from error
+    return results
+
+
+class _Worker(process.BaseProcess):
+    _start_method = None  # of its children: whatever is usual
+
+
+def run_forked(call: Callable[[], object], folder: Path) -> int:
+    """Does the worker's work in a fork, which has become like a fresh process in all that the kernel knows.
+
+    Returns:
+        Its exit code.
+    """
+    renew_streams()
+    renew_signals()
+    worker = _Worker(target=run_call, args=(call, folder), name=f"rank {os.environ['RANK']}")
+    # What multiprocessing does in a child of its own: forget the parent's children, run, wait for threads and
+    # for processes of its own, flush.
+    return int(worker._bootstrap())  # type: ignore[attr-defined]
+
+
+def renew_streams() -> None:
+    """Has this process, a fork, speak through its own standard streams, at once.
+
+    Those objects that it has inherited are its parent's: a notebook's, or full of what the parent has printed.
+    """
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def renew_signals() -> None:
+    """Gives this process, a fork, the signal handlers of a fresh interpreter; an ignored SIGHUP (nohup) stays so."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue
+        with contextlib.suppress(OSError, ValueError):  # those of the C library's own
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+
+
+_MAIN = {"init_main_from_name", "init_main_from_path"}
+
+
+def _preparation() -> Mapping[str, Any]:
+    """What multiprocessing.spawn.prepare takes, as far as it can be had without touching multiprocessing's state."""
+    preparation: dict[str, Any] = {
+        "sys_path": [path or os.getcwd() for path in sys.path],
+        "sys_argv": list(sys.argv),
+        "orig_dir": os.getcwd(),
+    }
+    main = sys.modules.get("__main__")
+    specification = getattr(main, "__spec__", None)
+    path = getattr(main, "__file__", None)
+    if specification is not None:
+        if not specification.name.endswith("__main__"):  # what such a module does it does at its top level
+            preparation["init_main_from_name"] = specification.name
+    elif path is not None:
+        preparation["init_main_from_path"] = os.path.abspath(path)
+    return preparation
+
+
+if __name__ == "__main__":
+    from rallypoint.worker import call as this  # once: what is loaded may import it too
+
+    given = Path(sys.argv[1])
+
+    def load_and_call() -> object:
+        return this.load_call(given)()
+
+    this.run_call(load_and_call, given)

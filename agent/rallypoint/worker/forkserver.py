@@ -1,0 +1,28 @@
+"""A spawner in a full interpreter that has loaded what its workers call: `start_method="forkserver"`.
+
+Run as a program: `python -m rallypoint.worker.forkserver <folder of the call> <fd> <fd>`, the descriptors as for
+rallypoint.agent.spawner.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from rallypoint.agent import spawner
+from rallypoint.worker.call import load_call, run_forked
+
+
+def load(folder: Path) -> spawner.Call:
+    """Imports what the function needs, once for all workers; returns what each of them calls."""
+    return partial(run_forked, load_call(folder), folder)
+
+
+def main(folder: str, agent: str, folders: str) -> None:
+    """Becomes guard and spawner."""
+    spawner.main(int(agent), int(folders), partial(load, Path(folder)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

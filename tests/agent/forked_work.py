@@ -1,0 +1,45 @@
+"""A function for workers that are forks: what it does is said by the environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def _descriptors() -> list[int]:
+    """Those that are open, but for the one that multiprocessing has opened for want of a terminal."""
+    fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1]
+    return [fd for fd in fds if fd <= 2 or os.readlink(f"/proc/self/fd/{fd}") != os.devnull]
+
+
+def work(folder: str, how: str) -> object:
+    """Behaves in one way or another; says in the folder what it is."""
+    rank = os.environ["LOCAL_RANK"]
+    if how == "describe":
+        print("printed")  # noqa: T201
+        return {
+            "environment": sorted(os.environ),
+            "shown": Path("/proc/self/environ").read_bytes().split(b"\0")[0].decode(),
+            "descriptors": _descriptors(),
+            "leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
+            "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "cwd": os.getcwd(),
+        }
+    if how == "exit":
+        sys.exit(7)
+    if how == "raise":
+        raise ValueError("no good")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:  # a daemon, without exec
+        os.setsid()
+        if os.fork() == 0:
+            Path(folder, f"daemon.{rank}").write_text(str(os.getpid()))
+            while True:
+                signal.pause()
+        os._exit(0)
+    os.wait()
+    Path(folder, f"main.{rank}").write_text(str(os.getpid()))
+    while True:
+        signal.pause()

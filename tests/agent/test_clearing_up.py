@@ -1,0 +1,112 @@
+"""Temporary folders of an agent that is killed are removed with its workers; those of one that lives are its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mortal import mortal
+from process_probe import fresh_marker, gone, wait_until
+from rallypoint.agent.processes import Spawner
+
+pytestmark = pytest.mark.integration
+
+AGENT = """
+import asyncio, os, sys
+from pathlib import Path
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import WorkerSpec
+
+async def main():
+    spawner = Spawner.start()
+    for name in ("first", os.fsdecode(b"caf\\xe9")):
+        folder = Path(sys.argv[1], name)
+        (folder / "below").mkdir(parents=True)
+        (folder / "below" / "link").symlink_to(sys.argv[2])
+        spawner.entrust(folder)
+    await spawner.spawn(WorkerSpec(0, ["sleep", "60"], dict(os.environ)), lambda how: None)
+    print(spawner._guard.pid, spawner.pid, flush=True)
+    while not spawner.dead:
+        await asyncio.sleep(0.01)
+    await spawner.close()
+    print("buried", flush=True)
+    spawner = spawner.renew()
+    await spawner.spawn(WorkerSpec(0, ["sleep", "60"], dict(os.environ)), lambda how: None)
+    print("renewed", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+class Agent:
+    """A program with a spawner and folders, which may be killed."""
+
+    def __init__(self, marker: str, folders: Path, kept: Path) -> None:
+        self.process = subprocess.Popen(
+            mortal(sys.executable, "-c", AGENT, str(folders), str(kept)),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "MARKER": marker},
+        )
+        guard, spawner = map(int, self.hear().split())
+        self.pids = {"agent": self.process.pid, "guard": guard, "spawner": spawner}
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").touch()
+    with fresh_marker() as marker:
+        agent = Agent(marker, tmp_path / "folders", tmp_path / "kept")
+        try:
+            yield agent
+        finally:
+            agent.process.kill()
+            agent.process.communicate()
+            wait_until(lambda: gone(marker), "the end of everything")
+
+
+@pytest.mark.parametrize(
+    "victims", [("agent",), ("agent", "spawner"), ("agent", "guard"), ("spawner", "agent")], ids="+".join
+)
+def test_the_folders_of_a_killed_agent_are_removed(
+    agent: Agent, tmp_path: Path, victims: tuple[str, ...]
+) -> None:
+    """Whoever buries the tree removes them, whatever their names, and nothing that only a link leads to."""
+    for name in victims:
+        os.kill(agent.pids[name], signal.SIGKILL)
+    wait_until(lambda: list((tmp_path / "folders").iterdir()) == [], "the removal of the folders")
+    assert (tmp_path / "kept" / "file").exists()
+
+
+@pytest.mark.parametrize("victim", ["spawner", "guard"])
+def test_the_folders_of_an_agent_that_lives_stay_and_the_next_spawner_has_them(
+    agent: Agent, tmp_path: Path, victim: str
+) -> None:
+    """A spawner that dies takes nothing along that the agent needs; its successor knows the folders too."""
+    os.kill(agent.pids[victim], signal.SIGKILL)
+    assert agent.hear() == "buried"
+    assert len(list((tmp_path / "folders").iterdir())) == 2
+    assert agent.hear() == "renewed"
+    agent.process.kill()
+    wait_until(lambda: list((tmp_path / "folders").iterdir()) == [], "the removal of the folders")
+
+
+async def test_closing_removes_nothing(tmp_path: Path) -> None:
+    """An agent that ends in good order removes its folders itself."""
+    async with Spawner.start() as spawner:
+        spawner.entrust(tmp_path / "folder")
+        (tmp_path / "folder").mkdir()
+    assert (tmp_path / "folder").exists()
+    spawner.entrust(tmp_path / "more")  # of no effect on one that is closed, and no error

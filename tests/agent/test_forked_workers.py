@@ -1,0 +1,168 @@
+"""Workers that are forks of the spawner are started, watched, told apart and killed as programs are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.forked_work import work
+from process_probe import until
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner import descendants, look_up
+from rallypoint.agent.spawner_process import start_forkserver
+from rallypoint.agent.workers import WorkerGroup
+from rallypoint.worker.call import load_results, save_call
+
+pytestmark = pytest.mark.integration
+
+
+def spec(folder: Path, local_rank: int = 0, **more: Any) -> WorkerSpec:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(local_rank),
+        "RALLYPOINT_ROUND": "1",
+    }
+    return WorkerSpec(local_rank, ["work"], environment, call=True, stdout=folder / "out", **more)
+
+
+@pytest.fixture
+async def how(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Spawner]:
+    """A spawner whose workers behave as the test's parameter says."""
+    save_call(tmp_path, work, [str(tmp_path), request.param])
+    async with Spawner(start_forkserver(tmp_path)) as spawner:
+        yield spawner
+
+
+async def end_of(spawner: Spawner, spec: WorkerSpec) -> WorkerExit:
+    exits: list[WorkerExit] = []
+    worker = spawner.submit([spec], exits.append)
+    await spawner.wait_started(worker)
+    await until(lambda: bool(exits), "the worker's end")
+    return exits[0]
+
+
+@pytest.mark.parametrize("how", ["describe"], indirect=True)
+async def test_a_fork_has_what_a_program_would_have(how: Spawner, tmp_path: Path) -> None:
+    """Its own environment, session, signal handlers and streams, and none of the spawner's descriptors."""
+    (tmp_path / "there").mkdir()
+    ended = await end_of(how, spec(tmp_path, cwd=tmp_path / "there"))
+    assert ended.succeeded
+    found = load_results(tmp_path, [0])[0]
+    own = {"PATH", "LOCAL_RANK", "RANK", "RALLYPOINT_ROUND", "RALLYPOINT_SPAWN_ID"}
+    assert set(found["environment"]) == own
+    assert found["shown"] == f"RALLYPOINT_SPAWN_ID={how.pid}.1"
+    assert found["descriptors"] == [0, 1, 2]
+    assert found["leader"]
+    assert found["interrupt"]
+    assert found["cwd"] == str(tmp_path / "there")
+    assert (tmp_path / "out").read_text() == "printed\n"
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("raise", 1)], indirect=["how"])
+async def test_the_end_of_a_fork_is_its_own(how: Spawner, code: int, tmp_path: Path) -> None:
+    """Its exit code arrives, nothing was returned, and the next worker is a fresh one."""
+    for _ in range(2):
+        assert (await end_of(how, spec(tmp_path))).exit_code == code
+    assert not (tmp_path / "1.0").exists()
+
+
+@pytest.mark.parametrize("how", ["linger"], indirect=True)
+async def test_a_daemon_of_a_fork_dies_with_it_and_no_neighbours(how: Spawner, tmp_path: Path) -> None:
+    """Without exec a daemon shows its spawner's environment, but for the mark by which it is known."""
+    workers = how.submit([spec(tmp_path, 0), spec(tmp_path, 1)], lambda how: None)
+    await how.wait_started(workers)
+    names = ["main.0", "daemon.0", "main.1", "daemon.1"]
+    await until(lambda: all((tmp_path / name).exists() for name in names), "both workers and their daemons")
+    pids = {name: int((tmp_path / name).read_text()) for name in names}
+    await how.kill(workers[0])
+    assert [name for name in names if look_up(pids[name]) is not None] == ["main.1", "daemon.1"]
+    swept = await how.sweep()
+    assert swept.left == ()
+    assert look_up(pids["daemon.1"]) is None
+
+
+async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) -> None:
+    """A call whose module is not there is a failure to start, with the reason."""
+    (tmp_path / "call").write_bytes(pickle.dumps({}) + b"cno_such_module\nwork\n.")
+    async with Spawner(start_forkserver(tmp_path)) as spawner:
+        for local_rank in range(2):
+            with pytest.raises(
+                SpawnError, match="cannot load what it is to call: ModuleNotFoundError: No module"
+            ):
+                await spawner.spawn(spec(tmp_path, local_rank), lambda how: None)
+
+
+async def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
+    """Loading what workers call may take minutes; told to stop meanwhile, they are gone at once, and were none."""
+    (tmp_path / "call").write_bytes(pickle.dumps({}) + b"ctime\nsleep\n(I3600\ntR.")
+    async with Spawner(start_forkserver(tmp_path)) as spawner:
+        exits: list[WorkerExit] = []
+        group = WorkerGroup(spawner, exits.append)
+        starting = asyncio.create_task(group.start([spec(tmp_path)]))
+        await until(lambda: spawner.pid is None and bool(descendants(os.getpid())), "the spawner's process")
+        await asyncio.sleep(0)
+        report = await group.stop(signal.SIGTERM, 1800.0)
+        assert report.left == ()
+        with pytest.raises(SpawnError, match="died before it was started"):
+            await starting
+        assert exits == []
+        assert spawner.dead
+
+
+async def test_a_spawner_of_programs_makes_no_calls(tmp_path: Path) -> None:
+    """Asked to, it says so."""
+    async with Spawner.start() as spawner:
+        with pytest.raises(SpawnError, match="this spawner starts programs only"):
+            await spawner.spawn(spec(tmp_path), lambda how: None)
+
+
+def test_a_fork_of_this_process_calls_what_it_has(tmp_path: Path) -> None:
+    """Nothing is pickled on the way there: a closure works, and its globals are as they were at the fork."""
+    program = """
+import asyncio, os
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawner_process import fork_spawner
+from rallypoint.agent.spawn_protocol import SpawnError, WorkerSpec
+
+secret = object()
+state = "before"
+
+def call():
+    os.write(1, f"{state} {secret is kept}\\n".encode())
+    return 5
+
+kept = secret
+process = fork_spawner(call)
+state = "after"
+
+async def main():
+    over = asyncio.Event()
+    async with Spawner(process) as spawner:
+        await spawner.spawn(WorkerSpec(0, ["call"], {}, call=True), lambda how: (print(how.exit_code), over.set()))
+        await over.wait()
+    try:
+        spawner.renew()
+    except SpawnError as error:
+        print(error)
+
+asyncio.run(main())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-u", "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert ran.stderr == ""
+    first, second, third = ran.stdout.splitlines()
+    assert (first, second) == ("before True", "5")
+    assert "forks of the launching process as it was" in third
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

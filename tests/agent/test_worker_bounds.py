@@ -1,0 +1,122 @@
+"""Limits, processors and signals of workers are what was asked for, seen by the workers themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from process_probe import until
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.workers import WorkerGroup
+
+ENVIRONMENT = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+async def spawner() -> AsyncIterator[Spawner]:
+    async with Spawner.start() as spawner:
+        yield spawner
+
+
+async def said_by(spawner: Spawner, spec: WorkerSpec) -> str:
+    """Runs a worker to its end; what it has written."""
+    assert spec.stdout is not None
+    exits: list[WorkerExit] = []
+    await spawner.spawn(spec, exits.append)
+    await until(lambda: bool(exits), "the worker's end")
+    assert exits[0].succeeded
+    return spec.stdout.read_text()
+
+
+async def test_a_worker_has_its_limits_and_the_agent_keeps_its_own(spawner: Spawner, tmp_path: Path) -> None:
+    """Soft and hard, no limit as -1; a limit that nobody named is the agent's."""
+    program = "import resource as r; print([r.getrlimit(n) for n in (r.RLIMIT_CORE, r.RLIMIT_NOFILE, r.RLIMIT_CPU)])"
+    mine = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {"core": (0, 0), "cpu": (-1, -1)}
+    spec = WorkerSpec(
+        0, [sys.executable, "-c", program], ENVIRONMENT, stdout=tmp_path / "out", rlimits=limits
+    )
+    assert await said_by(spawner, spec) == f"[(0, 0), {mine}, (-1, -1)]\n"
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == mine
+
+
+async def test_few_descriptors_are_no_trouble_for_the_start(spawner: Spawner, tmp_path: Path) -> None:
+    """Limits hold from exec on: what comes before needs more than the worker."""
+    spec = WorkerSpec(
+        0, ["sh", "-c", "ulimit -n"], ENVIRONMENT, stdout=tmp_path / "out", rlimits={"nofile": (5, 5)}
+    )
+    assert await said_by(spawner, spec) == "5\n"
+
+
+async def test_a_limit_that_can_not_be_set_says_so(spawner: Spawner) -> None:
+    """It is a failure to start in one line: which limit, and what would help."""
+    most = (1 << 40, 1 << 40)  # more than fs.nr_open allows anybody, root too
+    spec = WorkerSpec(4, ["true"], ENVIRONMENT, rlimits={"nofile": most})
+    with pytest.raises(SpawnError) as caught:
+        await spawner.spawn(spec, lambda how: None)
+    found = (
+        rf"^cannot start worker 4: cannot set its limit nofile to {most[0]}:{most[1]} \(.*hard limit is \d+\)"
+    )
+    assert re.match(found, str(caught.value))
+    assert "raise the agent's own (ulimit -H)" in str(caught.value)
+
+
+async def test_a_worker_runs_where_it_is_bound_and_so_do_its_threads(
+    spawner: Spawner, tmp_path: Path
+) -> None:
+    """The mask holds before the program's first instruction; other workers have the agent's."""
+    chosen = frozenset({max(os.sched_getaffinity(0))})
+    program = """
+import os, threading
+masks = [os.sched_getaffinity(0)]
+thread = threading.Thread(target=lambda: masks.append(os.sched_getaffinity(0)))
+thread.start()
+thread.join()
+print(masks)
+"""
+    argv = [sys.executable, "-c", program]
+    bound = WorkerSpec(0, argv, ENVIRONMENT, stdout=tmp_path / "bound", cpus=chosen)
+    free = WorkerSpec(1, argv, ENVIRONMENT, stdout=tmp_path / "free")
+    assert await said_by(spawner, bound) == f"{[set(chosen)] * 2}\n"
+    assert await said_by(spawner, free) == f"{[os.sched_getaffinity(0)] * 2}\n"
+
+
+async def test_processors_that_are_not_there_say_so(spawner: Spawner) -> None:
+    """It is a failure to start in one line."""
+    spec = WorkerSpec(0, ["true"], ENVIRONMENT, cpus=frozenset({4000, 4001, 4003}))
+    with pytest.raises(
+        SpawnError, match=r"cannot bind it to the processors 4000-4001,4003 \(Invalid argument\)"
+    ):
+        await spawner.spawn(spec, lambda how: None)
+
+
+async def test_a_signal_goes_to_those_it_is_meant_for(spawner: Spawner, tmp_path: Path) -> None:
+    """Of a group, only the chosen workers get it."""
+    program = f"""
+import signal, os, pathlib, time
+rank = os.environ["LOCAL_RANK"]
+signal.signal(signal.SIGUSR1, lambda *_: pathlib.Path("{tmp_path}", f"heard.{{rank}}").touch())
+pathlib.Path("{tmp_path}", f"ready.{{rank}}").touch()
+while True:
+    time.sleep(0.01)  # not pause(): the handler may have its turn before it
+"""
+    group = WorkerGroup(spawner, lambda how: None)
+    argv = [sys.executable, "-c", program]
+    await group.start([WorkerSpec(rank, argv, {**ENVIRONMENT, "LOCAL_RANK": str(rank)}) for rank in range(2)])
+    try:
+        await until(lambda: len(list(tmp_path.glob("ready.*"))) == 2, "both workers")
+        group.send_signal(signal.SIGUSR1, only=[1])
+        await until((tmp_path / "heard.1").exists, "the signal")
+        await asyncio.sleep(0)
+        assert not (tmp_path / "heard.0").exists()
+    finally:
+        await group.stop(signal.SIGKILL, 0.0)

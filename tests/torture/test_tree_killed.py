@@ -1,0 +1,98 @@
+"""Agent and spawner are SIGKILLed over and over: of the workers and all they have started nobody is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment
+from mortal import mortal
+from process_probe import PATIENCE, all_there, fresh_marker, gone, living, stubborn, wait_until
+from rallypoint.agent.spawner import descendants
+from torture.length import FULL_LENGTH, ordinarily
+
+pytestmark = pytest.mark.integration
+
+REPEATS = ordinarily(2, in_full=67)  # of each way to kill
+WORKERS = 2
+LONGEST = 1.0  # seconds that anybody may live on; asked of a machine that has nothing else to do
+
+
+def _named(root: int, name: str) -> int | None:
+    """The descendant of a process that has this name."""
+    for process in descendants(root):
+        try:
+            if Path(f"/proc/{process.pid}/comm").read_text().strip() == name:
+                return process.pid
+        except OSError:
+            continue
+    return None
+
+
+def _wait_for_the_end(marker: str, besides: set[int]) -> float:
+    """Waits until nobody has the marker; when the first look ended that found nobody, in monotonic seconds."""
+    empty_since: list[float] = []
+
+    def nobody() -> bool:
+        if set(living(marker)) - besides:
+            empty_since.clear()
+            return False
+        empty_since.append(time.monotonic())
+        # To be sure that nobody has hopped past the look takes more of them, which is no time that anybody has lived.
+        return gone(marker, besides)
+
+    wait_until(nobody, "the end of the tree")
+    return empty_since[0]
+
+
+def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
+    """Starts a job, kills, and waits for the end; the seconds from the kill until nobody was left."""
+    folder.mkdir()
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    with fresh_marker() as marker:
+        command = [str(RALLYPOINT), "run", "--standalone", "--log-dir", str(folder / "logs")]
+        command += ["--nproc-per-node", str(WORKERS), "--log-level", "error", "--no-python", "--"]
+        agent = subprocess.Popen(
+            mortal(*command, *stubborn(marker, folder)),
+            env=clean_environment(MARKER=marker, TMPDIR=str(temporary)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            wait_until(lambda: all_there(folder, WORKERS), "all parts of the stubborn workers")
+            guard = _named(agent.pid, "rallypoint-grd")
+            spawner = _named(agent.pid, "rallypoint-spwn")
+            assert guard is not None
+            assert spawner is not None
+            pids = {"agent": agent.pid, "spawner": spawner}
+            killed = time.monotonic()
+            for victim in victims:
+                os.kill(pids[victim], signal.SIGKILL)
+            # An agent that lives, and its guard, go by themselves, once they have said what they have to say.
+            took = _wait_for_the_end(marker, {agent.pid, guard}) - killed
+            agent.wait(PATIENCE)
+            wait_until(lambda: gone(marker), "the end of the guard")
+            assert list(temporary.iterdir()) == []
+            return took
+        finally:
+            agent.kill()
+            agent.wait()
+
+
+@pytest.mark.timeout(60 + REPEATS * 3 * PATIENCE)
+@pytest.mark.parametrize("victims", [("agent",), ("spawner",), ("agent", "spawner")], ids="+".join)
+def test_nobody_outlives_agent_and_spawner(tmp_path: Path, victims: tuple[str, ...]) -> None:
+    """Workers that ignore SIGTERM, fork, daemonise and hop are all gone, and so are the agent's temporary folders."""
+    took = sorted(_kill_once(tmp_path / str(number), victims) for number in range(REPEATS))
+    print(  # noqa: T201
+        f"{'+'.join(victims)} killed {len(took)} times: the last descendant gone after {statistics.median(took):.3f} s "
+        f"(median), {', '.join(f'{each:.3f}' for each in took[:-4:-1])} s (the three longest)"
+    )
+    assert not FULL_LENGTH or took[-1] <= LONGEST
