@@ -1,243 +1,26 @@
-"""The console gets every byte of a growing file, in order, and whoever is slow delays only itself."""
+"""The console gets whole lines of all, and whoever is slow delays only itself."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import select
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from process_probe import until
-from rallypoint.agent import console as module
-from rallypoint.agent.console import Console, FileWatch, Follower, OutputThread, cut
+from rallypoint.agent.console import Console, OutputThread
 from rallypoint.agent.logs import ConsoleCopy, Streams
 
 
-class Collected:
-    """Stands for an output; keeps what it is given, and can be made to wait."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.open = asyncio.Event()
-        self.open.set()
-
-    async def write(self, data: bytes) -> None:
-        await self.open.wait()
-        self.pieces.append(data)
-        await asyncio.sleep(0)
-
-    @property
-    def text(self) -> bytes:
-        return b"".join(self.pieces)
-
-
-@pytest.fixture
-async def watch() -> AsyncIterator[FileWatch]:
-    watch = FileWatch()
-    yield watch
-    watch.close()
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    path = tmp_path / "stdout.log"
-    path.touch()
-    return path
-
-
-def follow(log: Path, output: Collected, watch: FileWatch, prefix: bytes = b"", chunk: int = 64) -> Follower:
-    follower = Follower(log, output, watch, prefix, chunk)  # type: ignore[arg-type]
-    follower.start()
-    return follower
-
-
-def append(path: Path, data: bytes) -> None:
-    with open(path, "ab", buffering=0) as file:
+def _append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
         file.write(data)
-
-
-async def test_a_growing_file_is_copied_to_the_byte(log: Path, watch: FileWatch) -> None:
-    """What is written before and after the start, not UTF-8, lines of every length, the last one unfinished."""
-    output = Collected()
-    append(log, b"early\n")
-    follower = follow(log, output, watch)
-    await until(lambda: output.text == b"early\n", "what was there")
-    written = b"early\n"
-    for length in (0, 1, 63, 64, 65, 500):
-        line = bytes((at * 7 + length) % 256 for at in range(length)) + b"\n"
-        written += line
-        append(log, line)
-        await until(lambda: output.text == written, f"the line of {length}")  # noqa: B023
-    append(log, b"\xff no end")
-    assert await follower.finish(5.0)
-    assert output.text == written + b"\xff no end"
-
-
-async def test_prefixes_are_put_before_whole_lines(log: Path, watch: FileWatch) -> None:
-    """A line written in parts has one prefix; the last, unfinished one gets prefix and end."""
-    output = Collected()
-    follower = follow(log, output, watch, b"[r0]:")
-    append(log, b"one\ntw")
-    await until(lambda: bool(output.text), "the first line")
-    assert output.text == b"[r0]:one\n"
-    append(log, b"o\n\nthr")
-    await until(lambda: output.text.count(b"\n") == 3, "the second line")
-    append(log, b"ee")
-    assert await follower.finish(5.0)
-    assert output.text == b"[r0]:one\n[r0]:two\n[r0]:\n[r0]:three\n"
-
-
-async def test_a_progress_bar_shows_before_its_line_ends(log: Path, watch: FileWatch) -> None:
-    """Without a prefix an unfinished line goes out after a moment."""
-    output = Collected()
-    follower = follow(log, output, watch)
-    append(log, b"\r 10 %")
-    await until(lambda: output.text == b"\r 10 %", "the bar")
-    append(log, b"\r 20 %\n")
-    assert await follower.finish(5.0)
-    assert output.text == b"\r 10 %\r 20 %\n"
-
-
-async def test_a_truncated_file_is_read_from_its_new_beginning(log: Path, watch: FileWatch) -> None:
-    """A worker that empties its log goes on being followed."""
-    output = Collected()
-    follower = follow(log, output, watch)
-    append(log, b"a long first line\n")
-    await until(lambda: bool(output.text), "the first line")
-    os.truncate(log, 0)
-    append(log, b"new\n")
-    assert await follower.finish(5.0)
-    assert output.text == b"a long first line\nnew\n"
-
-
-async def test_no_event_is_needed_while_nobody_writes(
-    log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An idle follower sleeps: it doesn't look at its file until the kernel says that it has grown."""
-    looks = 0
-    pread = os.pread
-
-    def counted(fd: int, size: int, offset: int) -> bytes:
-        nonlocal looks
-        looks += 1
-        return pread(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", counted)
-    monkeypatch.setattr(module, "GATHER", 0.0)
-    monkeypatch.setattr(module, "FALLBACK_INTERVAL", 0.0)
-    output = Collected()
-    follower = follow(log, output, watch)
-    await until(lambda: looks == 1, "the first look")
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert looks == 1
-    append(log, b"x\n")
-    await until(lambda: output.text == b"x\n", "the line")
-    await follower.finish(5.0)
-
-
-async def test_what_is_written_during_a_look_is_not_missed(
-    log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A write just after the read that found nothing still wakes the follower."""
-    pread = os.pread
-    news = iter([b"one\n", b"two\n"])
-
-    def late(fd: int, size: int, offset: int) -> bytes:
-        data = pread(fd, size, offset)
-        if not data:
-            append(log, next(news, b""))
-        return data
-
-    monkeypatch.setattr(os, "pread", late)
-    output = Collected()
-    follower = follow(log, output, watch)
-    await until(lambda: output.text == b"one\ntwo\n", "both lines")
-    await follower.finish(5.0)
-
-
-async def test_files_are_followed_without_inotify(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the user's inotify instances are used up, nothing is lost: the file is looked at now and then."""
-    monkeypatch.setattr(module, "FALLBACK_INTERVAL", 0.01)
-    blind = FileWatch()
-    blind.close()
-    output = Collected()
-    follower = follow(log, output, blind)
-    append(log, b"seen\n")
-    await until(lambda: output.text == b"seen\n", "the line")
-    append(log, b"again\n")
-    await until(lambda: output.text == b"seen\nagain\n", "the second line")
-    assert await follower.finish(5.0)
-
-
-async def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path, watch: FileWatch) -> None:
-    """No file: finish says so, and nothing is raised behind anybody's back."""
-    follower = follow(tmp_path / "nothing", Collected(), watch)
-    assert not await follower.finish(5.0)
-    assert isinstance(follower.error, FileNotFoundError)
-
-
-async def test_a_flood_leaves_the_loop_responsive(log: Path, watch: FileWatch) -> None:
-    """The loop turns at least once for each chunk of a large file, and nothing is lost or held in memory."""
-    line = b"x" * 99 + b"\n"
-    append(log, line * 100_000)
-    turns = 0
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    turning = asyncio.create_task(turn())
-    output = Collected()
-    follower = follow(log, output, watch, chunk=64 * 1024)
-    assert await follower.finish(30.0)
-    turning.cancel()
-    assert output.text == line * 100_000
-    assert max(map(len, output.pieces)) <= 2 * 64 * 1024
-    assert turns >= len(output.pieces)
-
-
-async def test_a_slow_output_delays_finish_only_so_long(log: Path, watch: FileWatch) -> None:
-    """finish gives up waiting at its timeout, and the copying still goes on to the end afterwards."""
-    output = Collected()
-    output.open.clear()
-    append(log, b"line\n" * 100)
-    follower = follow(log, output, watch)
-    assert not await follower.finish(0.05)
-    output.open.set()
-    assert await follower.finish(5.0)
-    assert output.text == b"line\n" * 100
-
-
-@given(
-    st.lists(st.binary(max_size=30).map(lambda data: data.replace(b"\r", b"\n")), max_size=8),
-    st.integers(1, 40),
-)
-def test_cutting_loses_nothing(pieces: list[bytes], longest: int) -> None:
-    """However a stream is cut into reads, what goes out is the stream with each line prefixed once."""
-    for prefix in (b"", b">>"):
-        out, pending, in_line = b"", b"", False
-        for piece in pieces:
-            whole, pending, in_line = cut(pending + piece, prefix, in_line, longest)
-            assert len(pending) < longest
-            out += whole
-        if pending:
-            out += (b"" if in_line else prefix) + pending
-        assert out == b"".join(prefix + line for line in _lines(b"".join(pieces)))
-
-
-def _lines(data: bytes) -> list[bytes]:
-    lines = [line + b"\n" for line in data.split(b"\n")]
-    lines[-1] = lines[-1][:-1]
-    return [line for line in lines if line]
 
 
 @pytest.fixture
@@ -304,7 +87,7 @@ async def test_console_end_to_end(tmp_path: Path, pipe: tuple[int, int]) -> None
         console.follow(ConsoleCopy(log, Streams.STDOUT, b"[w%d]:" % rank)).start()
     for number in range(50):
         for log in logs:
-            append(log, b"%d\n" % number)
+            _append(log, b"%d\n" % number)
         await asyncio.sleep(0)
     assert await console.close(5.0)
     lines = os.read(read, 1 << 16).splitlines()
@@ -325,6 +108,51 @@ async def test_closing_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert not await console.close(0.1)
     assert time.monotonic() - began < 5.0
     os.close(read)
+    name = f"console-{write}"
+    await until(lambda: all(thread.name != name for thread in threading.enumerate()), "the thread's end")
+    os.close(write)
+
+
+async def test_a_console_that_stands_still_holds_few_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many workers write to it, they wait for their turn before they read."""
+    pread, read_so_far = os.pread, 0
+
+    def counted(fd: int, size: int, offset: int) -> bytes:
+        nonlocal read_so_far
+        data = pread(fd, size, offset)
+        read_so_far += bool(data)
+        return data
+
+    monkeypatch.setattr(os, "pread", counted)
+    read, write = os.pipe()
+    console = Console(stdout=write)
+    for rank in range(16):
+        (tmp_path / f"{rank}.log").write_bytes(b"x\n" * 500_000)
+        console.follow(ConsoleCopy(tmp_path / f"{rank}.log", Streams.STDOUT)).start()
+    await until(lambda: bool(select.select([read], [], [], 0)[0]), "the first piece")
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert 1 <= read_so_far <= 2
+    os.close(read)  # what comes now is dropped
+    assert await console.close(20.0)
+    os.close(write)
+
+
+async def test_what_the_console_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """How much, and which files have it."""
+    read, write = os.pipe()
+    console = Console(stdout=write)
+    log = tmp_path / "log"
+    log.write_bytes(b"x\n" * 500_000)
+    console.follow(ConsoleCopy(log, Streams.STDOUT)).start()
+    assert not await console.close(0.1)
+    os.close(read)
+    said = re.search(r"too slow to show everything left_out_bytes=(\d+) files=(.*)", caplog.text)
+    assert said is not None
+    assert 0 < int(said[1]) <= 1_000_000
+    assert said[2] == f"['{log}']"
     name = f"console-{write}"
     await until(lambda: all(thread.name != name for thread in threading.enumerate()), "the thread's end")
     os.close(write)

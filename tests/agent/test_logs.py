@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.agent.logs import (
-    ConsoleCopy,
     LogDirectory,
     LogError,
     Redirect,
     Streams,
-    console_copies,
+    remove_attempts,
     safe_name,
 )
 
@@ -26,7 +25,7 @@ def test_the_layout_is_torchruns(tmp_path: Path) -> None:
     logs = LogDirectory.create(tmp_path / "new" / "logs", "my-run")
     assert logs.path.parent == tmp_path / "new" / "logs"
     assert logs.path.name.startswith("my-run_")
-    files = logs.new_attempt(range(2))
+    files = logs.new_attempt(range(2)).workers
     folder = logs.path / "attempt_0" / "1"
     assert files[1].stdout == folder / "stdout.log"
     assert files[1].stderr == folder / "stderr.log"
@@ -37,10 +36,10 @@ def test_the_layout_is_torchruns(tmp_path: Path) -> None:
 def test_no_attempt_and_no_run_overwrites_another(tmp_path: Path) -> None:
     """Every start has a new number, every run of the same name a new directory."""
     logs = LogDirectory.create(tmp_path, "run")
-    first = logs.new_attempt([0])[0].stdout
+    first = logs.new_attempt([0]).workers[0].stdout
     first.write_text("kept")
-    assert logs.new_attempt([0])[0].stdout.parent.parent.name == "attempt_1"
-    assert logs.new_attempt([0])[0].stdout.parent.parent.name == "attempt_2"
+    assert logs.new_attempt([0]).workers[0].stdout.parent.parent.name == "attempt_1"
+    assert logs.new_attempt([0]).workers[0].stdout.parent.parent.name == "attempt_2"
     assert first.read_text() == "kept"
     assert LogDirectory.create(tmp_path, "run").path != logs.path
 
@@ -123,17 +122,53 @@ def test_nonsense_is_explained(text: str, expected: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_console_shows_all_but_what_is_redirected(tmp_path: Path) -> None:
-    """Neither option: verbatim; -r: not shown; -t: with a prefix; both: teed."""
-    files = LogDirectory.create(tmp_path, "run").new_attempt(range(4))
-    copies = console_copies(
-        files, "trainer", Redirect.parse("1:1,2:3", "-r"), Redirect.parse("2:1,3:2", "-t")
-    )
-    assert copies == [
-        ConsoleCopy(files[0].stdout, Streams.STDOUT),
-        ConsoleCopy(files[0].stderr, Streams.STDERR),
-        ConsoleCopy(files[1].stderr, Streams.STDERR),
-        ConsoleCopy(files[2].stdout, Streams.STDOUT, b"[trainer2]:"),
-        ConsoleCopy(files[3].stdout, Streams.STDOUT),
-        ConsoleCopy(files[3].stderr, Streams.STDERR, b"[trainer3]:"),
-    ]
+def test_a_global_rank_is_found_by_its_name(tmp_path: Path) -> None:
+    """Whoever looks for rank 7 needn't know on which place of which host it ran; `attempt_0/*/` has nothing twice."""
+    logs = LogDirectory.create(tmp_path, "run")
+    attempt = logs.new_attempt(range(4), base_rank=4)
+    attempt.workers[3].stderr.write_text("it was me")
+    ranks = attempt.folder / "ranks"
+    assert sorted(os.listdir(ranks)) == ["4", "5", "6", "7"]
+    assert (ranks / "7" / "stderr.log").read_text() == "it was me"
+    assert len(list(attempt.folder.glob("*/stderr.log"))) == 4
+    logs.path.rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "attempt_0" / "ranks" / "7" / "stderr.log").read_text() == "it was me"
+
+
+def test_a_file_system_without_links_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The links are a convenience; the logs are not."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    assert LogDirectory.create(tmp_path, "run").new_attempt(range(2)).workers[1].stdout.exists()
+
+
+def _started(keep: int, failed: set[int], tmp_path: Path) -> list[str]:
+    """The attempts that are there after seven starts of which some failed."""
+    logs = LogDirectory.create(tmp_path, "run", keep)
+    for number in range(7):
+        logs.new_attempt([0])
+        remove_attempts(logs.superfluous())
+        if number in failed:
+            logs.note_failure()
+    return sorted(os.listdir(logs.path))
+
+
+def test_by_default_all_attempts_stay(tmp_path: Path) -> None:
+    """torchrun removes what a membership change ended."""
+    assert _started(0, {1}, tmp_path) == [f"attempt_{number}" for number in range(7)]
+
+
+def test_the_latest_attempts_stay(tmp_path: Path) -> None:
+    """As many as were wanted, the one that runs included."""
+    assert _started(1, set(), tmp_path) == ["attempt_6"]
+    assert _started(3, set(), tmp_path) == ["attempt_4", "attempt_5", "attempt_6"]
+
+
+def test_the_attempt_of_the_latest_failure_stays(tmp_path: Path) -> None:
+    """Its report names files in it, and attempts after it may have ended for others' sake."""
+    assert _started(2, {1, 3}, tmp_path) == ["attempt_3", "attempt_5", "attempt_6"]
+    assert _started(1, {5}, tmp_path) == ["attempt_5", "attempt_6"]
+    assert _started(2, {5}, tmp_path) == ["attempt_5", "attempt_6"]

@@ -1,0 +1,65 @@
+"""Whoever waits for a file to grow is woken, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from process_probe import until
+from rallypoint.agent.file_watch import FileWatch
+
+
+def _opened(path: Path) -> FileIO:
+    return open(path, "wb", buffering=0)
+
+
+@pytest.fixture
+async def watch() -> AsyncIterator[FileWatch]:
+    watch = FileWatch()
+    yield watch
+    watch.close()
+
+
+async def test_all_who_watch_a_file_are_woken_once(tmp_path: Path, watch: FileWatch) -> None:
+    """Several may watch one file: the console, a filter, and whoever streams the logs."""
+    woken: list[str] = []
+    first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
+    with _opened(tmp_path / "log") as file:
+        assert watch.arm(file.fileno(), first)
+        assert watch.arm(file.fileno(), second)
+        assert watch.arm(file.fileno(), first)
+        file.write(b"x")
+        await until(lambda: len(woken) == 2, "both")
+        file.write(b"y")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert sorted(woken) == ["first", "second"]
+
+
+async def test_who_is_disarmed_is_not_woken(tmp_path: Path, watch: FileWatch) -> None:
+    """The others still are."""
+    woken: list[str] = []
+    first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
+    with _opened(tmp_path / "log") as file:
+        watch.arm(file.fileno(), first)
+        watch.arm(file.fileno(), second)
+        watch.disarm(first)
+        file.write(b"x")
+        await until(lambda: bool(woken), "the other")
+        assert woken == ["second"]
+
+
+async def test_a_rotation_wakes(tmp_path: Path, watch: FileWatch) -> None:
+    """Whoever waits at the end of a file must look for the next one, however it was put there."""
+    log = tmp_path / "log"
+    for rotate in (lambda: log.rename(tmp_path / "old"), lambda: os.link(log, tmp_path / "other")):
+        woken = asyncio.Event()
+        with _opened(log) as file:
+            watch.arm(file.fileno(), woken.set)
+            rotate()
+            await asyncio.wait_for(woken.wait(), 20)

@@ -1,0 +1,60 @@
+"""A prefix is what its template says, and a filter picks whole lines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.agent.log_lines import LineFilter, check_line_prefix, line_prefix
+from rallypoint.agent.logs import LogError
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix"),
+    [
+        (None, b"[trainer1]:"),
+        ("[${role_name}${local_rank}]:", b"[trainer1]:"),
+        ("[${rank}]:", b"[5]:"),
+        ("$role_name $local_rank/$rank> ", b"trainer 1/5> "),
+        ("$$ ${rank} $ ", b"$ 5 $ "),
+        ("", b""),
+    ],
+)
+def test_templates_are_torchs(template: str | None, prefix: bytes) -> None:
+    """Of string.Template, with its three variables; by default the role and the local rank."""
+    assert line_prefix(template, role="trainer", local_rank=1, rank=5) == prefix
+    if template is not None:
+        assert check_line_prefix(template, "--log-line-prefix") == template
+
+
+def test_a_variable_that_lines_have_not_is_refused() -> None:
+    """In one line that names what there is."""
+    with pytest.raises(LogError) as caught:
+        check_line_prefix("[${host}]", "--log-line-prefix")
+    assert str(caught.value) == (
+        "--log-line-prefix [${host}]: there is no variable ${host}; "
+        "there are ${role_name}, ${local_rank}, ${rank}"
+    )
+    with pytest.raises(LogError, match="leave the line break out"):
+        check_line_prefix("a\nb", "--log-line-prefix")
+
+
+def test_lines_that_have_any_of_the_texts_are_picked() -> None:
+    """Once each, with their ends; texts mean themselves."""
+    choose = LineFilter(["apple", "a.c", "süß"])
+    assert choose(b"pear\nan apple, an apple\nabc\na.c\n") == b"an apple, an apple\na.c\n"
+    assert choose("sü\n süß\n".encode() + b"\xff apple") == " süß\n".encode() + b"\xff apple"
+    assert choose(b"") == b""
+
+
+@given(
+    st.lists(st.text(alphabet="ab ", max_size=6), max_size=12),
+    st.lists(st.text(alphabet="ab ", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_picking_is_what_it_says(lines: list[str], texts: list[str], ended: bool) -> None:
+    """Of all lines those that have a text in them, in order, wherever it is."""
+    data = "\n".join(lines) + "\n" * ended
+    expected = "".join(line for line in data.splitlines(keepends=True) if any(text in line for text in texts))
+    assert LineFilter(texts)(data.encode()) == expected.encode()

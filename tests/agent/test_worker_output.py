@@ -1,0 +1,224 @@
+"""Each stream of each worker goes where the options say, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.console import Console
+from rallypoint.agent.log_file import rotated_files
+from rallypoint.agent.logs import Attempt, LogDirectory, LogError, Redirect, Streams
+from rallypoint.agent.worker_output import WorkerOutput
+from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+
+
+class Shown:
+    """A console, and what it has been given."""
+
+    def __init__(self) -> None:
+        """Two pipes, each emptied by a thread."""
+        self.text = {Streams.STDOUT: b"", Streams.STDERR: b""}
+        self._threads = []
+        self._ends = {}
+        for stream in self.text:
+            read, self._ends[stream] = os.pipe()
+            thread = threading.Thread(target=self._read, args=(stream, read))
+            thread.start()
+            self._threads.append(thread)
+        self.console = Console(self._ends[Streams.STDOUT], self._ends[Streams.STDERR])
+
+    def _read(self, stream: Streams, fd: int) -> None:
+        while data := os.read(fd, 1 << 16):
+            self.text[stream] += data
+        os.close(fd)
+
+    async def close(self) -> None:
+        """All is in `text` then."""
+        await self.console.close(20.0)
+        while self._ends:
+            os.close(self._ends.popitem()[1])
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def lines(self) -> list[bytes]:
+        """Of standard output, sorted: the order of workers is nobody's."""
+        return sorted(self.text[Streams.STDOUT].splitlines())
+
+    @property
+    def error_lines(self) -> list[bytes]:
+        """Of standard error."""
+        return sorted(self.text[Streams.STDERR].splitlines())
+
+
+@pytest.fixture
+async def shown() -> AsyncIterator[Shown]:
+    """The console of a test."""
+    shown = Shown()
+    yield shown
+    await shown.close()
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    """Of four workers with the ranks 4 to 7."""
+    return LogDirectory.create(tmp_path / "logs", "run").new_attempt(range(4), base_rank=4)
+
+
+CONFIG = JobConfig(
+    run_id="run",
+    node_id="node",
+    address="127.0.0.1",
+    settings=RunSettings(min_nodes=1, max_nodes=1),
+    command=("true",),
+    environment={},
+    rendezvous=Peer("127.0.0.1:1"),
+    timer=Peer("127.0.0.1:1"),
+    local_world_size=4,
+    role="trainer",
+)
+
+
+def _append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+async def _run(shown: Shown, attempt: Attempt, tmp_path: Path, **options: Any) -> None:
+    """Four workers that each print two lines to each stream."""
+    output = WorkerOutput(replace(CONFIG, **options), attempt, shown.console, tmp_path)
+    output.open()
+    output.start()
+    for local_rank in range(4):
+        for stream, name in ((Streams.STDOUT, "out"), (Streams.STDERR, "err")):
+            text = f"{name} {local_rank} pear\n{name} {local_rank} apple\n"
+            _append(output.target(local_rank, stream), text.encode())
+    assert await output.finish(20.0)
+    await shown.close()
+
+
+def _printed(name: str, *local_ranks: int, prefix: str = "") -> list[bytes]:
+    return sorted(
+        f"{prefix.replace('#', str(rank)).replace('%', str(rank + 4))}{name} {rank} {fruit}".encode()
+        for rank in local_ranks
+        for fruit in ("apple", "pear")
+    )
+
+
+async def test_by_default_the_console_shows_all_as_it_is(
+    shown: Shown, attempt: Attempt, tmp_path: Path
+) -> None:
+    """And the files have it."""
+    await _run(shown, attempt, tmp_path)
+    assert shown.lines == _printed("out", 0, 1, 2, 3)
+    assert shown.error_lines == _printed("err", 0, 1, 2, 3)
+    assert attempt.workers[2].stderr.read_text() == "err 2 pear\nerr 2 apple\n"
+    assert sorted(os.listdir(attempt.folder)) == ["0", "1", "2", "3", "ranks"]
+
+
+async def test_redirected_streams_are_not_shown_and_teed_ones_have_a_prefix(
+    shown: Shown, attempt: Attempt, tmp_path: Path
+) -> None:
+    """A stream that is both is teed; all files have everything."""
+    await _run(
+        shown,
+        attempt,
+        tmp_path,
+        redirects=Redirect.parse("1:1,2:3", "-r"),
+        tee=Redirect.parse("2:1,3:2", "-t"),
+    )
+    teed = _printed("out", 2, prefix="[trainer#]:")
+    assert shown.lines == sorted(_printed("out", 0, 3) + teed)
+    assert shown.error_lines == sorted(_printed("err", 0, 1) + _printed("err", 3, prefix="[trainer#]:"))
+    assert attempt.workers[1].stdout.read_text() == "out 1 pear\nout 1 apple\n"
+
+
+async def test_only_the_local_ranks_of_the_filter_are_shown(
+    shown: Shown, attempt: Attempt, tmp_path: Path
+) -> None:
+    """Teed or not; the files have everything."""
+    await _run(
+        shown,
+        attempt,
+        tmp_path,
+        local_ranks_filter=frozenset({0, 2}),
+        tee=Redirect.parse("2:3,3:3", "-t"),
+        line_prefix="<${rank}>",
+    )
+    assert shown.lines == sorted(_printed("out", 0) + _printed("out", 2, prefix="<%>"))
+    assert attempt.workers[3].stdout.read_text() == "out 3 pear\nout 3 apple\n"
+
+
+async def test_lines_of_teed_streams_are_filtered_into_a_file(
+    shown: Shown, attempt: Attempt, tmp_path: Path
+) -> None:
+    """With their prefixes, as torchrun has it; of the ranks that the console shows."""
+    await _run(
+        shown,
+        attempt,
+        tmp_path,
+        tee=Redirect.parse("0:1,1:3,2:3", "-t"),
+        local_ranks_filter=frozenset({0, 1, 3}),
+        duplicate_stdout_filters=("apple", "0 p"),
+        duplicate_stderr_filters=("apple",),
+    )
+    filtered = (attempt.folder / "filtered_stdout.log").read_bytes().splitlines()
+    assert sorted(filtered) == [
+        b"[trainer0]:out 0 apple",
+        b"[trainer0]:out 0 pear",
+        b"[trainer1]:out 1 apple",
+    ]
+    assert (attempt.folder / "filtered_stderr.log").read_bytes() == b"[trainer1]:err 1 apple\n"
+
+
+async def test_where_nothing_is_teed_all_streams_are_filtered(
+    shown: Shown, attempt: Attempt, tmp_path: Path
+) -> None:
+    """torchrun's file is empty then, which is nothing that anybody wants; what is not shown is there too."""
+    await _run(
+        shown, attempt, tmp_path, redirects=Redirect(Streams.BOTH), duplicate_stderr_filters=("apple",)
+    )
+    filtered = (attempt.folder / "filtered_stderr.log").read_bytes().splitlines()
+    assert sorted(filtered) == [f"[trainer{rank}]:err {rank} apple".encode() for rank in range(4)]
+    assert not (attempt.folder / "filtered_stdout.log").exists()
+    assert shown.lines == []
+
+
+async def test_rotation_changes_nothing_of_all_that(shown: Shown, attempt: Attempt, tmp_path: Path) -> None:
+    """Workers write to pipes then, which are gone at the end."""
+    await _run(
+        shown,
+        attempt,
+        tmp_path,
+        tee=Redirect(Streams.BOTH),
+        log_max_bytes=4096,
+        duplicate_stdout_filters=("apple",),
+    )
+    assert shown.lines == _printed("out", 0, 1, 2, 3, prefix="[trainer#]:")
+    assert attempt.workers[2].stderr.read_text() == "err 2 pear\nerr 2 apple\n"
+    assert rotated_files(attempt.workers[2].stderr) == []
+    assert len((attempt.folder / "filtered_stdout.log").read_bytes().splitlines()) == 4
+    assert os.listdir(tmp_path) == ["logs"]
+
+
+async def test_a_file_that_can_not_be_made_is_one_clear_line(
+    shown: Shown, attempt: Attempt, tmp_path: Path
+) -> None:
+    """And what was made until then is cleaned up by finish."""
+    (attempt.folder / "filtered_stdout.log").mkdir()
+    config = replace(CONFIG, duplicate_stdout_filters=("apple",))
+    output = WorkerOutput(config, attempt, shown.console, tmp_path)
+    with pytest.raises(LogError, match=r"^cannot make .*/filtered_stdout.log: Is a directory$"):
+        output.open()
+    assert await output.finish(20.0)
+    output = WorkerOutput(replace(CONFIG, log_max_bytes=4096), attempt, shown.console, tmp_path / "nowhere")
+    with pytest.raises(LogError, match=r"^can't rotate the log files of workers: No such file or directory$"):
+        output.open()
+    assert await output.finish(20.0)

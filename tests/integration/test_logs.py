@@ -1,0 +1,158 @@
+"""Logs of a whole run, as its user finds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
+from mortal import mortal
+from process_probe import fresh_marker, gone, living, wait_until
+
+pytestmark = pytest.mark.integration
+
+_FAILING = """
+import os, sys
+for number in range(2000):
+    print("line", number, "of rank", os.environ["RANK"], file=sys.stderr)
+if os.environ["RANK"] == "1":
+    raise RuntimeError("no such layer")
+import time
+time.sleep(60)
+"""
+
+
+def _run(folder: Path, program: str, *options: str) -> tuple[int, str, Path]:
+    script = folder / "worker.py"
+    script.write_text(program)
+    result = rallypoint(
+        *("run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "logs")),
+        *("--redirects", "3", *options, str(script)),
+    )
+    (run,) = (folder / "logs").iterdir()
+    return result.returncode, result.stderr, run
+
+
+def test_the_report_has_the_last_words_of_a_rotated_log(tmp_path: Path) -> None:
+    """A traceback that is still on its way to the file when the worker has ended is waited for."""
+    code, report, run = _run(tmp_path, _FAILING, "--log-max-size", "16KiB", "--log-keep-files", "2")
+    assert code == 1
+    assert "reason     RuntimeError: no such layer" in report
+    assert 'File "' in report
+    place = run / "attempt_0" / "ranks" / "1"
+    names = sorted(path.name for path in place.iterdir())
+    assert [name.partition(".log")[0] for name in names] == ["stderr"] * 3 + ["stdout"]
+    kept = b"".join((place / name).read_bytes() for name in [*names[1:3], names[0]])
+    assert kept.endswith(b"RuntimeError: no such layer\n")
+    assert kept.startswith(b"line ")
+
+
+def test_only_the_latest_attempts_are_kept(tmp_path: Path) -> None:
+    """The last one and the one in which a worker failed; names of attempts don't change."""
+    program = """
+import os, sys
+sys.exit(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 4)
+"""
+    code, _, run = _run(tmp_path, program, "--max-restarts", "4", "--keep-attempts", "1")
+    assert code == 0
+    assert sorted(path.name for path in run.glob("attempt_*")) == ["attempt_3", "attempt_4"]
+
+
+def test_filtered_lines_are_in_one_file(tmp_path: Path) -> None:
+    """Of all workers of the host, with prefixes of the user's choice."""
+    program = "import os; print('loss of rank', os.environ['RANK']); print('noise')"
+    _, _, run = _run(
+        tmp_path,
+        program,
+        "--duplicate-stdout-filters",
+        "loss,fatal",
+        "--log-line-prefix",
+        "${role_name}/${rank} ",
+    )
+    filtered = (run / "attempt_0" / "filtered_stdout.log").read_text().splitlines()
+    assert sorted(filtered) == ["default/0 loss of rank 0", "default/1 loss of rank 1"]
+    assert not (run / "attempt_0" / "filtered_stderr.log").exists()
+
+
+def test_bytes_that_are_no_text_are_kept(tmp_path: Path) -> None:
+    """In the file and on the console; also a line without an end."""
+    program = r"import os; os.write(1, b'\xff\xfe\x00 \r half'); os.write(1, b' a line')"
+    _, _, run = _run(tmp_path, program, "--log-max-size", "1MiB")
+    for local_rank in range(2):
+        content = (run / "attempt_0" / str(local_rank) / "stdout.log").read_bytes()
+        assert content == b"\xff\xfe\x00 \r half a line"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
+def test_a_full_disk_stops_no_worker(tmp_path: Path) -> None:
+    """Rotated logs that have no room are dropped; the worker goes on, and the log says so, once."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if os.system(f"mount -t tmpfs -o size=256k none {mount} 2>/dev/null") != 0:  # noqa: S605
+        pytest.skip("this container may mount nothing")
+    try:
+        script = tmp_path / "worker.py"
+        script.write_text("for number in range(50_000): print('line', number)")
+        result = rallypoint(
+            *("run", "--standalone", "--log-dir", mount, "--log-max-size", "1MiB", "--redirects", "3"),
+            *("--log-format", "json", script),
+        )
+    finally:
+        assert os.system(f"umount {mount}") == 0  # noqa: S605
+    said = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
+    dropped = [
+        line for line in said if line["event"] == "output of a worker can't be written, and is dropped"
+    ]
+    assert (result.returncode, len(dropped)) == (0, 1), result.stderr
+    assert dropped[0]["reason"] == "No space left on device"
+    (lost,) = [line for line in said if line["event"] == "output of a worker is lost"]
+    assert 0 < lost["bytes"] < 538_890
+
+
+def test_what_workers_wrote_last_survives_their_agent(tmp_path: Path) -> None:
+    """The agent is killed with its workers' last words still in the pipe: they are in the file, and nobody is left."""
+    program = """
+import os, signal, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+os.write(1, b"begun\\n")
+(folder / "begun").touch()
+while not (folder / "go").exists():
+    pass
+os.write(1, b"last words\\n" * 1000)
+(folder / "said").touch()
+signal.pause()
+"""
+    (tmp_path / "worker.py").write_text(program)
+    with fresh_marker() as marker:
+        agent = subprocess.Popen(
+            mortal(
+                *(str(RALLYPOINT), "run", "--standalone", "--log-dir", str(tmp_path / "logs")),
+                *("--log-max-size", "1MiB", str(tmp_path / "worker.py"), str(tmp_path)),
+            ),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=clean_environment(MARKER=marker),
+        )
+        try:
+            wait_until((tmp_path / "begun").exists, "the worker to begin")
+            (copier,) = [pid for pid in living(marker) if b"log_copier" in _command(pid)]
+            os.kill(copier, signal.SIGSTOP)
+            (tmp_path / "go").touch()
+            wait_until((tmp_path / "said").exists, "the last words")
+        finally:
+            agent.kill()
+            agent.wait()
+        # The kernel lets an orphan that was stopped run on.
+        wait_until(lambda: gone(marker), "the worker to be dead and the copier to be done")
+    (log,) = tmp_path.glob("logs/*/attempt_0/0/stdout.log")
+    assert log.read_bytes() == b"begun\n" + b"last words\n" * 1000
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
