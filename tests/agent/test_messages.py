@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rallypoint.agent.core import Assignment, Phase
-from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.errors import FailureKind, WorkerFailure
 from rallypoint.agent.messages import assignment_value, failure_message, failure_value, phase_value
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -22,6 +23,10 @@ FAILURE = WorkerFailure(
     message="killed by SIGKILL",
     traceback="Traceback …",
     log_file="/logs/1/stderr.log",
+    kind=FailureKind.OUT_OF_MEMORY,
+    permanent=True,
+    core_file="/cores/core.4711",
+    at=1000.25,
 )
 
 
@@ -47,7 +52,19 @@ def test_a_phase_of_a_newer_server_stops_workers_and_waits() -> None:
 
 def test_a_failure_travels_and_comes_back_whole() -> None:
     """What one host reports is what all hosts print."""
-    message = failure_message(FAILURE, 3)
+    message = failure_message(FAILURE, 3, now=1001.0)
     assert message.round == 3
     assert message.node_id == ""
+    assert message.age.ToMilliseconds() == 750
     assert failure_value(message) == FAILURE
+    message.node_id = "b"
+    assert (failure_value(message).node, failure_value(message).at) == ("b", None)
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+def test_kinds_of_failure_keep_their_names(kind: FailureKind) -> None:
+    """A kind is what its name says; one of a newer server is not known."""
+    message = failure_message(replace(FAILURE, kind=kind), 3, now=1001.0)
+    assert pb.FailureKind.Name(message.kind) == f"FAILURE_KIND_{kind.name}"
+    assert failure_value(message).kind is kind
+    assert failure_value(pb.WorkerFailure(kind=pb.FailureKind.ValueType(77))).kind is FailureKind.UNSPECIFIED

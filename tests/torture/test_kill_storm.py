@@ -33,6 +33,7 @@ SETTINGS = pb.RunSettings(
     min_nodes=NODES // 2,
     max_nodes=NODES,
     max_restarts=100_000,
+    restart_backoff=seconds(0),
     # Both shorter than a server lives, since each start begins them anew. So rounds form during the storm, and nodes
     # that die are also lost, and not only superseded when they come back.
     last_call_timeout=seconds(0.05),

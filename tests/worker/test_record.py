@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from rallypoint.agent import exit_sentences
 from rallypoint.worker import record
 from rallypoint.worker.record import write_error_file
+from rallypoint.worker.unrecoverable import UNRECOVERABLE
 
 
 @pytest.fixture
@@ -31,15 +33,18 @@ def divide(dividend: int, divisor: int = 0) -> float:
 
 
 def test_the_file_has_torchs_format(error_file: Path) -> None:
-    """{"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}, all text, seconds as an integer."""
-    before = int(time.time())
+    """{"message": {"message", "extraInfo": {"py_callstack", "timestamp"}}}, all text, whole seconds; and ours."""
+    before, began = int(time.time()), time.monotonic()
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         divide(1)
     content = json.loads(error_file.read_text())
     assert set(content) == {"message"}
     assert set(content["message"]) == {"message", "extraInfo"}
     extra = content["message"]["extraInfo"]
-    assert set(extra) == {"py_callstack", "timestamp"}
+    assert set(extra) == {"py_callstack", "timestamp", "rallypoint"}
+    assert began <= extra["rallypoint"]["monotonic"] <= time.monotonic()
+    assert before <= extra["rallypoint"]["time"] <= time.time()
+    assert extra["rallypoint"]["permanent"] is False
     assert content["message"]["message"] == "ZeroDivisionError: division by zero"
     assert extra["py_callstack"].startswith("Traceback (most recent call last):\n")
     assert extra["py_callstack"].endswith("\nZeroDivisionError: division by zero\n")
@@ -60,6 +65,7 @@ def test_torchs_own_decorator_writes_the_same(error_file: Path) -> None:
     theirs = json.loads(error_file.read_text())
     for content in (ours, theirs):
         extra = content["message"]["extraInfo"]
+        extra.pop("rallypoint", None)
         assert abs(int(extra.pop("timestamp")) - time.time()) < 60
         extra["py_callstack"] = extra["py_callstack"].splitlines()[-3:]
     assert ours == theirs
@@ -86,6 +92,43 @@ def test_exits_are_no_exceptions(error_file: Path) -> None:
             leave(how)
         assert caught.value is how
     assert not error_file.exists()
+
+
+@pytest.mark.torch
+def test_torch_s_agent_reads_ours(error_file: Path) -> None:
+    """Its report has our message, traceback and timestamp."""
+    errors: Any = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    with pytest.raises(ZeroDivisionError):
+        divide(1)
+    failure = errors.ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(error_file))
+    assert abs(failure.timestamp - time.time()) < 60
+    report = str(errors.ChildFailedError("trainer", {0: failure}))
+    assert "ZeroDivisionError: division by zero" in report
+
+
+def test_what_no_restart_can_mend_is_said_and_ends_with_93(tmp_path: Path) -> None:
+    """The error file says so, standard error has the traceback, and the exit code is enough by itself."""
+    program = """
+from rallypoint.worker import Unrecoverable, record
+
+@record
+def main():
+    raise Unrecoverable("the loss is not a number")
+
+main()
+"""
+    path = tmp_path / "error.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
+    assert ran.returncode == UNRECOVERABLE == exit_sentences.UNRECOVERABLE
+    last = ran.stderr.splitlines()[-1]
+    assert last == "rallypoint.worker.Unrecoverable: the loss is not a number"
+    assert ran.stderr.count("Traceback (most recent call last):") == 1
+    content = json.loads(path.read_text())
+    assert content["message"]["message"] == "Unrecoverable: the loss is not a number"
+    assert content["message"]["extraInfo"]["rallypoint"]["permanent"] is True
 
 
 def test_without_the_variable_nothing_is_written(

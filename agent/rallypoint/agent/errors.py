@@ -1,20 +1,23 @@
 """Why a worker failed: from how it ended and what it left behind to a report for people.
 
-Best evidence first: the error file (ours and torch's `record` write the same), else the last traceback in its
-standard error, else what the signal or exit code says.
+Best evidence first: the kernel's word that it killed it for want of memory, the error file (ours and torch's `record`
+write the same), the last traceback in its standard error, and at last what the signal or exit code says.
 """
 
 from __future__ import annotations
 
-import json
+import enum
 import os
 import signal
 import time as clock
-from dataclasses import dataclass
-from datetime import UTC, datetime, tzinfo
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
+from rallypoint.agent.core_dump import CoreDump
+from rallypoint.agent.error_file import Story, read_error_file
+from rallypoint.agent.exit_sentences import UNRECOVERABLE, sentence, signal_name
+from rallypoint.agent.log_file import read_end
 from rallypoint.agent.logs import WorkerLogs
 from rallypoint.agent.spawn_protocol import WorkerExit
 from rallypoint.agent.tracebacks import final_traceback
@@ -25,24 +28,30 @@ MAX_TRACEBACK = 16 * 1024
 MAX_MESSAGE = 2 * 1024
 """Bytes of a message that are kept, from its beginning."""
 
-_TAIL = 64 * 1024  # bytes of stderr.log that are searched
-_MAX_ERROR_FILE = 4 << 20
-_LAST_LINES = 10
-
 COULD_NOT_START = 127
 """Exit code of a worker that never ran; what a shell says of a program it can't start."""
 
-_SIGNAL_HINTS = {
-    signal.SIGKILL: "; if nobody sent it, the kernel's OOM killer may have: see dmesg",
-    signal.SIGSEGV: ": native code touched memory that isn't its own",
-    signal.SIGBUS: "; often /dev/shm is full, where data loaders keep tensors",
-    signal.SIGABRT: ": native code gave up; its reason may be the last thing in the log",
-    signal.SIGFPE: ": native code divided by zero",
-    signal.SIGILL: ": native code was built for another processor",
-    signal.SIGXCPU: ": its limit of processor time is used up (ulimit -t)",
-    signal.SIGXFSZ: ": a file grew past the limit (ulimit -f)",
-    signal.SIGTERM: "; something other than its agent asked it to stop",
-}
+RAISED = 1
+"""Exit code of a worker that has raised and not ended yet; what Python returns for an exception."""
+
+UNWINDING = 60.0
+"""Seconds that a worker may take from writing its error file to its end. Of one that goes on for longer, or is killed
+by the kernel later, the exception is not the reason: it was caught."""
+
+_TAIL = 64 * 1024  # bytes of stderr.log that are searched
+_LAST_LINES = 10
+
+
+class FailureKind(enum.Enum):
+    """What kind of end a worker had; the names are those of the protocol."""
+
+    UNSPECIFIED = "unknown"
+    EXCEPTION = "exception"
+    EXIT_CODE = "exit_code"
+    SIGNAL = "signal"
+    OUT_OF_MEMORY = "out_of_memory"
+    HUNG = "hung"
+    NOT_STARTED = "not_started"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +64,17 @@ class WorkerFailure:
         role: its role.
         host: name of its host.
         pid: its process id; 0 if it was never started.
-        exit_code: what it returned; minus the signal's number if a signal ended it.
+        exit_code: what it returned; minus the signal's number if a signal ended it; RAISED if it had not ended yet.
         time: when it failed, in Unix seconds by its host's clock.
         message: what happened, in one line; at most MAX_MESSAGE bytes.
         traceback: its traceback, or where there is none the last lines of its standard error; at most
             MAX_TRACEBACK bytes, the end kept.
         log_file: path of its standard error on its host; empty if there is none.
+        kind: what kind of end it had.
+        permanent: whether no restart can mend it, as the worker itself says.
+        core_file: path of its core dump on its host; empty if there is none that is known.
+        node: name of its node in the run; empty until the run has taken the failure.
+        at: when it failed, in monotonic seconds of this host; None for a failure on another one.
     """
 
     local_rank: int
@@ -73,6 +87,11 @@ class WorkerFailure:
     message: str
     traceback: str = ""
     log_file: str = ""
+    kind: FailureKind = FailureKind.UNSPECIFIED
+    permanent: bool = False
+    core_file: str = ""
+    node: str = field(default="", compare=False)
+    at: float | None = field(default=None, compare=False)
 
     @property
     def signal_name(self) -> str | None:
@@ -80,8 +99,22 @@ class WorkerFailure:
         return signal_name(-self.exit_code) if self.exit_code < 0 else None
 
 
+def earliest(failures: Iterable[WorkerFailure]) -> WorkerFailure | None:
+    """The failure of this host's that came first, by its monotonic clock; None of none."""
+    return min(failures, key=lambda failure: failure.at or 0.0, default=None)
+
+
 def describe_failure(
-    how: WorkerExit, logs: WorkerLogs | None, *, rank: int, role: str, host: str
+    how: WorkerExit,
+    logs: WorkerLogs | None,
+    *,
+    rank: int,
+    role: str,
+    host: str,
+    since: float = 0.0,
+    starved: str | None = None,
+    besides: str = "",
+    core: CoreDump | None = None,
 ) -> WorkerFailure:
     """Finds out why a worker failed. Reads at most a few megabytes; never raises for what it finds there.
 
@@ -91,16 +124,33 @@ def describe_failure(
         rank: its place in the round.
         role: its role.
         host: name of this host.
+        since: when it was started, in monotonic seconds.
+        starved: that the kernel killed it for want of memory, in a sentence; None if it is not known to have.
+        besides: what else happened meanwhile, to be added to the message; may be empty.
+        core: what is known of its core dump; None if its end leaves none.
     """
-    told = _read_error_file(logs.error_file) if logs is not None else None
+    story = read_error_file(logs.error_file) if logs is not None else None
     tail = _read_tail(logs.stderr) if logs is not None else ""
-    message, traceback, time = sentence(how), "", how.time
-    if told is not None:
-        message, traceback = told.message or message, told.traceback
+    message, traceback, at, time = sentence(how), "", how.at, how.time
+    kind = FailureKind.SIGNAL if how.signal is not None else FailureKind.EXIT_CODE
+    if story is not None:
+        raised_at, raised = _moment(story, since, how.at, how.time)
+        if starved is not None and how.at - raised_at > UNWINDING:
+            story = None
+    if story is not None:
+        kind = FailureKind.EXCEPTION
+        message, traceback = story.message or message, story.traceback
         # A peer that fails of the consequences may be gone before the first to fail has finished unwinding.
-        time = min(time, told.time)
+        at, time = raised_at, raised
+    elif starved is not None:
+        kind, message = FailureKind.OUT_OF_MEMORY, starved
     elif (found := final_traceback(tail, at_end=how.exit_code != 1)) is not None:
         message, traceback = found
+        kind = kind if how.signal is not None else FailureKind.EXCEPTION
+    if core is not None and kind is FailureKind.SIGNAL:
+        message += core.hint
+    if kind is not FailureKind.EXCEPTION or how.signal is None:
+        message += besides
     if not traceback:
         traceback = "\n".join(tail.rstrip().splitlines()[-_LAST_LINES:])
     if logs is not None and _is_full(logs.stderr.parent):
@@ -117,11 +167,85 @@ def describe_failure(
         message=_head(message),
         traceback=_tail(traceback),
         log_file=str(logs.stderr) if logs is not None else "",
+        kind=kind,
+        permanent=how.exit_code == UNRECOVERABLE or (story is not None and story.permanent),
+        core_file=core.file if core is not None else "",
+        at=at,
     )
 
 
+def failure_under_way(
+    story: Story,
+    logs: WorkerLogs,
+    *,
+    local_rank: int,
+    pid: int,
+    rank: int,
+    role: str,
+    host: str,
+    since: float,
+    now: float,
+    time: float,
+) -> WorkerFailure:
+    """The failure of a worker that has raised, and has not come to its end by itself.
+
+    Args:
+        story: what it says.
+        logs: its files.
+        local_rank: its place among the workers of this host.
+        pid: its process.
+        rank: its place in the round.
+        role: its role.
+        host: name of this host.
+        since: when it was started, in monotonic seconds.
+        now: in monotonic seconds.
+        time: the same moment in Unix seconds.
+    """
+    raised_at, raised = _moment(story, since, now, time)
+    return WorkerFailure(
+        local_rank=local_rank,
+        rank=rank,
+        role=role,
+        host=host,
+        pid=pid,
+        exit_code=UNRECOVERABLE if story.permanent else RAISED,
+        time=raised,
+        message=_head(story.message),
+        traceback=_tail(story.traceback),
+        log_file=str(logs.stderr),
+        kind=FailureKind.EXCEPTION,
+        permanent=story.permanent,
+        at=raised_at,
+    )
+
+
+def _moment(story: Story, since: float, at: float, time: float) -> tuple[float, float]:
+    """When it raised, in monotonic and in Unix seconds.
+
+    What the worker says itself is exact. The time of the file may be that of a file server, whose clock is another:
+    what lies before the worker's start or past its end counts for nothing, and the end is when it failed.
+
+    Args:
+        story: what it says.
+        since: when it was started, in monotonic seconds.
+        at: when it ended, likewise.
+        time: the same moment in Unix seconds.
+    """
+    for raised_at in (story.raised_at, at - (time - story.written)):
+        if raised_at is not None and since <= raised_at <= at:
+            return raised_at, time - (at - raised_at)
+    return at, time
+
+
 def failure_to_start(
-    message: str, *, rank: int, role: str, host: str, local_rank: int = 0, time: float | None = None
+    message: str,
+    *,
+    rank: int,
+    role: str,
+    host: str,
+    local_rank: int = 0,
+    time: float | None = None,
+    at: float | None = None,
 ) -> WorkerFailure:
     """A worker that could not be started at all.
 
@@ -132,6 +256,7 @@ def failure_to_start(
         host: name of this host.
         local_rank: its place among the workers of this host.
         time: when, in Unix seconds; None for now.
+        at: the same in monotonic seconds; None for now.
     """
     return WorkerFailure(
         local_rank=local_rank,
@@ -142,6 +267,8 @@ def failure_to_start(
         exit_code=COULD_NOT_START,
         time=clock.time() if time is None else time,
         message=_head(message),
+        kind=FailureKind.NOT_STARTED,
+        at=clock.monotonic() if at is None else at,
     )
 
 
@@ -167,97 +294,8 @@ def failure_to_end(
         exit_code=-signal.SIGKILL,
         time=clock.time(),
         message=_head(message),
-    )
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal; its number as text if it has none."""
-    if signal.SIGRTMIN <= number <= signal.SIGRTMAX:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def sentence(how: WorkerExit) -> str:
-    """Says what an exit code or signal by itself tells."""
-    if how.inferred:
-        return "killed because its spawner process died"
-    if how.signal is not None:
-        hint = _SIGNAL_HINTS.get(signal.Signals(how.signal), "") if how.signal in _KNOWN else ""
-        return f"killed by {signal_name(how.signal)} (signal {how.signal}){hint}"
-    code = how.exit_code or 0
-    if code - 128 in _KNOWN:
-        return (
-            f"exited with code {code}, a shell's word for: its child was killed by {signal_name(code - 128)}"
-        )
-    return f"exited with code {code}"
-
-
-_KNOWN = {int(number) for number in signal.valid_signals()} & {int(number) for number in signal.Signals}
-
-
-def render(failure: WorkerFailure, zone: tzinfo | None = None) -> str:
-    """Makes the report that a person reads at the end of a run.
-
-    Args:
-        failure: what to report.
-        zone: time zone to show the time in; None for this host's.
-    """
-    when = datetime.fromtimestamp(failure.time, UTC).astimezone(zone)
-    how = (
-        f"killed by {failure.signal_name} (signal {-failure.exit_code})"
-        if failure.exit_code < 0
-        else str(failure.exit_code)
-    )
-    rows = [
-        ("rank", f"{failure.rank} (local rank {failure.local_rank}, role {failure.role})"),
-        ("host", failure.host),
-        ("pid", str(failure.pid) if failure.pid else "never started"),
-        ("exit code", how),
-        ("time", f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03} {when:%Z (UTC%z)}"),
-        ("reason", failure.message),
-    ]
-    if failure.log_file:
-        rows.append(("log", failure.log_file))
-    report = "\n".join(f"  {name:<9}  {value}" for name, value in rows)
-    if failure.traceback:
-        report += "\n\n" + "\n".join(f"  {line}".rstrip() for line in failure.traceback.splitlines())
-    return report.translate(_HARMLESS)
-
-
-# A log may hold escape sequences; in a report they would only move the reader's cursor about.
-_HARMLESS = {code: "?" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
-
-
-class _Told(NamedTuple):
-    message: str
-    traceback: str
-    time: float
-
-
-def _read_error_file(path: Path) -> _Told | None:
-    """Reads what `record` wrote; None if there is nothing, or nothing that makes sense."""
-    try:
-        with open(path, "rb") as file:
-            content = json.loads(file.read(_MAX_ERROR_FILE))
-            # Finer than the file's own timestamp, which counts whole seconds.
-            written = os.fstat(file.fileno()).st_mtime
-    except (OSError, ValueError, RecursionError):
-        return None
-    message = content.get("message") if isinstance(content, dict) else None
-    if isinstance(message, str):
-        return _Told(message, "", written)
-    if not isinstance(message, dict):
-        return None
-    extra = message.get("extraInfo")
-    callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    text = message.get("message")
-    return _Told(
-        text if isinstance(text, str) else "",
-        callstack.rstrip() if isinstance(callstack, str) else "",
-        written,
+        kind=FailureKind.HUNG,
+        at=clock.monotonic(),
     )
 
 
@@ -272,10 +310,7 @@ def _is_full(folder: Path) -> bool:
 
 def _read_tail(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            return file.read(_TAIL).decode("utf-8", "replace")
+        return read_end(path, _TAIL).decode("utf-8", "replace")
     except OSError:
         return ""
 

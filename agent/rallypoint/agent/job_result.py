@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import grpc
 
 from rallypoint.agent.core import AgentState
 from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.exit_sentences import UNRECOVERABLE
 from rallypoint.agent.messages import failure_value
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.errors import ServiceError
@@ -18,6 +21,15 @@ SUCCEEDED = 0
 FAILED = 1
 REFUSED = 2
 UNFIT = 3
+PERMANENT = UNRECOVERABLE
+
+_RETRY: dict[int, Literal["here", "elsewhere", "never"]] = {
+    FAILED: "here",
+    # The command has to be mended first.
+    REFUSED: "never",
+    UNFIT: "elsewhere",
+    PERMANENT: "never",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +40,18 @@ class JobResult:
         exit_code: See the constants above.
         detail: One sentence for people.
         failure: The failure that ended the run, on whichever host it was.
+        others: What else failed on this host in that round, the first first.
     """
 
     exit_code: int
     detail: str
     failure: WorkerFailure | None = None
+    others: tuple[WorkerFailure, ...] = ()
+
+    @property
+    def retry(self) -> Literal["here", "elsewhere", "never"]:
+        """Where to run the job again, if at all; of no meaning for one that succeeded."""
+        return _RETRY.get(self.exit_code, "here")
 
 
 def verdict(
@@ -43,6 +62,7 @@ def verdict(
     refusal: str | None,
     stop_signal: int | None,
     ran: bool,
+    local_failures: Sequence[WorkerFailure] = (),
 ) -> JobResult:
     """Judges a job that is over.
 
@@ -53,25 +73,44 @@ def verdict(
         refusal: Why the rendezvous service would not have this node, if it would not.
         stop_signal: The signal that asked the job to stop; None if nobody did.
         ran: Whether workers were ever started here.
+        local_failures: The workers of this host that failed in the last round, the first first.
     """
     succeeded = run_end is not None and run_end.outcome == pb.OUTCOME_SUCCEEDED
+    others: tuple[WorkerFailure, ...] = ()
     if run_end is not None and run_end.HasField("failure"):
-        failure = failure_value(run_end.failure)
+        failure, others = _among(failure_value(run_end.failure), local_failures)
     elif run_end is not None:
         failure = None
+    if failure is not None and failure.permanent and not succeeded and state.leaving is None:
+        detail = run_end.detail if run_end is not None else refusal or failure.message
+        return JobResult(PERMANENT, detail, failure, others)
     if state.unfit is not None and not succeeded:
         detail = f"this host is not fit to run workers: {state.unfit}; look into it, or restart it"
-        return JobResult(UNFIT, detail, failure)
+        return JobResult(UNFIT, detail, failure, others)
     if run_end is not None:
-        return JobResult(SUCCEEDED if succeeded else FAILED, run_end.detail, failure)
+        return JobResult(SUCCEEDED if succeeded else FAILED, run_end.detail, failure, others)
     if state.leaving is not None:
         return JobResult(128 + (stop_signal or signal.SIGTERM), f"left the run: {state.leaving}")
     if state.left and refusal is None:
-        return JobResult(
-            SUCCEEDED, "the workers here succeeded; others were not done within the exit barrier"
-        )
+        why = "others were not done within the exit barrier"
+        if state.draining is not None:
+            why = f"this host left then: {state.draining}"
+        return JobResult(SUCCEEDED, f"the workers here succeeded; {why}")
     # Once workers ran, it was started as asked, and what ended it is a failure.
     return JobResult(FAILED if ran else REFUSED, refusal or "the membership ended without a reason")
+
+
+def _among(
+    first: WorkerFailure, local: Sequence[WorkerFailure]
+) -> tuple[WorkerFailure, tuple[WorkerFailure, ...]]:
+    """The run's first failure, with its moment by this host's clock if it was here, and what else failed here."""
+    others = []
+    for failure in local:
+        if (failure.rank, failure.pid, failure.host) == (first.rank, first.pid, first.host):
+            first = replace(first, at=failure.at)
+        else:
+            others.append(failure)
+    return first, tuple(others)
 
 
 def refusal_of(endpoint: str, error: ServiceError) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.agent.core import Assignment, Phase
-from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.errors import FailureKind, WorkerFailure
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _PHASES = {
@@ -12,6 +12,8 @@ _PHASES = {
     pb.PHASE_FINAL: Phase.FINAL,
     pb.PHASE_CLOSED: Phase.CLOSED,
 }
+
+_KINDS = {pb.FailureKind.Value(f"FAILURE_KIND_{kind.name}"): kind for kind in FailureKind}
 
 
 def phase_value(phase: pb.Phase.ValueType) -> Phase:
@@ -35,8 +37,14 @@ def assignment_value(message: pb.Assignment) -> Assignment:
     )
 
 
-def failure_message(failure: WorkerFailure, round_: int) -> pb.WorkerFailure:
-    """A failure as it is reported; the server knows which node reports it."""
+def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.WorkerFailure:
+    """A failure as it is reported; the server knows which node reports it.
+
+    Args:
+        failure: what to report.
+        round_: the round of the worker.
+        now: in monotonic seconds.
+    """
     message = pb.WorkerFailure(
         round=round_,
         rank=failure.rank,
@@ -48,7 +56,12 @@ def failure_message(failure: WorkerFailure, round_: int) -> pb.WorkerFailure:
         message=failure.message,
         traceback=failure.traceback,
         log_file=failure.log_file,
+        kind=pb.FailureKind.Value(f"FAILURE_KIND_{failure.kind.name}"),
+        permanent=failure.permanent,
+        core_file=failure.core_file,
     )
+    if failure.at is not None:
+        message.age.FromNanoseconds(max(0, round((now - failure.at) * 1e9)))
     message.time.FromNanoseconds(round(failure.time * 1e9))
     return message
 
@@ -66,4 +79,8 @@ def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
         message=message.message,
         traceback=message.traceback,
         log_file=message.log_file,
+        kind=_KINDS.get(message.kind, FailureKind.UNSPECIFIED),
+        permanent=message.permanent,
+        core_file=message.core_file,
+        node=message.node_id,
     )

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from rallypoint.worker.unrecoverable import UNRECOVERABLE, Unrecoverable
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -32,6 +34,9 @@ def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
 
     `sys.exit(0)` inside the function returns None; any other SystemExit goes on its way and isn't recorded. In
     a process that the function has forked nothing is recorded: the worker is its parent.
+
+    `Unrecoverable` is recorded as such, printed as Python prints what nobody caught, and ends the worker with exit
+    code 93.
 
     Use it once, on the outermost function:
 
@@ -54,21 +59,30 @@ def record(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
                 return None
             raise
         except Exception as error:
+            raised_at, timestamp = time.monotonic(), time.time()
             path = os.environ.get(ERROR_FILE_VARIABLE)
-            if path and os.getpid() == worker:
-                write_error_file(error, path, int(time.time()))
+            if os.getpid() != worker:
+                raise
+            if path:
+                write_error_file(error, path, timestamp, raised_at)
+            if isinstance(error, Unrecoverable):
+                sys.excepthook(type(error), error, error.__traceback__)
+                raise SystemExit(UNRECOVERABLE) from error
             raise
 
     return recorded
 
 
-def write_error_file(error: Exception, path: str, timestamp: int) -> None:
+def write_error_file(error: Exception, path: str, timestamp: float, raised_at: float | None = None) -> None:
     """Writes an exception to a file, all of it or nothing; says so on standard error if that fails.
+
+    The format is torch's; what is ours is in an object beside its timestamp, which counts whole seconds.
 
     Args:
         error: what was raised.
         path: the file, replaced if it is there.
         timestamp: when, in Unix seconds.
+        raised_at: the same in monotonic seconds, by which the failures of a host are put in order; None: now.
     """
     try:
         message = f"{type(error).__name__}: {error}"
@@ -79,7 +93,12 @@ def write_error_file(error: Exception, path: str, timestamp: int) -> None:
             "message": message[:_MAX_MESSAGE],
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error))[-_MAX_CALLSTACK:],
-                "timestamp": str(timestamp),
+                "timestamp": str(int(timestamp)),
+                "rallypoint": {
+                    "time": float(timestamp),
+                    "monotonic": time.monotonic() if raised_at is None else raised_at,
+                    "permanent": isinstance(error, Unrecoverable),
+                },
             },
         }
     }

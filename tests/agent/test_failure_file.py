@@ -1,0 +1,172 @@
+"""failure.json says to programs how a job ended on a host, and is whole whenever it is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.errors import FailureKind, WorkerFailure
+from rallypoint.agent.failure_file import SCHEMA, failure_document, write_failure_files
+from rallypoint.agent.job_result import FAILED, PERMANENT, REFUSED, UNFIT, JobResult
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+CONFIG = JobConfig(
+    run_id="run-1",
+    node_id="a",
+    address="127.0.0.1",
+    settings=pb.RunSettings(min_nodes=1, max_nodes=1),
+    command=("true",),
+    environment={},
+    rendezvous=Peer("127.0.0.1:1"),
+    timer=Peer("127.0.0.1:1"),
+)
+FIRST = WorkerFailure(
+    local_rank=1,
+    rank=3,
+    role="trainer",
+    host="node2",
+    pid=4242,
+    exit_code=1,
+    time=1_799_999_999.75,
+    message="ValueError: bad",
+    traceback="Traceback",
+    log_file="/logs/1/stderr.log",
+    kind=FailureKind.EXCEPTION,
+    node="b",
+)
+LOCAL = replace(
+    FIRST, rank=0, local_rank=0, pid=7, exit_code=-6, kind=FailureKind.SIGNAL, node="", core_file="/core"
+)
+
+
+def document(result: JobResult, run_end: pb.RunEnd | None = None, **more: Any) -> dict[str, Any]:
+    """What is in the file."""
+    values: dict[str, Any] = {
+        "round_": 4,
+        "restart_count": 2,
+        "local_failures": [],
+        "host": "node1",
+        "log_dir": Path("/logs"),
+        "time": 1_800_000_000.0,
+    }
+    return failure_document(CONFIG, result, run_end=run_end, **{**values, **more})
+
+
+def test_a_failure_is_told_with_all_that_is_known() -> None:
+    """The run's first, and those of this host; what is not known is null, and each has the same fields."""
+    told = document(JobResult(FAILED, "it failed", FIRST), local_failures=[LOCAL])
+    first = {
+        "rank": 3,
+        "local_rank": 1,
+        "role": "trainer",
+        "node": "b",
+        "host": "node2",
+        "pid": 4242,
+        "exit_code": 1,
+        "signal": None,
+        "kind": "exception",
+        "permanent": False,
+        "time": "2027-01-15T07:59:59.750000+00:00",
+        "message": "ValueError: bad",
+        "traceback": "Traceback",
+        "log_file": "/logs/1/stderr.log",
+        "core_file": None,
+    }
+    assert told == {
+        "schema": SCHEMA,
+        "time": "2027-01-15T08:00:00.000000+00:00",
+        "run_id": "run-1",
+        "node_id": "a",
+        "host": "node1",
+        "outcome": "failed",
+        "exit_code": 1,
+        "retry": "here",
+        "detail": "it failed",
+        "round": 4,
+        "restart_count": 2,
+        "log_dir": "/logs",
+        "first_failure": first,
+        "local_failures": [
+            {
+                **first,
+                "rank": 0,
+                "local_rank": 0,
+                "pid": 7,
+                "node": "a",
+                "exit_code": None,
+                "signal": "SIGABRT",
+                "kind": "signal",
+                "core_file": "/core",
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "run_outcome", "outcome", "retry"),
+    [
+        (FAILED, pb.OUTCOME_FAILED, "failed", "here"),
+        (FAILED, pb.OUTCOME_CANCELLED, "cancelled", "here"),
+        (FAILED, None, "failed", "here"),
+        (REFUSED, None, "refused", "never"),
+        (UNFIT, pb.OUTCOME_FAILED, "unfit", "elsewhere"),
+        (PERMANENT, pb.OUTCOME_FAILED, "failed", "never"),
+        (143, None, "left", "here"),
+    ],
+)
+def test_the_outcome_says_what_to_do(
+    exit_code: int, run_outcome: pb.Outcome.ValueType | None, outcome: str, retry: str
+) -> None:
+    """As the exit code does."""
+    run_end = pb.RunEnd(outcome=run_outcome) if run_outcome is not None else None
+    told = document(JobResult(exit_code, "so it ended"), run_end, log_dir=None)
+    assert (told["outcome"], told["retry"], told["exit_code"]) == (outcome, retry, exit_code)
+    assert (told["first_failure"], told["local_failures"], told["log_dir"]) == (None, [], None)
+
+
+def test_it_is_written_wherever_it_is_wanted_and_replaces_what_was_there(tmp_path: Path) -> None:
+    """Readable by others than its owner; nothing else is left behind."""
+    paths = [tmp_path / "logs" / "failure.json", tmp_path / "wanted.json"]
+    paths[1].write_text("old")
+    write_failure_files(document(JobResult(FAILED, "it failed")), paths)
+    for path in paths:
+        assert json.loads(path.read_text())["detail"] == "it failed"
+        assert path.stat().st_mode & 0o777 == 0o644
+    assert sorted(os.listdir(tmp_path)) == ["logs", "wanted.json"]
+    assert os.listdir(tmp_path / "logs") == ["failure.json"]
+
+
+def test_a_reader_never_sees_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It appears complete."""
+    path = tmp_path / "failure.json"
+    replaced: list[str] = []
+    replace_file = os.replace
+
+    def spy(source: str, target: Path) -> None:
+        replaced.append(json.loads(Path(source).read_text())["detail"])
+        assert not path.exists()
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    write_failure_files(document(JobResult(FAILED, "it failed")), [path])
+    assert replaced == ["it failed"]
+
+
+def test_what_can_not_be_written_is_one_line_and_the_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that has failed ends as it would have."""
+    (tmp_path / "file").touch()
+    paths = [tmp_path / "file" / "failure.json", tmp_path / "failure.json"]
+    with caplog.at_level(logging.WARNING):
+        write_failure_files(document(JobResult(FAILED, "it failed")), paths)
+    assert paths[1].exists()
+    assert "can't write the failure file" in caplog.text
+    assert str(paths[0]) in caplog.text

@@ -1,0 +1,80 @@
+"""A job's exit code says whether to try again, and where."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.core import AgentState
+from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.job_result import FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT, JobResult, verdict
+from rallypoint.agent.messages import failure_message
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+FIRST = WorkerFailure(1, 3, "trainer", "node2", 4242, 1, 1.8e9, "ValueError: bad", at=5.0)
+AFTER = replace(FIRST, rank=2, local_rank=0, pid=4241, at=5.05)
+
+
+def judged(state: AgentState | None = None, **more: Any) -> JobResult:
+    """The verdict on a job."""
+    values: dict[str, Any] = {
+        "run_end": None,
+        "failure": None,
+        "refusal": None,
+        "stop_signal": None,
+        "ran": True,
+    }
+    return verdict(state or AgentState(), **{**values, **more})
+
+
+def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OUTCOME_FAILED) -> pb.RunEnd:
+    """How the run ended."""
+    message = failure_message(failure, 1, now=6.0) if failure is not None else None
+    return pb.RunEnd(outcome=outcome, detail="so it ended", failure=message)
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "exit_code", "retry"),
+    [
+        (AgentState(), {"run_end": run_end(None, pb.OUTCOME_SUCCEEDED)}, SUCCEEDED, "here"),
+        (AgentState(), {"run_end": run_end(FIRST)}, FAILED, "here"),
+        (AgentState(), {"run_end": run_end(None, pb.OUTCOME_CANCELLED)}, FAILED, "here"),
+        (AgentState(), {"run_end": run_end(replace(FIRST, permanent=True))}, PERMANENT, "never"),
+        (AgentState(unfit="it hangs"), {"run_end": run_end(FIRST)}, UNFIT, "elsewhere"),
+        # Elsewhere it would fail as well.
+        (
+            AgentState(unfit="it hangs"),
+            {"run_end": run_end(replace(FIRST, permanent=True))},
+            PERMANENT,
+            "never",
+        ),
+        (AgentState(leaving="got SIGTERM"), {"stop_signal": signal.SIGTERM}, 143, "here"),
+        (AgentState(), {"refusal": "no", "ran": False}, REFUSED, "never"),
+        (AgentState(), {"refusal": "no"}, FAILED, "here"),
+        # The service was lost before it could say how the run ended; the worker's word is enough.
+        (AgentState(), {"refusal": "no", "failure": replace(FIRST, permanent=True)}, PERMANENT, "never"),
+    ],
+)
+def test_the_exit_code_says_whether_to_try_again(
+    state: AgentState, more: dict[str, Any], exit_code: int, retry: str
+) -> None:
+    """Here, elsewhere, or never."""
+    result = judged(state, **more)
+    assert result.exit_code == exit_code
+    assert result.retry == retry
+
+
+def test_the_run_s_first_failure_is_told_and_what_failed_beside_it_here() -> None:
+    """If it was here, it is not among the others, and has its moment by this host's clock."""
+    result = judged(run_end=run_end(FIRST), local_failures=[FIRST, AFTER])
+    assert result.failure is not None
+    assert (result.failure, result.failure.at, result.others) == (FIRST, 5.0, (AFTER,))
+    elsewhere = replace(FIRST, host="node1")
+    result = judged(run_end=run_end(elsewhere), local_failures=[FIRST, AFTER])
+    assert result.failure is not None
+    assert (result.failure, result.failure.at, result.others) == (elsewhere, None, (FIRST, AFTER))
+    cancelled = run_end(None, pb.OUTCOME_CANCELLED)
+    assert judged(run_end=cancelled, failure=AFTER, local_failures=[AFTER]).failure is None

@@ -1,0 +1,71 @@
+"""Of the kernel's log it is read which processes it killed for want of memory, and for whose."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.kernel_log import KernelLog, OomKill
+
+CHOSEN = (
+    "6,1,2,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/job/step0,"
+    "task_memcg=/job/step0/w1,task=python3,pid=4711,uid=0\n"
+)
+OF_HOST = (
+    "6,1,2,-;oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,"
+    "task_memcg=/a,task=python3,pid=4712,uid=0\n"
+)
+KILLED = "3,3,4,-;Memory cgroup out of memory: Killed process 4713 (python3) total-vm:1kB, anon-rss:1kB, file-rss:1kB\n"
+KILLED_OF_HOST = "3,3,4,-;Out of memory: Killed process 4714 (python3) total-vm:1kB\n"
+OLD_WORDS = "3,3,4,-;Out of memory: Kill process 4715 (python3) score 900 or sacrifice child\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "pid", "expected"),
+    [
+        (CHOSEN, 4711, OomKill(of_cgroup=True, cgroup="/job/step0")),
+        (OF_HOST, 4712, OomKill(of_cgroup=False, cgroup="")),
+        (KILLED, 4713, OomKill(of_cgroup=True, cgroup="")),
+        (KILLED_OF_HOST, 4714, OomKill(of_cgroup=False, cgroup="")),
+        (OLD_WORDS, 4715, OomKill(of_cgroup=False, cgroup="")),
+        ("6,1,2,-;python3[4716]: segfault at 0 ip 0 sp 0 error 4\n", 4716, None),
+    ],
+)
+def test_the_kernel_s_words_are_understood(
+    tmp_path: Path, record: str, pid: int, expected: OomKill | None
+) -> None:
+    """Each of the lines that it writes, and no other; a process it does not speak of is not its victim."""
+    pipe = tmp_path / "kmsg"
+    os.mkfifo(pipe)
+    holder = os.open(pipe, os.O_RDWR)
+    log = KernelLog(pipe)
+    try:
+        assert log.kill_of(pid) is None
+        os.write(holder, record.encode())
+        assert log.kill_of(pid) == expected
+        assert log.kill_of(1) is None
+    finally:
+        log.close()
+        os.close(holder)
+
+
+def test_what_was_written_before_is_not_read(tmp_path: Path) -> None:
+    """A process id of then may be another process's now."""
+    path = tmp_path / "kmsg"
+    path.write_text(CHOSEN)
+    log = KernelLog(path)
+    assert log.kill_of(4711) is None
+    with open(path, "a") as file:
+        file.write(OF_HOST)
+    assert log.kill_of(4712) == OomKill(of_cgroup=False, cgroup="")
+    log.close()
+    assert log.kill_of(4712) is not None
+
+
+def test_a_log_that_can_not_be_read_says_nothing(tmp_path: Path) -> None:
+    """Most users may not read the kernel's."""
+    log = KernelLog(tmp_path / "none")
+    assert log.kill_of(1) is None
+    log.close()

@@ -1,0 +1,66 @@
+"""The first failure of a host is told at once, and again if one turns out to have been before it."""
+
+from __future__ import annotations
+
+from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.local_failures import LocalFailures
+
+
+def failure(rank: int, at: float) -> WorkerFailure:
+    """A failure of one of this host's workers."""
+    return WorkerFailure(rank, rank, "trainer", "host", 100 + rank, 1, 1.8e9 + at, "it broke", at=at)
+
+
+class Told:
+    """What is told."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.earlier: list[int] = []
+        self.failures = LocalFailures(
+            lambda told: self.first.append(told.rank), lambda told: self.earlier.append(told.rank)
+        )
+
+    def end(self, rank: int, at: float) -> None:
+        """A worker has ended."""
+        self.failures.note(failure(rank, at))
+        self.failures.tell()
+
+
+def test_the_first_to_end_is_told_once() -> None:
+    """Those that end after it are its consequence."""
+    told = Told()
+    told.failures.tell()
+    for rank, at in ((2, 5.0), (0, 5.1), (1, 6.0)):
+        told.end(rank, at)
+    assert (told.first, told.earlier) == ([2], [])
+    assert [each.rank for each in told.failures.in_order] == [2, 0, 1]
+
+
+def test_who_has_raised_before_it_is_the_first_at_once() -> None:
+    """Although it has not ended."""
+    told = Told()
+    told.failures.note(failure(0, 5.05))
+    told.failures.tell([failure(3, 5.0), failure(2, 5.06)])
+    assert (told.first, told.earlier) == ([3], [])
+    told.end(3, 5.0)  # it has come to its end
+    told.failures.tell([failure(2, 5.06)], stopping=True)
+    assert (told.first, told.earlier) == ([3], [])
+    assert [each.rank for each in told.failures.in_order] == [3, 0, 2]
+
+
+def test_an_earlier_one_that_comes_to_light_is_told_too() -> None:
+    """As often as one does; a later one is not."""
+    told = Told()
+    told.end(0, 5.05)
+    told.end(1, 5.02)
+    told.end(2, 5.03)
+    told.failures.tell([failure(3, 5.0)], stopping=True)
+    assert (told.first, told.earlier) == ([0], [1, 3])
+
+
+def test_found_while_stopping_it_is_no_reason_to_stop() -> None:
+    """It is told as what was before."""
+    told = Told()
+    told.failures.tell([failure(3, 5.0)], stopping=True)
+    assert (told.first, told.earlier) == ([], [3])

@@ -1,0 +1,151 @@
+"""A worker that the kernel killed for want of memory is told from one that somebody killed, and whose limit it was."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.kernel_log import KernelLog
+from rallypoint.agent.memory_groups import MemoryGroup, memory_groups
+from rallypoint.agent.out_of_memory import MemoryWatch, in_units
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import WorkerExit, WorkerSpec
+from small_cgroup import GLUTTON, small_cgroup
+
+MIB = 1 << 20
+KILLED = WorkerExit(0, 4711, None, signal.SIGKILL, at=5.0, time=1.8e9, max_rss=60 * MIB)
+OWN = MemoryGroup("/job/step0", None, kills=3, hits=0)
+ABOVE = MemoryGroup("/job", 64 * MIB, kills=3, hits=1)
+PEAK = "; its peak was 60.0 MiB"
+
+
+class Scene:
+    """Cgroups and a kernel's log that say what a test wants."""
+
+    def __init__(self, folder: Path) -> None:
+        self.groups = [OWN, ABOVE]
+        self._kmsg = folder / "kmsg"
+        self._kmsg.touch()
+        self.watch = MemoryWatch(lambda: self.groups, KernelLog(self._kmsg))
+
+    def kernel_says(self, text: str) -> None:
+        """Write to its log."""
+        with open(self._kmsg, "a") as file:
+            file.write(f"6,1,2,-;{text}\n")
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    """A host on which the kernel had killed before."""
+    made = Scene(tmp_path)
+    yield made
+    made.watch.close()
+
+
+def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
+    """Neither count nor log speak of it; nor has one to do with it that ended in another way."""
+    assert scene.watch.explain(KILLED) is None
+    assert scene.watch.hint(KILLED) == "; not by the kernel for want of memory: somebody sent it"
+    assert scene.watch.hint(replace(KILLED, inferred=True)) == ""
+    scene.groups = [replace(OWN, kills=4), ABOVE]
+    assert scene.watch.explain(replace(KILLED, signal=signal.SIGSEGV)) is None
+
+
+def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene: Scene) -> None:
+    """Without the kernel's word, which containers may not read."""
+    scene.groups = [replace(OWN, kills=4), replace(ABOVE, kills=4, hits=2)]
+    told = "killed by the kernel for want of memory (SIGKILL): "
+    assert scene.watch.explain(KILLED) == f"{told}its cgroup /job had used up its limit of 64.0 MiB{PEAK}"
+    scene.groups = [replace(OWN, kills=4), replace(ABOVE, kills=4)]
+    assert scene.watch.explain(KILLED) == f"{told}the host had none left{PEAK}"
+
+
+@pytest.mark.parametrize(
+    ("word", "whose"),
+    [
+        (
+            "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/pods/job,task_memcg=/pods/job/step0,task=x,pid=4711,uid=0",
+            "its cgroup /job had used up its limit of 64.0 MiB",
+        ),
+        (
+            "oom-kill:constraint=CONSTRAINT_MEMCG,oom_memcg=/elsewhere,task_memcg=/elsewhere/a,task=x,pid=4711,uid=0",
+            "the limit of its cgroup /elsewhere was used up",
+        ),
+        ("Memory cgroup out of memory: Killed process 4711 (x) ", "the limit of its cgroup was used up"),
+        ("oom-kill:constraint=CONSTRAINT_NONE,global_oom,task=x,pid=4711,uid=0", "the host had none left"),
+    ],
+)
+def test_the_kernel_s_word_is_enough(scene: Scene, word: str, whose: str) -> None:
+    """Also where no count can be read."""
+    scene.kernel_says(word)
+    explained = scene.watch.explain(KILLED)
+    assert explained == f"killed by the kernel for want of memory (SIGKILL): {whose}{PEAK}"
+
+
+def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
+    """A data loader that is gone makes its trainer raise."""
+    raised = replace(KILLED, signal=None, exit_code=1)
+    assert scene.watch.hint(raised) == ""
+    scene.groups = [replace(OWN, kills=5), ABOVE]
+    expected = "; the kernel has killed 2 processes here for want of memory since the workers were started"
+    assert scene.watch.hint(raised) == expected
+
+
+def test_where_nothing_can_be_seen_it_is_said_where_to_look(scene: Scene) -> None:
+    """No cgroup that counts, and a log that only root may read."""
+    scene.groups = []
+    assert scene.watch.explain(KILLED) is None
+    assert scene.watch.hint(KILLED) == "; if nobody sent it, the kernel's OOM killer may have: see dmesg"
+    assert scene.watch.hint(replace(KILLED, signal=None, exit_code=1)) == ""
+
+
+def test_amounts_are_for_people() -> None:
+    """The largest unit in which they are at least 1."""
+    assert [in_units(count) for count in (0, 1023, 1024, 3 << 29, 1 << 50)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1024.0 TiB",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a cgroup")
+async def test_the_kernel_kills_a_real_one(tmp_path: Path) -> None:
+    """A worker in a cgroup of its own takes more than it may have: its limit, its name and its peak are told."""
+    (tmp_path / "sys").symlink_to("/sys")
+    with small_cgroup(64 * MIB) as folder:
+
+        def groups() -> list[MemoryGroup]:
+            memberships = (tmp_path / "proc/self/cgroup", tmp_path / "proc/self/mountinfo")
+            memberships[0].parent.mkdir(parents=True, exist_ok=True)
+            old = folder.parent.name == "memory"
+            memberships[0].write_text(f"4:memory:/{folder.name}\n" if old else f"0::/{folder.name}\n")
+            kind = "cgroup cgroup rw,memory" if old else "cgroup2 cgroup2 rw"
+            memberships[1].write_text(f"1 2 0:1 / {folder.parent} rw - {kind}\n")
+            return memory_groups(tmp_path)
+
+        assert groups()[0].name == f"/{folder.name}"
+        watch = MemoryWatch(groups)
+        ended: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
+        async with Spawner.start() as spawner:
+            program = f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')\n{GLUTTON}"
+            argv = [sys.executable, "-S", "-c", program]
+            await spawner.spawn(WorkerSpec(0, argv, dict(os.environ)), ended.set_result)
+            how = await asyncio.wait_for(ended, 50)
+        explained = watch.explain(how)
+        watch.close()
+    assert how.signal == signal.SIGKILL
+    assert explained is not None
+    expected = f"its cgroup /{folder.name} had used up its limit of 64.0 MiB; its peak was "
+    assert expected in explained
+    peak = float(explained.removesuffix(" MiB").rpartition(" ")[2])
+    # Pages of files, which others may have in memory as well, count too.
+    assert 40 < peak < 200

@@ -1,0 +1,94 @@
+"""What had failed before workers were stopped counts, whenever it is heard of; what the stop has ended does not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.errors import FailureKind, WorkerFailure
+from rallypoint.agent.local_failures import LocalFailures
+from rallypoint.agent.logs import WorkerLogs
+from rallypoint.agent.post_mortem import PostMortem
+from rallypoint.agent.spawn_protocol import WorkerExit
+
+
+class Scene:
+    """The workers of a round, and what is told of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.first: list[WorkerFailure] = []
+        self.earlier: list[WorkerFailure] = []
+        self.logs = {rank: _logs(folder / str(rank)) for rank in range(2)}
+        self.post_mortem = PostMortem(
+            LocalFailures(self.first.append, self.earlier.append), identity, cwd=folder, rlimits={}
+        )
+        self.post_mortem.begin(self.logs)
+
+    def raises(self, rank: int, at: float) -> None:
+        """A worker leaves an error file."""
+        extra = {"py_callstack": "Traceback", "rallypoint": {"monotonic": at, "permanent": rank == 1}}
+        story = {"message": {"message": f"rank {rank} raised", "extraInfo": extra}}
+        self.logs[rank].error_file.write_text(json.dumps(story))
+
+
+def _logs(folder: Path) -> WorkerLogs:
+    folder.mkdir()
+    logs = WorkerLogs(folder / "stdout.log", folder / "stderr.log", folder / "error.json")
+    logs.stderr.touch()
+    return logs
+
+
+def identity(local_rank: int) -> dict[str, Any]:
+    """Who a worker is."""
+    return {"rank": 4 + local_rank, "role": "trainer", "host": "node1"}
+
+
+def ended(rank: int, at: float, **more: Any) -> WorkerExit:
+    """The end of a worker."""
+    values: dict[str, Any] = {"exit_code": None, "signal": signal.SIGTERM, "at": at, "time": time.time()}
+    return WorkerExit(rank, 100 + rank, **{**values, **more})
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    """Two workers that have been started."""
+    return Scene(tmp_path)
+
+
+def test_an_end_before_the_stop_is_a_failure_and_one_after_it_is_none(scene: Scene) -> None:
+    """The news of it may come when workers are being stopped already."""
+    before = time.monotonic()
+    assert not scene.post_mortem.failed_before_stop(ended(0, before))
+    scene.post_mortem.stopping({0: 100, 1: 101})
+    assert scene.post_mortem.failed_before_stop(ended(0, before))
+    assert not scene.post_mortem.failed_before_stop(ended(0, before, exit_code=0, signal=None))
+    assert not scene.post_mortem.failed_before_stop(ended(0, time.monotonic()))
+    scene.post_mortem.note(scene.post_mortem.describe(ended(0, before)), {1: 101})
+    assert ([each.rank for each in scene.first], [each.rank for each in scene.earlier]) == ([], [4])
+    scene.post_mortem.close()
+
+
+def test_who_has_raised_has_failed_although_it_has_not_ended(scene: Scene) -> None:
+    """Its exit code is the one that it is about to return."""
+    raised_at = time.monotonic()
+    scene.raises(1, raised_at)
+    scene.post_mortem.note(scene.post_mortem.describe(ended(0, time.monotonic())), {1: 101})
+    (first,) = scene.first
+    assert (first.rank, first.pid, first.exit_code, first.permanent) == (5, 101, 93, True)
+    assert (first.at, first.kind, first.message) == (raised_at, FailureKind.EXCEPTION, "rank 1 raised")
+    assert [each.rank for each in scene.post_mortem.failures] == [5, 4]
+    scene.post_mortem.close()
+
+
+def test_what_is_raised_because_of_the_stop_is_no_failure(scene: Scene) -> None:
+    """As a handler of SIGTERM may."""
+    scene.post_mortem.stopping({0: 100, 1: 101})
+    scene.raises(0, time.monotonic())
+    scene.post_mortem.stopping({0: 100, 1: 101})
+    assert (scene.first, scene.earlier, scene.post_mortem.failures) == ([], [], [])
+    scene.post_mortem.close()

@@ -1,0 +1,49 @@
+"""A worker that the kernel kills for want of memory: the report and failure.json say so, and whose limit it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment
+from mortal import mortal
+from small_cgroup import GLUTTON, small_cgroup
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a cgroup"),
+]
+
+# Enough for the agent with its services, which must live.
+LIMIT = 384 << 20
+
+
+def test_a_starved_worker_is_told_from_one_that_somebody_killed(tmp_path: Path) -> None:
+    """The agent and its workers are in one cgroup, as in a container or a job of Slurm."""
+    with small_cgroup(LIMIT) as folder:
+        wanted = tmp_path / "wanted.json"
+        order = ["run", "--standalone", "--log-dir", str(tmp_path), "--failure-file", str(wanted)]
+        enter = ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(folder / "cgroup.procs")]
+        ran = subprocess.run(
+            mortal(*enter, str(RALLYPOINT), *order, "--no-python", "--", sys.executable, "-S", "-c", GLUTTON),
+            capture_output=True,
+            text=True,
+            env=clean_environment(),
+            timeout=120,
+            check=False,
+        )
+    assert ran.returncode == 1, ran.stderr
+    sentence = f"killed by the kernel for want of memory (SIGKILL): its cgroup /{folder.name} had used up its limit of"
+    assert f"reason     {sentence} 384.0 MiB; its peak was " in ran.stderr
+    (document,) = [json.loads(path.read_text()) for path in tmp_path.glob("*/failure.json")]
+    assert json.loads(wanted.read_text()) == document
+    first = document["first_failure"]
+    assert (first["kind"], first["signal"], first["rank"]) == ("out_of_memory", "SIGKILL", 0)
+    assert first["message"].startswith(sentence)
+    assert document["retry"] == "here"

@@ -1,0 +1,9 @@
+"""A worker that does nothing until the test lets go of FOLDER/lock, and then succeeds: patient_worker.py FOLDER."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+
+with open(f"{sys.argv[1]}/lock") as lock:
+    fcntl.flock(lock, fcntl.LOCK_SH)

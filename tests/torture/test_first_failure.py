@@ -1,0 +1,88 @@
+"""All hosts report the worker that failed first, not one of those that died of the consequences."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local_cluster import Job, LocalCluster
+from mortal import mortal
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from torture.length import ordinarily
+
+pytestmark = pytest.mark.integration
+
+WORKER = Path(__file__).with_name("chained_worker.py")
+PATIENCE = 60.0
+REPEATS = ordinarily(4, in_full=50)
+# It ends before the others die, long after, or not before it is killed.
+UNWINDING = ("0", "0.3", "3600")
+DEATHS = ("record", "raise", "abort", "exit")
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes beside the test that do nothing as fast as they can."""
+    loops = [subprocess.Popen(mortal(sys.executable, "-c", "while True: pass")) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+@pytest.mark.timeout(REPEATS * PATIENCE)
+async def test_rank_3_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
+    """The others are gone 50 ms later, on both hosts, whether it is slow to unwind and the machine busy or not."""
+    async with LocalCluster(tmp_path / "cluster") as cluster:
+        await cluster.start_rendezvous()
+        # Neither has a period that is a multiple of the other's, so that all pairs come about.
+        ways = islice(cycle(product(UNWINDING, DEATHS)), 0, 7 * REPEATS, 7)
+        for number, (unwinding, death) in enumerate(ways):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            with busy(3 * (number % 2) * (os.cpu_count() or 1)):
+                await one_run(cluster, folder, f"run-{number}", unwinding, death)
+
+
+def failure_files(folder: Path) -> list[dict[str, Any]]:
+    """What agents left for programs."""
+    return [json.loads(path.read_text()) for path in folder.glob("logs/*/failure.json")]
+
+
+async def one_run(cluster: LocalCluster, folder: Path, run_id: str, unwinding: str, death: str) -> None:
+    """A job of two hosts, whose worker of rank 3 fails first."""
+    job = Job(run_id, (str(WORKER), str(folder), unwinding, death), nodes="2", log_dir=folder / "logs")
+    names = [f"{run_id}-{name}" for name in "ab"]
+    agents = [await cluster.start_agent(name, job) for name in names]
+    assert [await agent.ended(PATIENCE) for agent in agents] == [1, 1]
+    run = await cluster.get_run(run_id)
+    told = f"unwinding {unwinding} s, others die by {death}: {run.run_end}"
+    assert run.run_end.failure.rank == 3, told
+    assert run.run_end.failure.kind == pb.FAILURE_KIND_EXCEPTION, told
+    assert run.run_end.detail.startswith("worker of rank 3 on node "), told
+    for agent in agents:
+        rows = dict(re.findall(r"^  (rank|reason|exit code) +(.+)$", agent.report, re.MULTILINE))
+        assert rows["rank"].split()[0] == "3"
+        assert rows["exit code"] == "1"
+        assert rows["reason"] == "ValueError: batch 7 is empty"
+    documents = failure_files(folder)
+    assert sorted(document["node_id"] for document in documents) == names
+    for document in documents:
+        first = document["first_failure"]
+        assert (first["rank"], first["kind"], first["exit_code"]) == (3, "exception", 1)
+        assert first["node"] == run.run_end.failure.node_id
+        assert (document["outcome"], document["exit_code"], document["retry"]) == ("failed", 1, "here")
+        assert {failure["rank"] for failure in document["local_failures"]} <= {0, 1, 2, 3}
