@@ -215,7 +215,11 @@ class World:
         """`decisions`: the core, or a broken one."""
         self.core = decisions
         self.random = random.Random(seed)
-        self.state = decisions.AgentState()
+        # Half of the hosts have checks of their health.
+        self.checks = bool(seed % 2)
+        self.state = decisions.AgentState(checks=self.checks)
+        self.examining = self.warned = self.draining = False
+        self.healthy_since = -1  # the last start of workers before which the host was found healthy
         self.running = 0  # the round of the living workers; 0: none
         self.stopping = False
         self.confirmed = 0
@@ -227,9 +231,13 @@ class World:
     def next_event(self) -> Any:
         """What happens next: half of the time what a good round consists of, else anything that can happen."""
         core, choose = self.core, self.random
+        if self.running and choose.random() < 0.07:
+            return core.DrainRequested("maintenance")
         if choose.random() < 0.5:
             if self.stopping:
                 return core.WorkersGone()
+            if self.examining:
+                return core.Examined()
             if self.confirmed and self.state.phase is core.Phase.FROZEN:
                 return self.told(core.Phase.FINAL, self.confirmed)
             return self.told(core.Phase.FROZEN, self.confirmed + 1)
@@ -240,15 +248,18 @@ class World:
                 self.told(core.Phase.JOINABLE),
                 self.told(choose.choice([core.Phase.FROZEN, core.Phase.FINAL])),  # a spare's
                 core.WorkersGone(),
+                core.Examined(),
                 core.NodeUnfit("process 7 outlived SIGKILL"),
                 core.WorkerFailed(),
                 core.WorkersSucceeded(),
                 core.LeaseEnded("it expired"),
                 self.told(core.Phase.CLOSED),
                 core.StopRequested("got SIGTERM"),
+                core.DrainRequested("maintenance"),
+                core.DrainOver("they had their time"),
                 core.MembershipEnded(),
             ],
-            weights=[4, 4, 4, 2, 4, 0.7, 4, 4, 2, 1, 1, 1],
+            weights=[4, 4, 4, 2, 4, 3, 0.8, 4, 5, 2, 0.7, 0.7, 0.4, 1, 0.7],
         )[0]
 
     def told(self, phase: Any, round_: int = 0) -> Any:
@@ -257,32 +268,58 @@ class World:
         passed = phase is self.core.Phase.FINAL and self.random.random() < 0.3
         return self.core.Updated(phase, place, exit_barrier_passed=passed)
 
-    def happen(self, event: Any) -> None:
-        """Let something happen, if it can happen now."""
+    def can_happen(self, event: Any) -> bool:
+        """Whether the world is so that this may be next."""
         core = self.core
         if isinstance(event, core.WorkersGone):
             # Stopped twice, as one in a hurry does, workers are gone twice.
-            if not (self.stopping or (self.departed and not self.running)):
-                return
+            return bool(self.stopping or (self.departed and not self.running))
+        if isinstance(event, core.Updated | core.LeaseEnded):
+            return not self.out
+        if isinstance(event, core.Examined):
+            return self.examining
+        if isinstance(event, core.DrainOver):
+            return self.draining
+        if isinstance(event, core.NodeUnfit):
+            # Before anything was started, or after all of it is known to be gone, there is nothing to outlive a kill.
+            return bool(self.done["StartWorkers"] or self.examining)
+        return True
+
+    def happen(self, event: Any) -> None:
+        """Let something happen, if it can happen now."""
+        core = self.core
+        if not self.can_happen(event):
+            return
+        if isinstance(event, core.WorkersGone):
             self.running, self.stopping = 0, False
         elif isinstance(event, core.WorkersSucceeded) and self.running and not self.stopping:
             self.running = 0
-        elif isinstance(event, core.Updated | core.LeaseEnded) and self.out:
-            return
         elif isinstance(event, core.LeaseEnded):
             self.confirmed = 0
         elif isinstance(event, core.MembershipEnded):
             self.out = True
+        elif isinstance(event, core.Examined):
+            self.examining, self.healthy_since = False, self.done["StartWorkers"]
+        elif isinstance(event, core.DrainRequested):
+            self.draining = True
         elif isinstance(event, core.NodeUnfit):
-            # Before anything was started, or after all of it is known to be gone, there is nothing to outlive a kill.
-            if not self.done["StartWorkers"]:
-                return
             self.unfit = True
         self.state, effects = core.decide(self.state, event)
         for effect in effects:
             self.take(effect)
+        self.check_answer(event, effects)
+
+    def check_answer(self, event: Any, effects: list[Any]) -> None:
+        """Hold what was done about an event against it."""
+        core = self.core
         kinds = [type(effect).__name__ for effect in effects]
+        going = self.departed or self.left or self.out
+        if isinstance(event, core.DrainOver):
+            self.check(going, "stayed when all was done")
+        if self.draining and not self.running and self.state.phase is not core.Phase.CLOSED:
+            self.check(going, "waits for nothing")
         if "ReportFailure" in kinds:
+            self.check(self.out or not self.draining, "a restart used up by a node that goes")
             self.check(kinds.index("ReportFailure") < kinds.index("StopWorkers"), "a failure reported late")
 
     def check(self, holds: bool, what: str) -> None:
@@ -305,11 +342,21 @@ class World:
                 self.check(not (self.departed or self.out), "workers started by a node that goes, or is out")
                 self.check(not self.unfit, "workers started beside what can't be killed")
                 self.running = effect.assignment.round
+            case "WarnWorkers":
+                self.check(self.draining and bool(self.running) and not self.stopping, "a warning to nobody")
+                self.check(not self.warned, "warned twice")
+                self.warned = True
+            case "Examine":
+                self.check(self.checks and not self.running, "examined without need")
+                self.check(not self.examining, "examined twice at once")
+                self.examining = True
             case "StopWorkers":
                 self.check(bool(self.running) and not self.stopping, "a stop of nothing")
                 self.stopping = True
             case "Confirm":
                 self.check(not self.unfit, "confirmed while something lives that can't be killed")
+                found = self.healthy_since == self.done["StartWorkers"]
+                self.check(found or not self.checks, "confirmed by a host that nobody has looked at")
                 self.confirmed = effect.round
             case "ReportSuccess":
                 self.succeeded = effect.round
@@ -329,11 +376,12 @@ class World:
         """Whether the exit barrier keeps this node no longer."""
         state = self.state
         seat = state.assignment
-        return state.exit_barrier_passed and seat is not None and self.succeeded == seat.round
+        let_go = state.exit_barrier_passed or self.draining
+        return let_go and seat is not None and self.succeeded == seat.round
 
     def play(self) -> None:
         """A whole history, and then the end that every job must come to."""
-        for _ in range(40):
+        for _ in range(50):
             self.happen(self.next_event())
         self.happen(self.core.MembershipEnded())
         self.happen(self.core.WorkersGone())
@@ -367,8 +415,9 @@ def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
 
 REVERSED = 'StopWorkers("a worker failed"), ReportFailure(state.started)'
 IF_OUT = "if state.out:\n        return state.detail"
-BARRIER = "state.exit_barrier_passed and state.phase is Phase.FINAL"
-OUT_ONLY = "if state.out:\n        return unfit"
+LET_GO = "let_go = state.exit_barrier_passed or state.draining is not None"
+ANY_ROUND = "let_go and state.succeeded != 0"
+BUDGET = "if state.draining is not None and not _goes(state):"
 UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                return state, []\n            "
 
 
@@ -379,20 +428,27 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
         ("and state.confirmed == seat.round and", "and", "not confirmed"),
         ("confirmed=0, started=0, succeeded=0", "succeeded=0", "not confirmed"),
         ('ReportFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
-        ("[Depart(event.detail)]", "[]", "without departing"),
-        ("if state.leaving is not None or state.left or state.out:", "if state.out:", "departed twice"),
-        ("is not None or state.left or state.out:", "is not None or state.out:", "when it had left"),
-        ("if state.exit_barrier_passed and state.succeeded", "if state.succeeded", "before it might"),
-        ("state.exit_barrier_passed and state.succeeded == seat.round", BARRIER, "before it might"),
+        ("[Depart(detail)]", "[]", "without departing"),
+        ("case StopRequested() if not _goes(state):", "case StopRequested():", "departed"),
+        ("case DrainOver() if not _goes(state) and", "case DrainOver() if", "departed"),
+        ("is not None or state.left or state.out\n", "is not None or state.out\n", "when it had left"),
+        (LET_GO, "let_go = True", "before it might"),
+        ("let_go and seat is not None and state.succeeded == seat.round", ANY_ROUND, "before it might"),
         (IF_OUT, IF_OUT.replace("state.out", "False"), "no end"),
         (UNLESS_RUNNING + "done", "done", "while workers are alive"),
-        ("if state.unfit is not None and not state.left and", "if False and", "can't be killed"),
+        ("unfit = state.unfit is not None and not", "unfit = False and not", "can't be killed"),
         ("unfit = replace(state, unfit=event.detail)", "unfit = state", "can't be killed"),
+        ("if _goes(state):\n        return unfit", "if state.out:\n        return unfit", "departed"),
         (
-            "if state.leaving is not None or state.left or state.out:\n        return unfit",
-            OUT_ONLY,
-            "departed",
+            "and state.confirmed != seat.round and fit:",
+            "and state.confirmed != seat.round:",
+            "nobody has looked",
         ),
+        ("if state.checks and", "if", "examined without need"),
+        (BUDGET, "if False:", "a restart used up"),
+        ("if state.draining is not None and _has_drained", "if False and _has_drained", "waits for nothing"),
+        ("if state.workers is Workers.RUNNING else []", "if True else []", "a warning to nobody"),
+        ("not _goes(state) and state.draining is None:", "not _goes(state):", "warned twice"),
     ],
 )
 def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, broken: str, seen: str) -> None:

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
-from process_probe import until
-from rallypoint.agent import reaping
+from process_probe import until, wait_until
+from rallypoint.agent import post_mortem, reaping
 from rallypoint.agent.config import JobConfig, Peer
 from rallypoint.agent.console import Console
 from rallypoint.agent.core import Assignment
 from rallypoint.agent.crew import Crew
-from rallypoint.agent.errors import COULD_NOT_START, WorkerFailure
+from rallypoint.agent.errors import COULD_NOT_START, FailureKind, WorkerFailure
+from rallypoint.agent.events import JobEvents
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.logs import LogDirectory, Redirect, Streams
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.spawn_protocol import Killed
+from rallypoint.agent.spawner import look_up
 from rallypoint.agent.workers import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
@@ -48,6 +50,7 @@ class Told:
     def __init__(self) -> None:
         """Nothing yet."""
         self.failures: list[WorkerFailure] = []
+        self.earlier: list[WorkerFailure] = []
         self.unfit: list[str] = []
         self.successes = 0
 
@@ -95,9 +98,11 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]
                 log_directory=logs,
                 sockets={"RALLYPOINT_STORE_SOCKET": "/run/store"},
                 stacks=tmp_path,
+                events=JobEvents(config),
                 on_failure=told.failures.append,
                 on_success=told.success,
                 on_unfit=told.unfit.append,
+                on_earlier=told.earlier.append,
             )
             stack.push_async_callback(crew.stop, signal.SIGKILL, 0.0)
             return crew
@@ -144,6 +149,84 @@ async def test_the_first_failure_is_told_once_with_all_that_is_known(
     assert failure.traceback == "no such layer"
     assert failure.log_file.endswith("/attempt_0/1/stderr.log")
     assert told.successes == 0
+
+
+RAISES = """
+    raise_() {
+        printf '{"message": {"message": "%s", "extraInfo": {}}}' "$1" > $TORCHELASTIC_ERROR_FILE.new
+        mv $TORCHELASTIC_ERROR_FILE.new $TORCHELASTIC_ERROR_FILE
+    }
+"""
+"""The part of a shell script that has a worker leave its story as `record` does."""
+
+
+async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it(
+    make: Callable[..., Crew], told: Told
+) -> None:
+    """It is told at the first end of another, and what it is stopped with is not how it failed."""
+    crew = make(
+        RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "no such layer"; touch $1/raised; sleep 60; };'
+        "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.05; exit 7"
+    )
+    await crew.start()
+    await until(lambda: bool(told.failures), "a failure")
+    (failure,) = told.failures
+    assert (failure.rank, failure.message, failure.exit_code) == (5, "no such layer", 1)
+    assert failure.kind is FailureKind.EXCEPTION
+    await crew.stop(signal.SIGTERM, 20.0)
+    assert (len(told.failures), told.earlier) == (1, [])
+    assert [(each.rank, each.exit_code) for each in crew.failures] == [(5, 1), (4, 7)]
+    assert crew.failures[0].time < crew.failures[1].time
+
+
+async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_reason(
+    make: Callable[..., Crew], told: Told, tmp_path: Path
+) -> None:
+    """Another host's worker was the first to end; what is raised because of the stop is a consequence."""
+    crew = make(
+        RAISES
+        + """
+        [ $LOCAL_RANK = 1 ] && raise_ "no such layer" && sleep 0.05  # more than a tick of the file's clock
+        [ $LOCAL_RANK = 0 ] && trap 'raise_ "interrupted"; exit 1' TERM
+        touch $1/ready.$LOCAL_RANK; while :; do sleep 0.01; done
+        """
+    )
+    await crew.start()
+    await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "both")
+    await crew.stop(signal.SIGTERM, 20.0)
+    assert told.failures == []
+    assert [(each.rank, each.message) for each in told.earlier] == [(5, "no such layer")]
+    assert crew.failures == told.earlier
+
+
+async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after_it(
+    make: Callable[..., Crew], told: Told, tmp_path: Path
+) -> None:
+    """The agent was busy meanwhile."""
+    crew = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 60")
+    await crew.start()
+    pid = crew.workers[1].pid
+    (tmp_path / "go").touch()
+    # Without letting the event loop run: the spawner buries it, and the news waits.
+    wait_until(lambda: look_up(pid) is None, "the end")
+    await crew.stop(signal.SIGTERM, 20.0)
+    assert [(each.rank, each.exit_code) for each in told.earlier] == [(5, 7)]
+    assert [(each.rank, each.exit_code) for each in crew.failures] == [(5, 7)]
+
+
+async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
+    make: Callable[..., Crew], told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was caught; who fails now is the first."""
+    monkeypatch.setattr(post_mortem, "UNWINDING", 0.05)
+    crew = make(
+        RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "caught"; touch $1/raised; sleep 60; };'
+        "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.3; exit 7"
+    )
+    await crew.start()
+    await until(lambda: bool(told.failures), "a failure")
+    await crew.stop(signal.SIGTERM, 20.0)
+    assert [(each.rank, each.exit_code) for each in told.failures + told.earlier] == [(4, 7)]
 
 
 async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(

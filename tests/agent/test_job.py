@@ -26,7 +26,7 @@ from rallypoint.agent.job_result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobRe
 from rallypoint.agent.logs import LogError, Redirect, Streams
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.workers import StopReport
-from rallypoint.cli.roles import embedded_rendezvous, embedded_timer
+from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.channel import open_channel
@@ -261,7 +261,7 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
     assert result.detail.startswith(f"no rendezvous service answered at {endpoint} within 0.5 s: ")
     first = bench.job("sleep 60", nodes=(2, 2))
     bench.start(first)
-    await until(lambda: bool(first._lease), "the first to be in")
+    await until(lambda: hasattr(first, "_membership") and bool(first._membership.lease), "the first to be in")
     result = await bench.run(bench.job("exit 0", "b", nodes=(3, 3)))
     assert result.exit_code == REFUSED
     assert result.detail.startswith(
@@ -331,8 +331,8 @@ async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> 
     job = bench.job(script, restarts=1)
     running = bench.start(job)
     await bench.has("started.1.1")
-    assert job._spawner.pid is not None
-    os.kill(job._spawner.pid, signal.SIGKILL)
+    assert job._crews.spawner.pid is not None
+    os.kill(job._crews.spawner.pid, signal.SIGKILL)
     assert (await running).exit_code == SUCCEEDED
     await bench.has("started.2.1")
 
@@ -364,7 +364,7 @@ async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, monkeypatch
     async def fail() -> None:
         raise ZeroDivisionError("what nobody thought of")
 
-    job._spawn(fail())
+    job._background.begin(fail())
     result = await asyncio.wait_for(running, PATIENCE)
     assert result.exit_code == FAILED
     assert "internal error: ZeroDivisionError('what nobody thought of')" in result.detail
@@ -379,7 +379,7 @@ async def test_a_membership_that_breaks_ends_the_job_too(
     async def fail(*_: object) -> None:
         raise ZeroDivisionError("what nobody thought of")
 
-    monkeypatch.setattr(f"rallypoint.agent.job.Membership.{method}", fail)
+    monkeypatch.setattr(f"rallypoint.agent.membership.Membership.{method}", fail)
     result = await bench.run(bench.job("sleep 60"))
     assert (result.exit_code, "ZeroDivisionError" in result.detail) == (FAILED, True)
 
@@ -398,7 +398,7 @@ async def test_what_can_not_be_set_up_leaves_no_spawner_behind(
     job = bench.job("exit 0", **more)
     with pytest.raises(error):
         await bench.run(job)
-    assert job._spawner.dead
+    assert job._crews.spawner.dead
 
 
 async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:

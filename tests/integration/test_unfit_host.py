@@ -80,3 +80,32 @@ async def test_a_worker_in_uninterruptible_sleep_makes_its_host_unfit_and_the_ot
 def starts(stage: Scene, name: str) -> int:
     """How many groups of workers an agent has started."""
     return sum(line.event == "starting workers" for line in stage.cluster.programs[name].log.items)
+
+
+async def test_a_worker_that_is_stuck_while_it_should_train_is_found_where_torch_s_variable_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No timer guards it, and it would never end: after that time its host leaves, and the others go on."""
+    conf = {"last_call_timeout": "0.5"}
+    async with scene(tmp_path, monkeypatch, nodes="1:2", workers=1, conf=conf) as stage:
+        # A cluster passes none of torch's variables on: they might be those of a job around the tests.
+        stage.cluster._environment["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"] = "1"
+        async with disk_to_freeze(tmp_path) as disk:
+            order = (str(WORKER), str(tmp_path), "disk", "1", "0.5", "unguarded")
+            stage.job = replace(stage.job, command=order)
+            await stage.start_agents("a", "b")
+            (opened,) = await stage.said("opened", 1)
+            assert await succeeds(f"fsfreeze -f {disk}")
+            (tmp_path / "frozen").touch()
+            workers = (await stage.cluster.get_job("a")).workers
+            fit, unfit = ("b", "a") if workers[0].pid == opened["pid"] else ("a", "b")
+            assert await stage.cluster.programs[unfit].ended(2 * PATIENCE) == 3
+            run = await stage.becomes(
+                "a round without it", lambda run: run.round > 1 and run.phase == pb.PHASE_FINAL
+            )
+            assert (run.world_size, run.restart_count) == (1, 0)
+            who = f"worker of rank 1 (process {opened['pid']}) has been in uninterruptible sleep for 1 s"
+            assert f"Error: this host is not fit to run workers: {who}: it " in stage.report(unfit)
+            await stage.started(1, round_=run.round)
+        (tmp_path / "finish").touch()
+        assert await stage.cluster.programs[fit].ended(PATIENCE) == 0

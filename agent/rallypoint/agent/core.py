@@ -7,169 +7,77 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TypeAlias
 
-
-class Phase(Enum):
-    """Phase of the run, as far as the agent was told."""
-
-    JOINABLE = auto()
-    FROZEN = auto()
-    FINAL = auto()
-    CLOSED = auto()
-
-
-class Workers(Enum):
-    """What the agent's workers do."""
-
-    ABSENT = auto()
-    RUNNING = auto()
-    STOPPING = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The node's place in a round; the fields are those of the protocol's message."""
-
-    round: int
-    group_rank: int
-    group_world_size: int
-    base_rank: int
-    world_size: int
-    base_role_rank: int
-    role_world_size: int
-    master_address: str
-    master_port: int
-    fencing_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """The run changed; `detail` says how the round before ended."""
-
-    phase: Phase
-    assignment: Assignment | None = None
-    restart_count: int = 0
-    detail: str = ""
-    exit_barrier_passed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
-    """The node's lease is lost; it is joining anew."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFailed:
-    """A worker of the running group failed, or could not be started."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersSucceeded:
-    """All workers of the running group ended with exit code 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersGone:
-    """The group was stopped: none of its processes, and none of their descendants, is alive.
-
-    Where some outlive SIGKILL, NodeUnfit comes first, and this says that nothing more can be done about them.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class NodeUnfit:
-    """Processes of workers outlived SIGKILL, so no other round may run on this host; `detail` says which."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Somebody wants this node to leave the run; `detail` says who."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipEnded:
-    """The node is out of the run: it left, the run was closed, or it was refused; `detail` says why it was refused."""
-
-    detail: str = ""
-
-
-Event: TypeAlias = (
-    Updated
-    | LeaseEnded
-    | WorkerFailed
-    | WorkersSucceeded
-    | WorkersGone
-    | NodeUnfit
-    | StopRequested
-    | MembershipEnded
+from rallypoint.agent.core_words import (
+    Assignment,
+    Confirm,
+    Depart,
+    DrainOver,
+    DrainRequested,
+    Effect,
+    Event,
+    Examine,
+    Examined,
+    Finish,
+    LeaseEnded,
+    Leave,
+    MembershipEnded,
+    NodeUnfit,
+    Phase,
+    ReportFailure,
+    ReportSuccess,
+    StartWorkers,
+    StopRequested,
+    StopWorkers,
+    Updated,
+    WarnWorkers,
+    WorkerFailed,
+    Workers,
+    WorkersGone,
+    WorkersSucceeded,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
-    """Start the workers of a round."""
-
-    assignment: Assignment
-    restart_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopWorkers:
-    """Stop the workers; `detail` says why. WorkersGone follows."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Confirm:
-    """Tell the run that no worker of an earlier round is alive here."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportFailure:
-    """Tell the run that a worker failed."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSuccess:
-    """Tell the run that the workers succeeded."""
-
-    round: int
+__all__ = [
+    "AgentState",
+    "Assignment",
+    "Confirm",
+    "Depart",
+    "DrainOver",
+    "DrainRequested",
+    "Effect",
+    "Event",
+    "Examine",
+    "Examined",
+    "Finish",
+    "Health",
+    "LeaseEnded",
+    "Leave",
+    "MembershipEnded",
+    "NodeUnfit",
+    "Phase",
+    "ReportFailure",
+    "ReportSuccess",
+    "StartWorkers",
+    "StopRequested",
+    "StopWorkers",
+    "Updated",
+    "WarnWorkers",
+    "WorkerFailed",
+    "Workers",
+    "WorkersGone",
+    "WorkersSucceeded",
+    "decide",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Depart:
-    """Tell the run that this node stops its workers in order to leave."""
+class Health(Enum):
+    """What is known of the host's health, where there are checks of it."""
 
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Give the lease back. MembershipEnded follows."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Nothing is left to do."""
-
-
-Effect: TypeAlias = (
-    StartWorkers | StopWorkers | Confirm | ReportFailure | ReportSuccess | Depart | Leave | Finish
-)
+    FOUND = auto()
+    # Workers have run since: what was found a moment ago still holds.
+    DOUBTED = auto()
+    # Something went wrong here since: only a new look will do.
+    SUSPECT = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +95,16 @@ class AgentState:
     confirmed: int = 0
     started: int = 0
     succeeded: int = 0
+    # Whether the host's health can be looked into, and is to be before each round that the node confirms.
+    checks: bool = False
+    health: Health = Health.DOUBTED
+    examining: bool = False
+    # The last round for which the host was found healthy.
+    fit_for: int = 0
     # Why this host can't run another round, once it can't.
     unfit: str | None = None
+    # Why this node is to leave as soon as its workers are done or have saved their state, once it is.
+    draining: str | None = None
     # Why this node is to leave, once it is.
     leaving: str | None = None
     left: bool = False
@@ -223,13 +139,10 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
         case LeaseEnded():
             # As a newcomer the node has confirmed and started nothing.
             newcomer = replace(state, phase=Phase.JOINABLE, assignment=None, detail=event.detail)
-            return replace(newcomer, confirmed=0, started=0, succeeded=0), []
+            newcomer = replace(newcomer, confirmed=0, started=0, succeeded=0)
+            return replace(newcomer, health=Health.SUSPECT, fit_for=0), []
         case WorkerFailed():
-            if state.workers is not Workers.RUNNING:
-                return state, []  # it died of being stopped
-            stopping = replace(state, workers=Workers.STOPPING)
-            # Told at once, before the others here are stopped: every moment of it is downtime on all nodes.
-            return stopping, [ReportFailure(state.started), StopWorkers("a worker failed")]
+            return _note_failure(state)
         case WorkersSucceeded():
             if state.workers is not Workers.RUNNING:
                 return state, []
@@ -237,27 +150,65 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
             return done, [ReportSuccess(state.started)]
         case WorkersGone():
             return replace(state, workers=Workers.ABSENT), []
-        case NodeUnfit():
-            return _note_unfit(state, event)
-        case StopRequested():
-            if state.leaving is not None or state.left or state.out:
-                return state, []
-            return replace(state, leaving=event.detail), [Depart(event.detail)]
+        case Examined():
+            seat = state.assignment if state.phase is Phase.FROZEN else None
+            fit_for = seat.round if seat is not None else state.fit_for
+            return replace(state, health=Health.FOUND, examining=False, fit_for=fit_for), []
+        case StopRequested() | DrainRequested() | DrainOver() | NodeUnfit():
+            return _note_parting(state, event)
         case MembershipEnded():
             return replace(state, out=True, detail=event.detail or state.detail), []
+
+
+def _goes(state: AgentState) -> bool:
+    """Whether this node is on its way out, or is out."""
+    return state.leaving is not None or state.left or state.out
+
+
+def _depart(state: AgentState, detail: str) -> tuple[AgentState, list[Effect]]:
+    return replace(state, leaving=detail), [Depart(detail)]
+
+
+def _note_parting(
+    state: AgentState, event: StopRequested | DrainRequested | DrainOver | NodeUnfit
+) -> tuple[AgentState, list[Effect]]:
+    """What calls for this node to leave, now or soon. Who is going already goes on."""
+    match event:
+        case NodeUnfit():
+            return _note_unfit(state, event)
+        case StopRequested() if not _goes(state):
+            return _depart(state, event.detail)
+        case DrainRequested() if not _goes(state) and state.draining is None:
+            warned: list[Effect] = [WarnWorkers(event.detail)] if state.workers is Workers.RUNNING else []
+            return replace(state, draining=event.detail), warned
+        case DrainOver() if not _goes(state) and state.draining is not None:
+            return _depart(state, f"{state.draining} ({event.how})")
+    return state, []
+
+
+def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
+    if state.workers is not Workers.RUNNING:
+        return state, []  # it died of being stopped
+    stopping = replace(state, workers=Workers.STOPPING, health=Health.SUSPECT)
+    if state.draining is not None and not _goes(state):
+        # The node takes its workers away in any case: that must not cost the run a restart of its budget.
+        stopping, departed = _depart(stopping, f"{state.draining} (a worker of it failed meanwhile)")
+        return stopping, [*departed, StopWorkers("a worker failed")]
+    # Told at once, before the others here are stopped: every moment of it is downtime on all nodes.
+    return stopping, [ReportFailure(state.started), StopWorkers("a worker failed")]
 
 
 def _note_unfit(state: AgentState, event: NodeUnfit) -> tuple[AgentState, list[Effect]]:
     if state.unfit is not None:
         return state, []
     unfit = replace(state, unfit=event.detail)
-    if state.leaving is not None or state.left or state.out:
+    if _goes(state):
         return unfit, []
     if state.workers is Workers.ABSENT and state.succeeded and state.succeeded == state.started:
         # What its workers have achieved stands: to go now would cost the others a round.
         return unfit, []
     # Told at once: the others need not wait for what will never end here.
-    return replace(unfit, leaving=event.detail), [Depart(event.detail)]
+    return _depart(unfit, event.detail)
 
 
 def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
@@ -265,27 +216,70 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
     if state.finished:
         return None
     reason = _reason_to_stop(state)
+    if state.draining is not None and _has_drained(state, reason):
+        return replace(state, leaving=state.draining), Depart(state.draining)
     if state.workers is Workers.RUNNING and reason is not None:
         return replace(state, workers=Workers.STOPPING), StopWorkers(reason)
     if state.workers is not Workers.ABSENT:
         return None
     if state.out:
         return replace(state, finished=True), Finish()
-    if state.leaving is not None:
-        return None if state.left else (replace(state, left=True), Leave(state.leaving))
-    if state.unfit is not None and not state.left and not _stands_by_success(state):
-        return replace(state, leaving=state.unfit), Depart(state.unfit)
-    seat = state.assignment
-    if seat is None or state.left:
+    if state.left:
         return None
-    if state.exit_barrier_passed and state.succeeded == seat.round:
-        return replace(state, left=True), Leave("its workers succeeded, and the exit barrier is over")
-    if state.phase is Phase.FROZEN and state.confirmed != seat.round:
+    return _step_out(state) if _is_to_go(state) else _step_in(state)
+
+
+def _is_to_go(state: AgentState) -> bool:
+    """Whether this node, without workers, is on its way out of the run."""
+    unfit = state.unfit is not None and not _stands_by_success(state)
+    seat = state.assignment
+    let_go = state.exit_barrier_passed or state.draining is not None
+    done = let_go and seat is not None and state.succeeded == seat.round
+    return state.leaving is not None or unfit or done
+
+
+def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
+    gone = replace(state, left=True)
+    if state.leaving is not None:
+        return gone, Leave(state.leaving)
+    if state.unfit is not None and not _stands_by_success(state):
+        return replace(state, leaving=state.unfit), Depart(state.unfit)
+    # The round does without those that have done their part.
+    why = "the exit barrier is over" if state.exit_barrier_passed else f"{state.draining}"
+    return gone, Leave(f"its workers succeeded, and {why}")
+
+
+def _step_in(state: AgentState) -> tuple[AgentState, Effect] | None:
+    """The next step towards workers that run."""
+    if state.checks and not state.examining and _is_to_be_examined(state):
+        return replace(state, examining=True), Examine(anew=state.health is Health.SUSPECT)
+    seat = state.assignment
+    if seat is None:
+        return None
+    fit = not state.checks or state.fit_for == seat.round
+    if state.phase is Phase.FROZEN and state.confirmed != seat.round and fit:
         return replace(state, confirmed=seat.round), Confirm(seat.round)
     if state.phase is Phase.FINAL and state.confirmed == seat.round and state.started != seat.round:
-        running = replace(state, workers=Workers.RUNNING, started=seat.round)
+        running = replace(state, workers=Workers.RUNNING, started=seat.round, health=Health.DOUBTED)
         return running, StartWorkers(seat, state.restart_count)
     return None
+
+
+def _has_drained(state: AgentState, reason: str | None) -> bool:
+    """Whether a node that is being drained has no workers left to wait for, and is to say that it goes."""
+    if _goes(state) or state.phase is Phase.CLOSED:
+        return False
+    if state.workers is Workers.RUNNING:
+        return reason is not None
+    return state.workers is Workers.STOPPING or not _stands_by_success(state)
+
+
+def _is_to_be_examined(state: AgentState) -> bool:
+    """Whether it is time to look into the host's health: while a round forms, and at the latest when it waits."""
+    seat = state.assignment
+    if state.phase is Phase.FROZEN and seat is not None:
+        return seat.round not in (state.confirmed, state.fit_for)
+    return state.phase is Phase.JOINABLE and state.health is not Health.FOUND
 
 
 def _stands_by_success(state: AgentState) -> bool:

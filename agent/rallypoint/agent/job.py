@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import tempfile
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack, suppress
+import time
+from contextlib import AsyncExitStack
 from functools import singledispatchmethod
 from pathlib import Path
-from typing import Any
 
 from rallypoint.agent import core
-from rallypoint.agent.addresses import free_port
+from rallypoint.agent.background import Background
+from rallypoint.agent.changes import Changes
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.console import Console
 from rallypoint.agent.crew import Crew, Worker
+from rallypoint.agent.crews import Callbacks, Crews, Equipment
+from rallypoint.agent.draining import Drain, Draining
 from rallypoint.agent.errors import WorkerFailure
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.job_result import FAILED, JobResult, refusal_of, verdict
+from rallypoint.agent.events import JobEvents
+from rallypoint.agent.failure_file import FAILURE_FILE, failure_document, write_failure_files
+from rallypoint.agent.host_care import HostCare
+from rallypoint.agent.job_result import FAILED, SUCCEEDED, JobResult, verdict
 from rallypoint.agent.logs import LogDirectory
-from rallypoint.agent.messages import assignment_value, failure_message, phase_value
+from rallypoint.agent.membership import NodeMembership
 from rallypoint.agent.processes import Spawner
-from rallypoint.agent.reaping import describe_left, who_outlives
-from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.worker_sockets import WorkerSockets
-from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.settings import SettingError
 
@@ -39,8 +38,6 @@ _ONE_REQUEST = 0.2
 # Seconds to try to give the lease back when asked to stop at once. Without that, the others would wait for the lease
 # to end, which takes longer.
 _HURRIED_LEAVING = 1.0
-# Seconds that the spawner gets to kill what is left, where it is known that something can't be killed.
-_VAIN_KILLING = 1.0
 
 _log = get_logger("rallypoint.agent")
 
@@ -51,27 +48,37 @@ class Job:
     def __init__(self, config: JobConfig, spawner: Spawner) -> None:
         """`spawner`: running already; the job uses it alone, and replaces it if it dies."""
         self._config = config
-        self._spawner = spawner
-        self._state = core.AgentState()
+        self._state = core.AgentState(checks=bool(config.health_checks))
         # What the core is to hear; a result is for the loop in `run`, and ends the job whatever the core thinks.
         self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._crew: Crew | None = None
+        self._background = Background(self._break)
+        self._crews = Crews(
+            config,
+            spawner,
+            Callbacks(
+                tell=self._events.put_nowait,
+                on_failure=self._on_failure,
+                on_earlier=self._on_earlier_failure,
+                on_unfit=self._on_unfit,
+                on_change=self._on_change,
+                begin=self._background.begin,
+            ),
+        )
+        self._drain = Drain(self._events.put_nowait)
         self._failure: WorkerFailure | None = None
-        self._run_end: pb.RunEnd | None = None
-        self._refusal: str | None = None
         self._broken: JobResult | None = None
-        self._lease = 0
         self._stop_signal: int | None = None
         self._asked_at: float | None = None
         self._hurried = False
         self.result: JobResult | None = None
-        self._membership: Membership
-        self._membership_task: asyncio.Task[None] | None = None
-        self._console: Console
+        self.changed = Changes()
+        self.start_time = time.time()
+        self.end_time: float | None = None
+        self._membership: NodeMembership
         self._log_directory: LogDirectory | None = None
-        self._stacks: Path
         self._sockets: WorkerSockets
+        self._history: JobEvents
+        self._care: HostCare
 
     @property
     def config(self) -> JobConfig:
@@ -84,9 +91,34 @@ class Job:
         return self._state
 
     @property
+    def crew(self) -> Crew | None:
+        """The workers of the latest round; None if there was none yet."""
+        return self._crews.crew
+
+    @property
+    def spawner_pid(self) -> int:
+        """The process below which all workers are."""
+        return self._crews.spawner.pid or 0
+
+    @property
     def workers(self) -> list[Worker]:
         """The workers that run, or ran last, by local rank."""
-        return [worker for _, worker in sorted(self._crew.workers.items())] if self._crew is not None else []
+        return self._crews.workers
+
+    @property
+    def base_ranks(self) -> dict[int, int]:
+        """Global rank of the first worker here, by the number of the attempt in the log directory."""
+        return self._crews.base_ranks
+
+    @property
+    def stop_reason(self) -> str:
+        """Why workers were stopped last; empty if they never were."""
+        return self._crews.stop_reason
+
+    @property
+    def draining(self) -> Draining | None:
+        """That this host leaves as soon as its workers are done or have saved their state; None if it does not."""
+        return self._drain.now
 
     @property
     def log_dir(self) -> Path | None:
@@ -103,70 +135,133 @@ class Job:
 
         Raises:
             LogError: Its logs can't be written where they were asked for; nothing was joined or started.
-            SettingError: There is no place for temporary files; likewise.
+            SettingError: There is no place for temporary files, or for its events, or what is to look after the host
+                can't be had on it; likewise.
         """
         config = self._config
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._close_spawner)
-            logs = self._log_directory = LogDirectory.create(config.log_dir, config.run_id)
-            self._console = Console()
-            stack.push_async_callback(self._console.close, 5.0)
+            stack.push_async_callback(lambda: self._crews.close(unfit=self._state.unfit is not None))
+            self._history = JobEvents(config)
+            stack.push_async_callback(self._history.close)
+            logs = self._log_directory = LogDirectory.create(
+                config.log_dir, config.run_id, config.keep_attempts
+            )
+            console = Console()
+            stack.push_async_callback(console.close, 5.0)
             channel = open_channel(config.rendezvous.endpoint, config.rendezvous.tls)
             stack.push_async_callback(channel.close)
             self._sockets = await stack.enter_async_context(
                 WorkerSockets(
                     config,
                     channel,
-                    worker_of=self._worker_of,
-                    rank_of=self._rank_of,
-                    on_hung=self._reap,
+                    worker_of=self._crews.worker_of,
+                    rank_of=self._crews.rank_of,
+                    on_hung=self._crews.reap,
+                    entrust=self._crews.spawner.entrust,
                 )
             )
-            self._stacks = Path(stack.enter_context(_temporary_folder()))
-            self._membership = Membership(
-                channel,
-                config.rendezvous.endpoint,
-                _join_request(config),
-                self._on_membership,
-                connect_timeout=config.connect_timeout,
+            environment = await self._listen_for_measurements(stack)
+            folder = Path(stack.enter_context(_temporary_folder()))
+            self._crews.spawner.entrust(folder)
+            environment |= self._drain.set_up(folder)
+            stack.callback(self._drain.close)
+            self._care = HostCare(config, folder, logs.path, self._pids)
+            stack.push_async_callback(self._care.close)
+            self._crews.equipment = Equipment(
+                console, logs, self._sockets, environment, folder, self._history
             )
-            self._membership_task = asyncio.create_task(self._be_member())
-            self._membership_task.add_done_callback(self._task_ended)
-            stack.push_async_callback(self._end_tasks)
+            self._membership = NodeMembership(
+                config,
+                channel,
+                self._events.put_nowait,
+                ran=lambda: self._crews.crew is not None,
+                going=lambda: self.stopping or self._state.leaving is not None,
+            )
+            self._membership.join(self._background.begin)
+            stack.push_async_callback(self._end_all)
+            self._care.mind(self._background.begin, lambda reason: self.drain(None, reason), self._on_unfit)
             _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
             while not self._state.finished:
                 event = await self._events.get()
                 if isinstance(event, JobResult):
                     break
                 self._take(event)
-        self.result = self._verdict()
-        return self.result
+        result = self._verdict()
+        self._leave_failure_file(result)
+        return self.conclude(result)
 
-    def request_stop(self, detail: str, received: int = signal.SIGTERM) -> None:
+    async def _listen_for_measurements(self, stack: AsyncExitStack) -> dict[str, str]:
+        """The variables that tell workers where to; none if nobody wants to know."""
+        if not self._history.wanted:
+            return {}
+        from rallypoint.agent.measurement_socket import MeasurementSocket  # noqa: PLC0415 (for some jobs only)
+
+        opened = await stack.enter_async_context(MeasurementSocket(self._history.measured))
+        for path in opened.environment.values():
+            self._crews.spawner.entrust(Path(path).parent)
+        return opened.environment
+
+    def conclude(self, result: JobResult) -> JobResult:
+        """It has ended so; returns that. Called by `run`, or by whom that has raised something at."""
+        self.result, self.end_time = result, time.time()
+        self.changed.tell()
+        return result
+
+    def progress_of(self, worker: Worker) -> tuple[int, float] | None:
+        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        name = self.crew.name_of(worker.local_rank) if self.crew is not None else ""
+        return self._sockets.progress_of(name)
+
+    def request_stop(self, detail: str, received: int = signal.SIGTERM, *, at_once: bool = False) -> None:
         """Leave the run in good order. Asked again, after a moment: at once, workers are killed.
 
         Args:
             detail: Who asked, for people.
             received: The signal that asked, or that stands for who did; the exit code names it. Workers get SIGINT
                 for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
+            at_once: Kill the workers, without asking them first.
         """
         now = asyncio.get_running_loop().time()
         if not self.stopping:
             _log.warning("leaving the run", reason=detail)
             self._stop_signal, self._asked_at = received, now
+            self._hurried = at_once
             self._events.put_nowait(core.StopRequested(detail))
-        elif not self._hurried and (self._asked_at is None or now >= self._asked_at + _ONE_REQUEST):
+        elif not self._hurried and (
+            at_once or self._asked_at is None or now >= self._asked_at + _ONE_REQUEST
+        ):
             _log.warning("stopping at once", reason=detail)
             self._hurried = True
-            if self._crew is not None:
-                self._spawn(self._hurry(self._crew))
+            self._crews.kill()
             if self._state.left:
-                self._abandon_membership()
+                self._membership.abandon()
+
+    def drain(self, grace: float | None, reason: str) -> None:
+        """Leave the run gently: warn the workers, and go once they are done or have saved their state.
+
+        A host that is being drained already leaves earlier at most. One that leaves anyway is not drained.
+
+        Args:
+            grace: Seconds after which it leaves in any case; None: as the job is set.
+            reason: For people; workers can read it.
+        """
+        if self.stopping or self._state.leaving is not None or self.result is not None:
+            return
+        self._drain.begin(self._config.drain_grace if grace is None else grace, reason)
+        self.changed.tell()
+
+    def pass_on(self, number: int) -> None:
+        """Send a user's signal to the workers, to their processes alone; see `Crew.pass_on`."""
+        if self.crew is not None:
+            self.crew.pass_on(number)
 
     def _take(self, event: core.Event) -> None:
-        self._state, effects = core.decide(self._state, event)
+        before = self._state
+        self._state, effects = core.decide(before, event)
+        self._history.decided(event, before, self._state, effects)
         for effect in effects:
             self._carry_out(effect)
+        self.changed.tell()
 
     @singledispatchmethod
     def _carry_out(self, effect: object) -> None:
@@ -174,47 +269,35 @@ class Job:
 
     @_carry_out.register
     def _start_workers(self, effect: core.StartWorkers) -> None:
-        if self._spawner.dead:
-            with suppress(SpawnError):  # the crew fails for want of one, and says so
-                self._spawner = Spawner.start()
-        assert self._log_directory is not None, "run made it"
-        seat = effect.assignment
-        crew = self._crew = Crew(
-            self._config,
-            seat,
-            effect.restart_count,
-            spawner=self._spawner,
-            console=self._console,
-            log_directory=self._log_directory,
-            sockets=self._sockets.environment,
-            stacks=self._stacks,
-            on_failure=self._on_failure,
-            on_success=self._on_success,
-            on_unfit=self._on_unfit,
-        )
-        first, last = seat.base_rank, seat.base_rank + self._config.local_world_size - 1
-        _log.info(
-            "starting workers",
-            round=seat.round,
-            ranks=f"{first}-{last}" if last > first else str(first),
-            world_size=seat.world_size,
-            restart_count=effect.restart_count,
-        )
-        self._spawn(self._start_crew(crew))
+        self._crews.start(effect.assignment, effect.restart_count, self._membership.lease)
 
     @_carry_out.register
     def _stop_workers(self, effect: core.StopWorkers) -> None:
-        assert self._crew is not None, "workers that run are a crew's"
-        self._spawn(self._stop_crew(self._crew, effect.detail))
+        number = signal.SIGINT if self._stop_signal == signal.SIGINT else self._config.stop_signal
+        timeout = self._config.shutdown_timeout
+        if self._hurried:
+            number, timeout = signal.SIGKILL, 0.0
+        self._crews.stop(effect.detail, number, timeout)
+
+    @_carry_out.register
+    def _warn_workers(self, effect: core.WarnWorkers) -> None:
+        all_here = self._config.local_world_size
+        self._drain.warn(lambda: workers if len(workers := self.workers) == all_here else [])
+        if self._config.warn_signal is not None:
+            self.pass_on(self._config.warn_signal)
+
+    @_carry_out.register
+    def _examine(self, effect: core.Examine) -> None:
+        self._background.begin(self._care.examine(effect.anew, self._events.put_nowait, self._on_unfit))
 
     @_carry_out.register
     def _confirm(self, effect: core.Confirm) -> None:
-        self._membership.confirm(effect.round, free_port(self._config.address))
+        self._membership.confirm(effect.round)
 
     @_carry_out.register
     def _report_failure(self, effect: core.ReportFailure) -> None:
         assert self._failure is not None, "a failure was noted before it is reported"
-        self._membership.report_failure(failure_message(self._failure, effect.round))
+        self._membership.report_failure(self._failure, effect.round)
 
     @_carry_out.register
     def _report_success(self, effect: core.ReportSuccess) -> None:
@@ -229,185 +312,84 @@ class Job:
 
     @_carry_out.register
     def _leave(self, effect: core.Leave) -> None:
-        if self._membership.lease:
-            self._membership.leave(effect.detail)
-            self._spawn(self._bound_leaving())
-        else:
-            self._abandon_membership()
+        timeout = self._config.close_timeout
+        if self._hurried:
+            timeout = min(timeout, _HURRIED_LEAVING)
+        self._background.begin(self._membership.leave(effect.detail, timeout))
 
     @_carry_out.register
     def _finish(self, effect: core.Finish) -> None:
         """The loop in `run` sees the state."""
 
-    async def _start_crew(self, crew: Crew) -> None:
-        await self._sockets.act_under(self._lease)
-        await crew.start()
-        self._sockets.introduce()
+    def _pids(self) -> dict[int, int]:
+        """Process ids of the workers that run, by rank."""
+        running = self._state.workers is core.Workers.RUNNING
+        return {worker.rank: worker.pid for worker in self.workers if running and worker.exit is None}
 
-    async def _stop_crew(self, crew: Crew, detail: str) -> None:
-        number = signal.SIGINT if self._stop_signal == signal.SIGINT else signal.SIGTERM
-        timeout = self._config.shutdown_timeout
-        if self._hurried:
-            number, timeout = signal.SIGKILL, 0.0
-        _log.info("stopping workers", round=crew.assignment.round, reason=detail)
-        report = await crew.stop(number, timeout)
-        if report.killed:
-            _log.warning(
-                "workers had to be killed",
-                local_ranks=list(report.killed),
-                waited=round(report.seconds, 1),
-            )
-        for worker in crew.names:
-            self._sockets.clear(worker)
-        if left := await who_outlives(report.left):
-            self._on_unfit(await describe_left(left))
-        self._events.put_nowait(core.WorkersGone())
-
-    async def _hurry(self, crew: Crew) -> None:
-        """Kill workers that are being stopped; who stops them says what became of them."""
-        await crew.stop(signal.SIGKILL, 0.0)
-
-    async def _bound_leaving(self) -> None:
-        """A rendezvous service that is away must not keep this node from going: its lease ends by itself."""
-        assert self._membership_task is not None, "who leaves was in"
-        timeout = self._config.close_timeout
-        if self._hurried:
-            timeout = min(timeout, _HURRIED_LEAVING)
-        done, _ = await asyncio.wait({self._membership_task}, timeout=timeout)
-        if not done:
-            _log.warning("the rendezvous service did not take the lease back", timeout=timeout)
-            self._abandon_membership()
-
-    def _abandon_membership(self) -> None:
-        if self._membership_task is not None:
-            self._membership_task.cancel()
-
-    async def _be_member(self) -> None:
-        try:
-            await self._membership.run()
-        except RendezvousUnreachable as error:
-            advice = tls_advice(str(error), self._config.rendezvous.tls)
-            self._refusal = f"{error}; {advice or 'is it running, and is --rdzv-endpoint right?'}"
-        except ServiceError as error:
-            if error.reason == "RUN_CLOSED" and self._crew is not None:
-                # It was closed while this node was away for so long that it lost its lease.
-                outcome = pb.Outcome.Value(f"OUTCOME_{error.metadata['outcome']}")
-                self._run_end = pb.RunEnd(outcome=outcome, detail=error.message)
-            else:
-                self._refusal = refusal_of(self._config.rendezvous.endpoint, error)
-        finally:
-            self._events.put_nowait(core.MembershipEnded(self._refusal or ""))
-
-    def _on_membership(self, event: Event) -> None:
-        match event:
-            case Admitted():
-                if event.resumed:
-                    _log.info("resumed", lease=event.lease)
-                else:
-                    _log.info("joined", lease=event.lease, **self._nodes_wanted())
-                self._lease = event.lease
-            case LeaseEnded():
-                _log.warning("lease lost, joining anew", reason=event.reason)
-                self._events.put_nowait(core.LeaseEnded(event.reason))
-            case _:
-                self._on_update(event.update)
-
-    def _nodes_wanted(self) -> dict[str, int]:
-        settings = self._config.settings
-        return {"min_nodes": settings.min_nodes, "max_nodes": settings.max_nodes}
-
-    def _on_update(self, update: pb.NodeUpdate) -> None:
-        if update.HasField("run_end"):
-            self._run_end = update.run_end
-        # Where no worker runs, whoever looks must find out what for.
-        elif update.phase == pb.PHASE_JOINABLE and not self.stopping:
-            _log.info("waiting for nodes", **self._nodes_wanted())
-        elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
-            _log.info("waiting for a place in the next round")
-        self._events.put_nowait(
-            core.Updated(
-                phase=phase_value(update.phase),
-                assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,
-                restart_count=update.restart_count,
-                detail=update.last_round_end.detail,
-                exit_barrier_passed=update.exit_barrier_passed,
-            )
-        )
+    def _on_change(self) -> None:
+        self._drain.look()
+        self.changed.tell()
 
     def _on_failure(self, failure: WorkerFailure) -> None:
         _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
         self._failure = failure
         self._events.put_nowait(core.WorkerFailed())
 
+    def _on_earlier_failure(self, failure: WorkerFailure) -> None:
+        _log.error("it had failed before", rank=failure.rank, pid=failure.pid, reason=failure.message)
+        self._failure = failure
+        # Who was asked to go stops workers for no failure of theirs, and must not cost the others a restart.
+        if self.crew is not None and not self.stopping and self.draining is None:
+            self._membership.report_failure(failure, self.crew.assignment.round)
+
     def _on_unfit(self, detail: str) -> None:
         if self._state.unfit is None:
             _log.error("this host can't run another round", reason=detail)
         self._events.put_nowait(core.NodeUnfit(detail))
 
-    def _on_success(self) -> None:
-        assert self._crew is not None, "a crew succeeded"
-        self._spawn(self._sweep(self._crew))
-
-    async def _sweep(self, crew: Crew) -> None:
-        """What workers left behind when they ended must not live into the next round."""
-        report = await crew.stop(signal.SIGKILL, 0.0)
-        left = await who_outlives(report.left)
-        unfit = await describe_left(left) if left else None
-        self._events.put_nowait(core.WorkersSucceeded())
-        if unfit is not None:
-            self._on_unfit(unfit)
-
-    def _worker_of(self, pid: int) -> str | None:
-        return self._crew.worker_of(pid) if self._crew is not None else None
-
-    def _rank_of(self, worker: str) -> int | None:
-        return self._crew.rank_of(worker) if self._crew is not None else None
-
-    async def _reap(self, hang: Hang) -> bool:
-        if self._crew is not None and hang.worker_id in self._crew.names:
-            await self._crew.reap(hang)
-        return True
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
+    def _break(self, error: BaseException) -> None:
         """What goes wrong unforeseen in the background must end the job: a job that hangs is the worst failure."""
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.exception("internal error", error=error)
-            self._broken = JobResult(
-                FAILED, f"internal error: {error!r}; please report it with the log above"
-            )
-            self._events.put_nowait(self._broken)
+        _log.exception("internal error", error=error)
+        self._broken = JobResult(FAILED, f"internal error: {error!r}; please report it with the log above")
+        self._events.put_nowait(self._broken)
 
-    async def _end_tasks(self) -> None:
+    async def _end_all(self) -> None:
         """Whatever was going on: when this returns, no worker is left."""
-        assert self._membership_task is not None, "it is the first of the tasks"
-        self._membership_task.cancel()
-        if self._crew is not None:
-            await self._crew.stop(signal.SIGKILL, 0.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(self._membership_task, *self._tasks, return_exceptions=True)
-
-    async def _close_spawner(self) -> None:
-        if self._state.unfit is not None:
-            await self._spawner.close(_VAIN_KILLING)
-        else:
-            await self._spawner.close()
+        self._membership.abandon()
+        await self._crews.end()
+        await self._background.end()
+        result = self._verdict()
+        self._history.ended(result.exit_code, result.detail)
 
     def _verdict(self) -> JobResult:
         return self._broken or verdict(
             self._state,
-            run_end=self._run_end,
+            run_end=self._membership.run_end,
             failure=self._failure,
-            refusal=self._refusal,
+            refusal=self._membership.refusal,
             stop_signal=self._stop_signal,
-            ran=self._crew is not None,
+            ran=self.crew is not None,
+            local_failures=self.crew.failures if self.crew is not None else (),
         )
+
+    def _leave_failure_file(self, result: JobResult) -> None:
+        if result.exit_code == SUCCEEDED:
+            return
+        document = failure_document(
+            self._config,
+            result,
+            round_=self.crew.assignment.round if self.crew is not None else 0,
+            restart_count=self._state.restart_count,
+            run_end=self._membership.run_end,
+            local_failures=self.crew.failures if self.crew is not None else (),
+            host=socket.gethostname(),
+            log_dir=self.log_dir,
+            time=time.time(),
+        )
+        paths = [self.log_dir / FAILURE_FILE] if self.log_dir is not None else []
+        if self._config.failure_file is not None:
+            paths.append(self._config.failure_file)
+        write_failure_files(document, paths)
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
@@ -415,15 +397,3 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="rallypoint_stacks_")
     except OSError as error:
         raise SettingError(f"can't make a temporary folder: {error}; set TMPDIR to another one") from None
-
-
-def _join_request(config: JobConfig) -> pb.JoinRun:
-    return pb.JoinRun(
-        run_id=config.run_id,
-        node_id=config.node_id,
-        settings=config.settings,
-        address=config.address,
-        local_world_size=config.local_world_size,
-        role=config.role,
-        topology=config.topology,
-    )

@@ -1,0 +1,50 @@
+"""Amounts are read as people write them, and a slip is an error rather than another amount."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.agent.amounts import Amount, AmountError, in_words, parse_amount
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("2%", Amount(part=0.02)),
+        ("0.5 %", Amount(part=0.005)),
+        ("100%", Amount(part=1.0)),
+        ("10GiB", Amount(bytes=10 << 30)),
+        ("10gib", Amount(bytes=10 << 30)),
+        ("10Gi", Amount(bytes=10 << 30)),
+        ("1.5GB", Amount(bytes=1_500_000_000)),
+        ("500m", Amount(bytes=500_000_000)),
+        ("0k", Amount(bytes=0)),
+    ],
+)
+def test_what_is_an_amount(text: str, amount: Amount) -> None:
+    """Decimal and binary units, and parts."""
+    assert parse_amount(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1GiB", "GiB", "1PiB", "1 2", "101%", "2", "2b", "1e9k", "nan%"])
+def test_what_is_none(text: str) -> None:
+    """Two bytes are not what somebody meant who wrote disk:2."""
+    with pytest.raises(AmountError):
+        parse_amount(text)
+
+
+def test_a_part_is_one_of_a_whole() -> None:
+    """Bytes are bytes."""
+    assert Amount(part=0.02).of(1000) == 20
+    assert Amount(bytes=5).of(1000) == 5
+
+
+def test_bytes_in_words() -> None:
+    """In the largest unit that leaves a digit before the point."""
+    assert [in_words(count) for count in (0, 1023, 1024, 3 << 29, 1 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1.0 TiB",
+    ]

@@ -1,0 +1,47 @@
+"""Work in the background ends when it is told to, and fails aloud."""
+
+from __future__ import annotations
+
+import asyncio
+
+from process_probe import until
+from rallypoint.agent.background import Background
+
+
+async def test_what_work_raises_is_told() -> None:
+    """Nobody waits for it, so nobody else would hear."""
+    errors: list[BaseException] = []
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    Background(errors.append).begin(fail())
+    await until(lambda: bool(errors), "the error")
+    assert isinstance(errors[0], ZeroDivisionError)
+
+
+async def test_all_of_it_has_ended_when_it_is_ended() -> None:
+    """Also what needs a moment for that; being cancelled is no error, to fail then is one."""
+    errors: list[BaseException] = []
+    ended: list[str] = []
+    background = Background(errors.append)
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("stubborn")
+
+    async def clumsy() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise ZeroDivisionError
+
+    background.begin(stubborn())
+    background.begin(clumsy())
+    await asyncio.sleep(0)
+    await background.end()
+    assert ended == ["stubborn"]
+    assert [type(error) for error in errors] == [ZeroDivisionError]

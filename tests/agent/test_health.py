@@ -1,0 +1,93 @@
+"""Checks of a host's health are found by their names, and what can't be had is said before a job begins."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.health import ENTRY_POINTS, HealthCheckError, Surroundings, parse_health_check
+
+
+def plug_in(value: str, name: str = "ipmi") -> metadata.EntryPoint:
+    """As a package would announce it."""
+    return metadata.EntryPoint(name, value, ENTRY_POINTS)
+
+
+def says_what_it_was_given(argument: str) -> str | None:
+    """A plug-in."""
+    return f"asked for {argument!r}" if argument != "fine" else None
+
+
+@pytest.fixture
+def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are installed; one of them is broken."""
+    installed = [
+        plug_in("agent.test_health:says_what_it_was_given"),
+        plug_in("agent.test_health:no_such_function", "broken"),
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: installed if group == ENTRY_POINTS else [])
+
+
+def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
+    """Nothing is enough for nobody, and everything too little for everybody."""
+    for name in ("disk", "memory"):
+        assert parse_health_check(f"{name}:0%").look is not None
+        for amount, healthy in (("0%", True), ("100%", False)):
+            look = parse_health_check(f"{name}:{amount}").look
+            assert look is not None
+            assert (look(Surroundings((tmp_path,))) is None) is healthy
+
+
+def test_a_command_is_split_as_a_shell_does() -> None:
+    """And found on the job's PATH."""
+    check = parse_health_check("command:sh -c 'exit 0'", os.environ["PATH"])
+    assert (check.program, check.look) == (("sh", "-c", "exit 0"), None)
+
+
+def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
+    """All of it, further colons included; nothing without one."""
+    for text, why in (("ipmi", "''"), ("ipmi:a:b", "'a:b'")):
+        look = parse_health_check(text).look
+        assert look is not None
+        assert look(Surroundings()) == f"asked for {why}"
+    look = parse_health_check("ipmi:fine").look
+    assert look is not None
+    assert look(Surroundings()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("disk", "health check 'disk': '' is no amount; expected as in disk:2% or disk:10GiB"),
+        ("disk:2", "health check 'disk:2': '2' has no unit; expected as in disk:2% or disk:10GiB"),
+        ("memory:x", "health check 'memory:x': 'x' is no amount; expected as in memory:5% or memory:1GiB"),
+        ("command:", "health check 'command:' names no program; expected as in command:/opt/check --all"),
+        ("command:'x", 'health check "command:\'x": no closing quotation; check its quotes'),
+        ("command:/none", "health check 'command:/none': '/none' does not exist"),
+        (
+            "gpu:0",
+            "there is no health check 'gpu:0'; expected one of disk, memory, gpu, command, broken, ipmi, as in",
+        ),
+        (
+            "dsk:2%",
+            "there is no health check 'dsk:2%'; expected one of disk, memory, gpu, command, broken, ipmi, as",
+        ),
+        ("broken", "health check 'broken' can't be loaded: AttributeError("),
+    ],
+)
+def test_what_is_no_check_is_a_line(plug_ins: None, text: str, error: str) -> None:
+    """It says what there is."""
+    with pytest.raises(HealthCheckError) as raised:
+        parse_health_check(text)
+    assert str(raised.value).startswith(error)
+
+
+def test_gpus_without_their_library_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than a host that is thought to be looked at."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(HealthCheckError, match=r"health check 'gpu': .* pip install nvidia-ml-py"):
+        parse_health_check("gpu")

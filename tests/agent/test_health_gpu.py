@@ -1,0 +1,136 @@
+"""GPUs that are lost, or whose memory can't be relied on, make their host unfit; those of others don't."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from rallypoint.agent.health import Surroundings, parse_health_check
+from rallypoint.agent.health_gpu import look_at_gpus
+
+
+@dataclass
+class Gpu:
+    """One of the host's."""
+
+    lost: bool = False
+    errors: int | None = 0
+    remap_failed: int | None = 0
+
+
+class Nvml:
+    """NVML, as far as it is used, of a host with these GPUs."""
+
+    class NVMLError(Exception):
+        """Any of its errors."""
+
+    class NVMLError_NotSupported(NVMLError):  # its name there
+        """The device can't tell."""
+
+    class NVMLError_GpuIsLost(NVMLError):
+        """It fell off the bus."""
+
+    NVML_TEMPERATURE_GPU = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
+
+    def __init__(self, *gpus: Gpu, driver: bool = True) -> None:
+        """With or without a driver."""
+        self._gpus, self._driver = gpus, driver
+        self.begun = self.ended = 0
+
+    def nvmlInit(self) -> None:
+        """As NVML's."""
+        if not self._driver:
+            raise self.NVMLError("Driver Not Loaded")
+        self.begun += 1
+
+    def nvmlShutdown(self) -> None:
+        """As NVML's."""
+        self.ended += 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        """As NVML's."""
+        return len(self._gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+        """As NVML's."""
+        return self._gpus[index]
+
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:
+        """As NVML's."""
+        return f"GPU-{self._gpus.index(gpu)}f3a"
+
+    def nvmlDeviceGetTemperature(self, gpu: Gpu, _: int) -> int:
+        """As NVML's."""
+        if gpu.lost:
+            raise self.NVMLError_GpuIsLost("GPU is lost")
+        return 40
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, *_: int) -> int:
+        """As NVML's."""
+        return self._told(gpu.errors)
+
+    def nvmlDeviceGetRemappedRows(self, gpu: Gpu) -> tuple[int, int, int, int]:
+        """As NVML's: by corrected and by uncorrected errors, whether some are pending, whether it failed."""
+        return (0, 0, 0, self._told(gpu.remap_failed))
+
+    def _told(self, figure: int | None) -> int:
+        if figure is None:
+            raise self.NVMLError_NotSupported("Not Supported")
+        return figure
+
+
+FINE = Gpu()
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (Gpu(lost=True), "GPU 1 does not answer (GPU is lost)"),
+        (Gpu(errors=2), "GPU 1 has had 2 uncorrectable memory errors since it was last reset; reset it"),
+        (Gpu(remap_failed=1), "GPU 1 has rows of memory that could not be remapped; it needs to be replaced"),
+    ],
+)
+def test_a_gpu_that_is_not_healthy_is_named(bad: Gpu, why: str) -> None:
+    """With what is to be done about it."""
+    assert look_at_gpus(Nvml(Gpu(), bad), None) == why
+
+
+def test_healthy_gpus_are() -> None:
+    """Those that can't tell, too: a consumer's card counts no errors."""
+    assert look_at_gpus(Nvml(Gpu(), Gpu(errors=None, remap_failed=None)), None) is None
+    assert look_at_gpus(Nvml(), None) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "counts"),
+    [
+        ("0", False),
+        ("1", True),
+        ("0,1", True),
+        ("GPU-0f3a", False),
+        ("GPU-1f", True),
+        ("MIG-77", True),
+        ("", False),
+    ],
+)
+def test_the_gpus_of_other_jobs_don_t_count(visible: str, counts: bool) -> None:
+    """CUDA_VISIBLE_DEVICES says which are ours, by number or by name."""
+    assert (look_at_gpus(Nvml(Gpu(), Gpu(lost=True)), visible) is not None) is counts
+
+
+def test_a_driver_that_is_not_loaded_makes_its_host_unfit() -> None:
+    """The job was to have GPUs, and this host has none to offer."""
+    assert look_at_gpus(Nvml(driver=False), None) == "no driver answers (Driver Not Loaded)"
+
+
+def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And let go of, whatever was found."""
+    nvml = Nvml(Gpu(), Gpu(lost=True))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    look = parse_health_check("gpu").look
+    assert look is not None
+    assert look(Surroundings(visible_gpus="0")) is None
+    assert look(Surroundings()) == "GPU 1 does not answer (GPU is lost)"
+    assert (nvml.begun, nvml.ended) == (2, 2)

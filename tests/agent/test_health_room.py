@@ -1,0 +1,111 @@
+"""A host has room when its disks, its memory, and every cgroup around the agent have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rallypoint.agent.amounts import Amount, parse_amount
+from rallypoint.agent.health import Surroundings
+from rallypoint.agent.health_room import look_at_disks, look_at_memory
+
+NOWHERE = Surroundings()
+GIB = 1 << 30
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk of 100 GiB, of which 10 are free; what else is true of it, a test can set."""
+    figures = SimpleNamespace(
+        f_frsize=4096, f_blocks=100 * GIB // 4096, f_bavail=10 * GIB // 4096, f_files=9, f_favail=3
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _: figures)
+    return figures
+
+
+def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Path) -> None:
+    """In bytes, and in parts of the whole."""
+    where = Surroundings((tmp_path, tmp_path))
+    assert look_at_disks(where, parse_amount("10GiB")) is None
+    assert look_at_disks(where, parse_amount("10%")) is None
+    assert look_at_disks(where, parse_amount("11GiB")) == (
+        f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 11.0 GiB must be"
+    )
+    assert look_at_disks(where, parse_amount("12%")) == (
+        f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 12.0 GiB (12 %) must be"
+    )
+
+
+def test_a_disk_without_inodes_has_no_room(disk: SimpleNamespace, tmp_path: Path) -> None:
+    """Whatever is free of it. A file system that counts none (btrfs) has enough."""
+    disk.f_favail = 0
+    assert "no inode left" in (look_at_disks(Surroundings((tmp_path,)), Amount(bytes=0)) or "")
+    disk.f_files = 0
+    assert look_at_disks(Surroundings((tmp_path,)), Amount(bytes=0)) is None
+
+
+def test_a_folder_that_is_gone_is_no_healthy_one(tmp_path: Path) -> None:
+    """The disk it was on may be."""
+    with pytest.raises(OSError, match="none"):
+        look_at_disks(Surroundings((tmp_path / "none",)), Amount(bytes=0))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A host of 64 GiB with 8 available, on which the agent is in the cgroup /jobs/mine of version 2."""
+    meminfo = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0\n"
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(meminfo)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/jobs/mine\n")
+    return tmp_path
+
+
+def group(folder: Path, limit: str, used: int, cache: int, version: int = 2) -> None:
+    """A cgroup with a limit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {cache}\n")
+
+
+def look(host: Path, least: str) -> str | None:
+    """Look at that host."""
+    return look_at_memory(NOWHERE, parse_amount(least), host / "proc", host / "cgroups")
+
+
+def test_memory_is_what_the_kernel_calls_available(host: Path) -> None:
+    """What is free is next to nothing on a host that reads files."""
+    assert look(host, "8GiB") is None
+    assert look(host, "9GiB") == "8.0 GiB of 64.0 GiB of memory are available; 9.0 GiB must be"
+    assert look(host, "12%") is None
+    assert "(13 %) must be" in (look(host, "13%") or "")
+
+
+def test_each_cgroup_around_the_agent_counts(host: Path) -> None:
+    """The host's 8 GiB are of no use to who may have 4; files that nobody uses give way."""
+    group(host / "cgroups" / "jobs" / "mine", "max", 3 * GIB, 0)
+    group(host / "cgroups" / "jobs", str(4 * GIB), 3 * GIB, GIB)
+    assert look(host, "2GiB") is None
+    assert look(host, "3GiB") == (
+        "2.0 GiB of the 4.0 GiB of memory that its cgroup may have are left; 3.0 GiB must be"
+    )
+
+
+def test_a_container_sees_its_cgroup_as_the_root(host: Path) -> None:
+    """Under a path of the host's, which does not exist in it."""
+    group(host / "cgroups", str(4 * GIB), 4 * GIB, 0)
+    assert "0 B of the 4.0 GiB" in (look(host, "1GiB") or "")
+
+
+def test_the_first_version_of_cgroups_counts_too(host: Path) -> None:
+    """It names its files otherwise."""
+    (host / "proc" / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/mine\n1:name=systemd:/x\n")
+    group(host / "cgroups" / "memory" / "mine", str(4 * GIB), 3 * GIB, 0, version=1)
+    assert look(host, "1GiB") is None
+    assert "1.0 GiB of the 4.0 GiB" in (look(host, "2GiB") or "")

@@ -1,0 +1,113 @@
+"""All checks of a host are made at the same time, in bounded time, and what is not known to be healthy is not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent.health import HealthCheck, Surroundings
+from rallypoint.agent.host_health import RECENT, HostHealth
+from rallypoint.agent.side_programs import SidePrograms
+
+PATIENCE = 30.0
+
+
+class Host:
+    """A host with checks, of which a test owns the clock."""
+
+    def __init__(self, programs: SidePrograms) -> None:
+        """No checks yet."""
+        self.now = 1000.0
+        self.looks = 0
+        self.why: str | None = None
+        self._programs = programs
+
+    def health(self, *checks: HealthCheck, timeout: float = PATIENCE) -> HostHealth:
+        """Its health; by default there is one check, which says what `why` is."""
+        checks = checks or (HealthCheck("own", look=self.look),)
+        return HostHealth(checks, Surroundings(), self._programs, timeout, lambda: self.now)
+
+    def look(self, _: Surroundings) -> str | None:
+        """Its own check."""
+        self.looks += 1
+        return self.why
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    """With programs that are gone afterwards."""
+    programs = SidePrograms(tmp_path, {"PATH": os.environ["PATH"]})
+    yield Host(programs)
+    await programs.close()
+
+
+async def test_what_was_found_a_moment_ago_holds_unless_asked_anew(host: Host) -> None:
+    """Only if it was good."""
+    health = host.health()
+    assert await health.examine(anew=False) is None
+    host.now += RECENT - 1
+    assert await health.examine(anew=False) is None
+    assert host.looks == 1
+    assert await health.examine(anew=True) is None
+    assert host.looks == 2
+    host.now += RECENT + 1
+    host.why = "smoke"
+    assert await health.examine(anew=False) == "own: smoke"
+    assert await health.examine(anew=False) == "own: smoke"
+    assert host.looks == 4
+
+
+async def test_all_are_made_at_the_same_time(host: Host) -> None:
+    """Each waits for the other; and all that is wrong is said."""
+    meeting = threading.Barrier(2, timeout=PATIENCE)
+
+    def meet(_: Surroundings) -> str | None:
+        meeting.wait()
+        return "bad"
+
+    checks = [HealthCheck("a", look=meet), HealthCheck("b", look=meet), HealthCheck("c", program=("true",))]
+    assert await host.health(*checks).examine(anew=True) == "a: bad; b: bad"
+
+
+async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> None:
+    """As a look at a disk that is gone does."""
+    stop = threading.Event()
+    hangs = HealthCheck("nfs", look=lambda _: str(stop.wait()))
+    try:
+        assert await host.health(hangs, timeout=0.1).examine(anew=True) == "nfs: it did not end within 0.1 s"
+    finally:
+        stop.set()
+
+
+async def test_one_that_raises_is_not_healthy(host: Host) -> None:
+    """Nothing says that the host is."""
+
+    def fail(_: Surroundings) -> str | None:
+        raise OSError(5, "Input/output error")
+
+    told = await host.health(HealthCheck("disk", look=fail)).examine(anew=True)
+    assert told == "disk: it could not be looked at: OSError(5, 'Input/output error')"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("exit 0", None),
+        ("echo looking; echo fan 3 stands still; exit 4", "fan 3 stands still (exit code 4)"),
+        ("exit 4", "exit code 4"),
+        ("kill -9 $$", "ended by signal 9"),
+        ("sleep 60", "it did not end within 1 s"),
+    ],
+)
+async def test_a_command_says_it_by_its_exit_code_and_its_last_line(
+    host: Host, script: str, why: str | None
+) -> None:
+    """One that takes too long is killed."""
+    check = HealthCheck("command:look", program=("sh", "-c", script))
+    timeout = 1.0 if "sleep" in script else PATIENCE
+    told = await host.health(check, timeout=timeout).examine(anew=True)
+    assert told == (f"command:look: {why}" if why else None)

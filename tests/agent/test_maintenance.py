@@ -1,0 +1,56 @@
+"""A program that watches for maintenance is started again until it has something to say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.agent import maintenance
+from rallypoint.agent.maintenance import FIRST_PAUSE, LONGEST_PAUSE, await_maintenance, next_pause
+from rallypoint.agent.side_programs import SidePrograms
+
+
+@pytest.fixture
+async def programs(tmp_path: Path) -> AsyncIterator[SidePrograms]:
+    """In a folder of their own."""
+    programs = SidePrograms(tmp_path, {"PATH": os.environ["PATH"]})
+    yield programs
+    await programs.close()
+
+
+def test_pauses_grow_until_it_runs_for_a_while() -> None:
+    """A metadata service that is away is not asked a thousand times; one that was there for an hour is at once."""
+    pauses = [0.0]
+    for _ in range(8):
+        pauses.append(next_pause(pauses[-1], ran=0.1))
+    assert pauses[1:] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert next_pause(60.0, ran=LONGEST_PAUSE) == FIRST_PAUSE
+
+
+async def test_its_first_line_is_the_reason(programs: SidePrograms) -> None:
+    """Once it ends with exit code 0."""
+    command = ["sh", "-c", "echo TERMINATE at 10:00; echo more"]
+    assert await await_maintenance(command, programs) == "TERMINATE at 10:00"
+    assert await await_maintenance(["true"], programs) == "the maintenance command announced it"
+
+
+async def test_however_else_it_ends_it_is_started_again(
+    programs: SidePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that is away announces nothing; the log says why."""
+    monkeypatch.setattr(maintenance, "FIRST_PAUSE", 0.01)
+    script = tmp_path / "watch"
+    script.write_text(f"""#!/bin/sh
+        echo x >> {tmp_path}/starts
+        [ $(wc -l < {tmp_path}/starts) = 3 ] && {{ echo the third; exit 0; }}
+        echo "no route to host" >&2
+        exit 7
+    """)
+    script.chmod(0o755)
+    assert await await_maintenance([str(script)], programs) == "the third"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert "no route to host (exit code 7)" in warnings[0]
