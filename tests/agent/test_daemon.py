@@ -1,9 +1,10 @@
-"""An agent that stands on its own runs one job at a time, refuses what can't be run, and takes its job along."""
+"""An agent that stands on its own runs the jobs it has room for, refuses others, and takes its jobs along."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from rallypoint.agent.processes import Spawner
 from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.cli.roles import embedded_rendezvous, embedded_timer
+from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.serving.channel import open_channel
@@ -49,7 +50,11 @@ class Host:
 
     async def launch(self, script: str, **more: Any) -> str:
         """Have a job run; returns the name of its node."""
-        return (await self.stub.LaunchJob(pb.LaunchJobRequest(spec=self.spec(script, **more)))).node_id
+        return (await self.stub.LaunchJob(self.request(script, **more))).node_id
+
+    def request(self, script: str, launch_id: str = "", **more: Any) -> pb.LaunchJobRequest:
+        """What has a job run."""
+        return pb.LaunchJobRequest(spec=self.spec(script, **more), launch_id=launch_id)
 
     async def refused(self, **more: Any) -> ServiceError:
         """The error with which a job is refused."""
@@ -57,15 +62,13 @@ class Host:
             await self.launch("exit 0", **more)
         return decode(caught.value)
 
-    async def job(self) -> pb.Job:
-        """The job, as the daemon tells of it."""
-        return (await self.stub.GetJob(pb.GetJobRequest())).job
-
-    async def ended(self) -> pb.Job:
-        """Wait for the job's end."""
+    async def ended(self, run_id: str = "") -> pb.Job:
+        """Wait for a job's end."""
+        job = pb.Job()
         async with asyncio.timeout(PATIENCE):
-            while (job := await self.job()).state != pb.JOB_STATE_ENDED:  # noqa: ASYNC110 (no event tells of it)
-                await asyncio.sleep(0.01)
+            async for response in self.stub.WatchJob(pb.WatchJobRequest(run_id=run_id)):
+                job = response.job
+        assert job.state == pb.JOB_STATE_ENDED
         return job
 
 
@@ -77,7 +80,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
             rendezvous = await stack.enter_async_context(embedded_rendezvous())
             timer = await stack.enter_async_context(embedded_timer())
             environment = {"PATH": os.environ["PATH"], "FROM": "the daemon"}
-            daemon = await stack.enter_async_context(Daemon(timer, None, environment))
+            daemon = await stack.enter_async_context(Daemon(timer, None, environment, max_jobs=2))
             server = Server(ServerOptions(), services=[daemon.registration])
             await server.start()
             stack.push_async_callback(server.stop)
@@ -105,18 +108,67 @@ async def test_a_job_is_run_as_it_was_specified(host: Host) -> None:
     ]
 
 
-async def test_one_job_after_another_but_not_beside_it(host: Host) -> None:
-    """A second one is refused by the name of the first; after its end there is room."""
+async def test_no_more_jobs_run_than_there_is_room_for(host: Host) -> None:
+    """One too many is refused by the name of the first; after the end of one there is room again."""
     await host.launch("touch $1/started; sleep 60")
+    await host.launch("sleep 60", run_id="run-2")
     await until((host.folder / "started").exists, "the worker")
-    error = await host.refused(run_id="run-2")
+    error = await host.refused(run_id="run-3")
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "JOB_RUNNING")
     assert error.metadata == {"run_id": "run-1"}
-    await host.stub.StopJob(pb.StopJobRequest(reason="make room"))
-    assert (await host.ended()).detail == "left the run: stopped through SupervisorService: make room"
-    await host.launch("exit 0", run_id="run-2")
-    job = await host.ended()
-    assert (job.run_id, job.exit_code) == ("run-2", 0)
+    await host.stub.StopJob(pb.StopJobRequest(run_id="run-1", reason="make room"))
+    assert (await host.ended("run-1")).detail == "left the run: stopped through SupervisorService: make room"
+    await host.launch("exit 0", run_id="run-3")
+    assert (await host.ended("run-3")).exit_code == 0
+    jobs = (await host.stub.ListJobs(pb.ListJobsRequest())).jobs
+    assert [(job.run_id, job.state == pb.JOB_STATE_ENDED) for job in jobs] == [
+        ("run-3", True),
+        ("run-2", False),
+        ("run-1", True),
+    ]
+
+
+async def test_a_run_has_one_job_of_a_host(host: Host) -> None:
+    """A second one of its name would be a second node of the host, with the same devices."""
+    await host.launch("sleep 60")
+    error = await host.refused()
+    assert (error.reason, error.metadata) == ("JOB_RUNNING", {"run_id": "run-1"})
+
+
+async def test_a_launch_that_is_sent_again_launches_nothing_more(host: Host) -> None:
+    """By its launch_id, at the same time, later, and even after the job's end."""
+    request = host.request("echo x >> $1/starts", launch_id="launch-1")
+    first, second = await asyncio.gather(host.stub.LaunchJob(request), host.stub.LaunchJob(request))
+    assert first == second
+    assert (await host.ended()).launch_id == "launch-1"
+    assert await host.stub.LaunchJob(request) == first
+    assert (host.folder / "starts").read_text() == "x\n"
+    assert len((await host.stub.ListJobs(pb.ListJobsRequest())).jobs) == 1
+
+
+async def test_a_launch_id_is_not_for_two_runs(host: Host) -> None:
+    """Whoever made it up twice would take another job for its own."""
+    await host.stub.LaunchJob(host.request("exit 0", launch_id="launch-1"))
+    error = await host.refused(run_id="run-2", launch_id="launch-1")
+    assert [name for name, _ in error.field_violations] == ["launch_id"]
+
+
+async def test_python_is_that_of_the_agent(host: Host) -> None:
+    """Who launches a job from elsewhere can't know its path."""
+    code = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.executable)"
+    spec = host.spec("", command=["${python}", "-c", code, str(host.folder / "seen")])
+    await host.stub.LaunchJob(pb.LaunchJobRequest(spec=spec))
+    assert (await host.ended()).exit_code == 0
+    assert (host.folder / "seen").read_text() == sys.executable
+
+
+async def test_flags_of_run_are_options_of_a_job(host: Host) -> None:
+    """As `rallypoint run` takes them; the number of workers may be left to the host."""
+    script = 'echo "$LOCAL_RANK" > $1/seen.$RANK'
+    options = {"nproc-per-node": "cpu", "virtual_local_rank": "true"}
+    await host.launch(script, options=options)
+    assert (await host.ended()).world_size == len(os.sched_getaffinity(0))
+    assert (host.folder / "seen.0").read_text() == "0\n"
 
 
 async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Path) -> None:
@@ -125,10 +177,9 @@ async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Pa
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
         async with Daemon(timer, None, {"PATH": os.environ["PATH"]}) as daemon:
             host = Host(tmp_path, rendezvous, None, "worker")  # type: ignore[arg-type]
-            daemon._launch(host.spec(save))
+            await daemon._launch(host.request(save))
             await until((tmp_path / "started").exists, "the worker")
-            assert daemon._job is not None
-            daemon._job.request_stop("maintenance")
+            daemon.jobs.running[0].request_stop("maintenance")
             await asyncio.sleep(0.25)  # long enough for a second request to count as one in a hurry
         assert (tmp_path / "saved").exists()
         async with open_channel(rendezvous) as channel:
@@ -143,16 +194,16 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
         async with Daemon(timer, None, {"PATH": os.environ["PATH"]}) as daemon:
             host = Host(tmp_path, rendezvous, None, "worker")  # type: ignore[arg-type]
-            daemon._launch(host.spec(slow))
+            await daemon._launch(host.request(slow))
             await until((tmp_path / "started").exists, "the worker")
             leaving = asyncio.create_task(daemon.leave())
             await asyncio.sleep(0.25)  # long enough for a second request to count as one in a hurry
             with pytest.raises(ServiceError, match="going away"):
-                daemon._launch(host.spec("exit 0"))
+                await daemon._launch(host.request("exit 0"))
             leaving.cancel()
-        assert daemon._job is not None
-        assert daemon._job.result is not None
-        assert daemon._job.result.exit_code == 128 + 15
+        result = daemon.jobs.latest_first[0].job.result
+        assert result is not None
+        assert result.exit_code == 128 + 15
 
 
 @pytest.mark.parametrize(
@@ -163,9 +214,20 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"local_world_size": -1}, "spec.local_world_size", "must be from 1 to 16384"),
         ({"local_world_size": 20_000}, "spec.local_world_size", "must be from 1 to 16384"),
         ({"min_nodes": 3, "max_nodes": 2}, "spec.max_nodes", "must be at least min_nodes (3)"),
-        ({"min_nodes": -1}, "spec.max_nodes", "at least 1"),
+        ({"min_nodes": -1}, "spec.max_nodes", "both from 1 to 100000"),
         ({"rendezvous_settings": {"join": "1"}}, "spec.rendezvous_settings", "'join' is no setting"),
-        ({"rendezvous_endpoint": ""}, "spec.rendezvous_endpoint", "has no port"),
+        ({"rendezvous_endpoint": "here"}, "spec.rendezvous_endpoint", "has no port"),
+        ({"rendezvous_endpoint": ""}, "spec.rendezvous_endpoint", "must not be empty"),
+        ({"run_id": "a\nb"}, "spec.run_id", "must not have control characters"),
+        ({"node_id": "x" * 257}, "spec.node_id", "at most 256 bytes"),
+        ({"environment": {"A=B": "1"}}, "spec.environment", "'A=B' can't be the name"),
+        ({"command": ["a\0b"]}, "spec.command", "must not have NUL characters"),
+        ({"max_restarts": -1}, "spec.max_restarts", "must be from 0"),
+        ({"options": {"teee": "3"}}, "spec.options", "there is no such option"),
+        ({"options": {"tee": "9"}}, "spec.options", "tee 9: '9' names no stream"),
+        ({"options": {"role": "x"}}, "spec.options", "'role' has a field of its own, spec.role"),
+        ({"options": {"nproc-per-node": "many"}}, "spec.options", "'many' is none of cpu, gpu, xpu, auto"),
+        ({"launch_id": "x" * 257}, "launch_id", "at most 256 bytes"),
         ({"timer_endpoint": "here"}, "spec.timer_endpoint", "has no port"),
         ({"shutdown_timeout": {"seconds": -1}}, "spec.shutdown_timeout", "must not be negative"),
     ],
@@ -205,13 +267,13 @@ async def test_unusable_certificates_are_the_jobs_end_not_the_daemons(tmp_path: 
     """A file that is missing is told like anything else that can't be honoured."""
     tls = ClientTLS(ca=tmp_path / "none.pem")
     async with embedded_timer() as timer, Daemon(timer, tls, {}) as daemon:
-        daemon._launch(Host(tmp_path, "127.0.0.1:1", None, "worker").spec("exit 0"))  # type: ignore[arg-type]
-        assert daemon._running is not None
-        await asyncio.wait_for(daemon._running, PATIENCE)
-        assert daemon._job is not None
-        assert daemon._job.result is not None
-        assert daemon._job.result.exit_code == 2
-        assert "none.pem" in daemon._job.result.detail
+        host = Host(tmp_path, "127.0.0.1:1", None, "worker")  # type: ignore[arg-type]
+        await daemon._launch(host.request("exit 0"))
+        await asyncio.wait_for(asyncio.gather(*daemon._running), PATIENCE)
+        result = daemon.jobs.latest_first[0].job.result
+        assert result is not None
+        assert result.exit_code == 2
+        assert "none.pem" in result.detail
 
 
 async def test_a_host_that_can_start_no_process_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,60 +1,40 @@
-"""SupervisorService tells what the job on this host does, and makes it stop when asked."""
+"""SupervisorService tells what the jobs of this host do, as it changes, and makes them stop, drain or go on."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 import grpc
 import pytest
 
-from rallypoint.agent.core import AgentState, Phase, Workers
-from rallypoint.agent.crew import Worker
-from rallypoint.agent.job import Job
+from agent.fake_job import FakeJob, as_job, config, crew, ended, running
+from process_probe import PATIENCE
+from rallypoint.agent import servicer
+from rallypoint.agent.core import AgentState, Workers
 from rallypoint.agent.job_result import JobResult
+from rallypoint.agent.jobs import Jobs
 from rallypoint.agent.servicer import Launch, supervisor_registration
-from rallypoint.agent.spawn_protocol import WorkerExit
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import decode
+from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ServerOptions
 
 
-@dataclass
-class FakeJob:
-    """As much of a job as the service looks at."""
-
-    state: AgentState = field(default_factory=AgentState)
-    workers: list[Worker] = field(default_factory=list)
-    result: JobResult | None = None
-    log_dir: Path | None = None
-    stopping: bool = False
-    asked: list[str] = field(default_factory=list)
-    config: Any = field(default_factory=lambda: SimpleNamespace(run_id="run-1", node_id="node-a"))
-
-    def request_stop(self, detail: str) -> None:
-        """Note the request."""
-        self.asked.append(detail)
-        self.stopping = True
-
-
 class Agent:
-    """An agent that serves, and may have a job."""
+    """An agent that serves, and may have jobs."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
-        """No job yet."""
+        """None yet."""
         self._stack = stack
-        self.job: FakeJob | None = None
 
-    async def serve(self, launch: Launch | None = None) -> pb_grpc.SupervisorServiceAsyncStub:
+    async def serve(self, *jobs: FakeJob, launch: Launch | None = None) -> pb_grpc.SupervisorServiceAsyncStub:
         """Serve; returns what to ask."""
-        registration = supervisor_registration(lambda: cast(Job, self.job), launch)
+        registration = supervisor_registration(Jobs(*map(as_job, jobs)), launch)
         server = Server(ServerOptions(), services=[registration])
         await server.start()
         self._stack.push_async_callback(server.stop)
@@ -69,106 +49,214 @@ async def agent() -> AsyncIterator[Agent]:
         yield Agent(stack)
 
 
-def ended(rank: int, *, code: int | None = None, signal: int | None = None) -> Worker:
-    """A worker that ended."""
-    how = WorkerExit(rank, 70 + rank, exit_code=code, signal=signal, at=1.0, time=2.0)
-    return Worker(rank, 4 + rank, 70 + rank, 1_800_000_000.5, how)
+async def refusal(call: Awaitable[Any]) -> ServiceError:
+    """The error that a call is answered with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return decode(caught.value)
 
 
-async def test_a_job_is_told_with_its_workers(agent: Agent) -> None:
-    """Who runs, who ended and how, by local rank."""
-    stub = await agent.serve()
-    agent.job = FakeJob(
-        state=AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3, restart_count=2),
-        workers=[Worker(0, 4, 70, 1_800_000_000.5), ended(1, code=0), ended(2, code=3), ended(3, signal=9)],
-        log_dir=Path("/logs/run-1_x"),
+async def next_state(states: Any) -> pb.Job:
+    """The next that is told."""
+    response = await states.read()
+    assert isinstance(response, pb.WatchJobResponse)
+    return response.job
+
+
+def named(run_id: str) -> FakeJob:
+    """A job of a run."""
+    return FakeJob(config=config(run_id))
+
+
+async def test_jobs_are_told_by_name_and_all_together(agent: Agent) -> None:
+    """One with its workers, all without."""
+    first = FakeJob(config=config("run-1"), crew=crew(), workers=[running(0)])
+    stub = await agent.serve(first, named("run-2"))
+    job = (await stub.GetJob(pb.GetJobRequest(run_id="run-1"))).job
+    assert (job.run_id, len(job.workers)) == ("run-1", 1)
+    jobs = (await stub.ListJobs(pb.ListJobsRequest())).jobs
+    assert [(job.run_id, len(job.workers)) for job in jobs] == [("run-2", 0), ("run-1", 0)]
+
+
+async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> None:
+    """At once what is, then what changed; what was over before anybody looked is left out."""
+    job = FakeJob()
+    stub = await agent.serve(job)
+    states = stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE)
+    assert (await next_state(states)).state == pb.JOB_STATE_WAITING
+    for restarts in range(100):
+        job.state = AgentState(workers=Workers.RUNNING, started=1, restart_count=restarts)
+        job.changed.tell()
+    told = await next_state(states)
+    assert (told.state, told.restart_count) == (pb.JOB_STATE_RUNNING, 99)
+    job.changed.tell()  # nothing that could be seen
+    await stub.GetJob(
+        pb.GetJobRequest()
+    )  # by its answer the watcher's turn has come, and would have been used
+    job.end(JobResult(0, "done"))
+    assert (await next_state(states)).state == pb.JOB_STATE_ENDED
+    assert await states.read() is grpc.aio.EOF
+
+
+async def test_watching_a_job_that_ended_ends_at_once(agent: Agent) -> None:
+    """After its state."""
+    job = FakeJob()
+    job.end(JobResult(1, "failed"))
+    stub = await agent.serve(job)
+    states = [response.job async for response in stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE)]
+    assert [(each.state, each.exit_code) for each in states] == [(pb.JOB_STATE_ENDED, 1)]
+
+
+async def test_streams_are_bounded_and_given_back(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes past the bound is told to come again; who goes makes room."""
+    monkeypatch.setattr(servicer, "MOST_STREAMS", 1)
+    stub = await agent.serve(FakeJob())
+    first = stub.WatchJob(pb.WatchJobRequest())
+    await first.read()
+    error = await refusal(stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read())
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
+    assert error.retry_after
+    first.cancel()
+    told: object = None
+    async with asyncio.timeout(PATIENCE):
+        while not isinstance(told, pb.WatchJobResponse):  # the agent hears of it a moment later
+            with suppress(grpc.aio.AioRpcError):
+                told = await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()
+
+
+async def test_workers_are_told_with_their_progress(agent: Agent) -> None:
+    """Where they told any; those that ended are told with how."""
+    job = FakeJob(
+        crew=crew(), workers=[running(0, pid=2**22 + 1), running(1, pid=2**22 + 2), ended(2, code=3)]
     )
-    job = (await stub.GetJob(pb.GetJobRequest())).job
-    assert (job.run_id, job.node_id, job.state) == ("run-1", "node-a", pb.JOB_STATE_RUNNING)
-    assert (job.round, job.restart_count, job.log_dir) == (3, 2, "/logs/run-1_x")
-    assert [(worker.local_rank, worker.rank, worker.pid) for worker in job.workers] == [
-        (number, 4 + number, 70 + number) for number in range(4)
-    ]
-    assert [(worker.state, worker.exit_code) for worker in job.workers] == [
-        (pb.WORKER_STATE_RUNNING, 0),
-        (pb.WORKER_STATE_SUCCEEDED, 0),
-        (pb.WORKER_STATE_FAILED, 3),
-        (pb.WORKER_STATE_FAILED, -9),
-    ]
-    assert job.workers[0].start_time.ToMilliseconds() == 1_800_000_000_500
-
-
-@pytest.mark.parametrize(
-    ("state", "result", "told"),
-    [
-        (AgentState(), None, pb.JOB_STATE_WAITING),
-        (AgentState(workers=Workers.RUNNING, started=1), None, pb.JOB_STATE_RUNNING),
-        (AgentState(workers=Workers.STOPPING, started=1), None, pb.JOB_STATE_STOPPING),
-        (AgentState(started=2, succeeded=2), None, pb.JOB_STATE_WAITING_FOR_OTHERS),
-        (AgentState(started=2, succeeded=1), None, pb.JOB_STATE_WAITING),
-        (AgentState(finished=True), JobResult(1, "it failed"), pb.JOB_STATE_ENDED),
-    ],
-)
-async def test_a_job_is_in_one_state(
-    agent: Agent, state: AgentState, result: JobResult | None, told: pb.JobState.ValueType
-) -> None:
-    """The one that says what it waits for; how it ended, once it has."""
-    stub = await agent.serve()
-    agent.job = FakeJob(state=state, result=result)
-    job = (await stub.GetJob(pb.GetJobRequest())).job
-    assert job.state == told
-    assert (job.exit_code, job.detail) == ((1, "it failed") if result else (0, ""))
+    stub = await agent.serve(job)
+    answer = await stub.ListWorkers(pb.ListWorkersRequest())
+    assert answer.round == 3
+    assert [worker.HasField("progress") for worker in answer.workers] == [True, False, False]
+    assert answer.workers[2].exit_code == 3
 
 
 async def test_a_job_is_stopped_once(agent: Agent) -> None:
-    """With who asked, and why; a second request would kill its workers at once, which is not what is asked for."""
-    stub = await agent.serve()
-    agent.job = FakeJob()
+    """With who asked, and why; a second request would kill its workers, which is asked for by its own name."""
+    job = FakeJob()
+    stub = await agent.serve(job)
     await stub.StopJob(pb.StopJobRequest(reason="maintenance"))
     await stub.StopJob(pb.StopJobRequest(reason="maintenance"))
-    assert agent.job.asked == ["stopped through SupervisorService: maintenance"]
-    agent.job = FakeJob()
-    await stub.StopJob(pb.StopJobRequest())
-    assert agent.job.asked == ["stopped through SupervisorService: no reason given"]
+    assert job.asked == [("stopped through SupervisorService: maintenance", False)]
+    await stub.StopJob(pb.StopJobRequest(now=True))
+    assert job.asked[1:] == [("stopped through SupervisorService: no reason given", True)]
+
+
+async def test_draining_without_a_name_is_for_all_jobs_that_stay(agent: Agent) -> None:
+    """It is the host that goes; a grace is passed on if there is one."""
+    jobs = [named("run-1"), named("run-2"), FakeJob(config=config("run-3"), stopping=True), named("run-4")]
+    jobs[3].end(JobResult(0, "done"))
+    stub = await agent.serve(*jobs)
+    answer = await stub.Drain(pb.DrainRequest(reason="power cut"))
+    assert answer.run_ids == ["run-1", "run-2"]
+    assert [job.asked for job in jobs] == [[(None, "power cut")], [(None, "power cut")], [], []]
+    request = pb.DrainRequest(run_id="run-2")
+    request.grace.FromSeconds(5)
+    assert (await stub.Drain(request)).run_ids == ["run-2"]
+    assert jobs[1].asked[1:] == [(5.0, "no reason given")]
+    for run_id in ("run-3", "run-4"):
+        error = await refusal(stub.Drain(pb.DrainRequest(run_id=run_id)))
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "JOB_ENDED")
+    request.grace.FromSeconds(-1)
+    assert (await refusal(stub.Drain(request))).field_violations[0][0] == "grace"
 
 
 @pytest.mark.parametrize("reason", ["x" * 1025, "two\nlines", "\x1b[2J"])
 async def test_a_reason_must_fit_a_line(agent: Agent, reason: str) -> None:
     """It ends up in logs and on terminals."""
-    stub = await agent.serve()
-    agent.job = FakeJob()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.StopJob(pb.StopJobRequest(reason=reason))
-    assert decode(caught.value).field_violations[0][0] == "reason"
-    assert agent.job.asked == []
+    job = FakeJob()
+    stub = await agent.serve(job)
+    for call in (
+        stub.StopJob(pb.StopJobRequest(reason=reason)),
+        stub.RestartWorkers(pb.RestartWorkersRequest(reason=reason)),
+        stub.ReapWorker(pb.ReapWorkerRequest(reason=reason)),
+        stub.Drain(pb.DrainRequest(reason=reason)),
+    ):
+        assert (await refusal(call)).field_violations[0][0] == "reason"
+    assert job.asked == []
+
+
+def questions(stub: pb_grpc.SupervisorServiceAsyncStub, run_id: str = "") -> dict[str, Awaitable[Any]]:
+    """A call of every method about a job."""
+    return {
+        "GetJob": stub.GetJob(pb.GetJobRequest(run_id=run_id)),
+        "WatchJob": stub.WatchJob(pb.WatchJobRequest(run_id=run_id)).read(),
+        "ListWorkers": stub.ListWorkers(pb.ListWorkersRequest(run_id=run_id)),
+        "StreamLogs": stub.StreamLogs(pb.StreamLogsRequest(run_id=run_id)).read(),
+        "StopJob": stub.StopJob(pb.StopJobRequest(run_id=run_id)),
+        "RestartWorkers": stub.RestartWorkers(pb.RestartWorkersRequest(run_id=run_id)),
+        "ReapWorker": stub.ReapWorker(pb.ReapWorkerRequest(run_id=run_id)),
+        "DumpStacks": stub.DumpStacks(pb.DumpStacksRequest(run_id=run_id)),
+    }
 
 
 async def test_an_agent_without_a_job_says_so(agent: Agent) -> None:
-    """A daemon, before its first."""
-    stub = await agent.serve()
-    for call in (stub.GetJob(pb.GetJobRequest()), stub.StopJob(pb.StopJobRequest())):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert (caught.value.code(), decode(caught.value).reason) == (grpc.StatusCode.NOT_FOUND, "NO_JOB")
+    """A daemon, before its first; whatever it is asked."""
+    for method, call in questions(await agent.serve()).items():
+        error = await refusal(call)
+        assert (method, error.code, error.reason) == (method, grpc.StatusCode.NOT_FOUND, "NO_JOB")
+
+
+async def test_a_name_that_no_run_can_have_is_refused(agent: Agent) -> None:
+    """It would end up in logs, as it is."""
+    for method, call in questions(await agent.serve(FakeJob()), "a\nb").items():
+        error = await refusal(call)
+        assert (method, error.reason) == (method, "INVALID_ARGUMENT")
+        assert error.field_violations[0][0] == "run_id"
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (FakeJob(), "JOB_NOT_RUNNING"),
+        (FakeJob(crew=crew(), state=AgentState(workers=Workers.STOPPING)), "JOB_NOT_RUNNING"),
+        (FakeJob(result=JobResult(0, "done")), "JOB_ENDED"),
+    ],
+)
+async def test_workers_that_do_not_run_are_not_touched(agent: Agent, job: FakeJob, reason: str) -> None:
+    """Neither started anew nor killed nor looked into."""
+    calls = questions(await agent.serve(job))
+    for method in ("RestartWorkers", "ReapWorker", "DumpStacks"):
+        error = await refusal(calls.pop(method))
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
+    await asyncio.gather(*calls.values(), return_exceptions=True)
+
+
+async def test_a_worker_of_another_host_is_not_found(agent: Agent) -> None:
+    """With the ranks that are here."""
+    state = AgentState(workers=Workers.RUNNING)
+    stub = await agent.serve(FakeJob(crew=crew(), state=state, workers=[running(0), running(1)]))
+    for call in (
+        stub.ReapWorker(pb.ReapWorkerRequest(rank=3)),
+        stub.DumpStacks(pb.DumpStacksRequest(ranks=[4, 3])),
+        stub.StreamLogs(pb.StreamLogsRequest(ranks=[3])).read(),
+    ):
+        error = await refusal(call)
+        assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "NO_WORKER")
+        assert error.metadata == {"ranks": "4, 5"}
 
 
 async def test_an_agent_of_one_job_takes_no_other(agent: Agent) -> None:
     """`rallypoint run` runs what it was started for."""
     stub = await agent.serve()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.LaunchJob(pb.LaunchJobRequest())
-    assert decode(caught.value).reason == "NOT_A_DAEMON"
+    assert (await refusal(stub.LaunchJob(pb.LaunchJobRequest()))).reason == "NOT_A_DAEMON"
 
 
-async def test_a_daemon_is_given_the_job_as_it_was_sent(agent: Agent) -> None:
-    """And answers with the name of its node."""
-    taken: list[pb.JobSpec] = []
+async def test_a_daemon_is_given_the_launch_as_it_was_sent(agent: Agent) -> None:
+    """And its answer comes back."""
+    taken: list[pb.LaunchJobRequest] = []
 
-    def launch(spec: pb.JobSpec) -> str:
-        taken.append(spec)
-        return "node-7"
+    async def launch(request: pb.LaunchJobRequest) -> pb.LaunchJobResponse:
+        taken.append(request)
+        return pb.LaunchJobResponse(node_id="node-7", rendezvous_endpoint="a:1")
 
-    stub = await agent.serve(launch)
-    spec = pb.JobSpec(run_id="run-1", command=["true"])
-    assert (await stub.LaunchJob(pb.LaunchJobRequest(spec=spec))).node_id == "node-7"
-    assert taken == [spec]
+    stub = await agent.serve(launch=launch)
+    request = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1", command=["true"]), launch_id="launch-1")
+    answer = await stub.LaunchJob(request)
+    assert (answer.node_id, answer.rendezvous_endpoint) == ("node-7", "a:1")
+    assert taken == [request]

@@ -1,27 +1,28 @@
-"""An agent that stands on its own and runs the jobs it is given, one at a time."""
+"""An agent that stands on its own and runs the jobs it is given."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 import grpc
 
-from rallypoint.agent.addresses import local_address_towards
-from rallypoint.agent.config import JobConfig, Peer, new_node_id
+from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.event_sinks import EventSink
 from rallypoint.agent.job import Job
-from rallypoint.agent.job_result import REFUSED, JobResult
+from rallypoint.agent.job_result import FAILED, REFUSED, JobResult
+from rallypoint.agent.job_spec import Host, job_config
+from rallypoint.agent.jobs import Jobs, TakenJob
 from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
-from rallypoint.agent.settings import MOST_WORKERS, SHUTDOWN_TIMEOUT, RunSettingError, rendezvous_conf
 from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.serving.endpoint import parse_endpoint
 from rallypoint.serving.errors import ServiceError, invalid
+from rallypoint.serving.fields import name
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.settings import ClientTLS, SettingError
 
@@ -29,22 +30,40 @@ _log = get_logger("rallypoint.agent")
 
 
 class Daemon:
-    """Takes jobs on through SupervisorService. An asynchronous context: at its end, its job leaves its run."""
+    """Takes jobs on through SupervisorService. An asynchronous context: at its end, its jobs leave their runs.
 
-    def __init__(self, timer_endpoint: str, tls: ClientTLS | None, environment: dict[str, str]) -> None:
+    Attributes:
+        jobs: What it runs, and has run.
+        registration: What a server is to serve.
+        rendezvous: How its jobs reach the rendezvous service of the daemon itself; None: they can't. To be set by
+            whoever serves one.
+    """
+
+    def __init__(
+        self,
+        timer_endpoint: str,
+        tls: ClientTLS | None,
+        environment: Mapping[str, str],
+        *,
+        max_jobs: int = 1,
+        event_sinks: Sequence[EventSink] = (),
+    ) -> None:
         """Set up.
 
         Args:
             timer_endpoint: Timer service for jobs that name none.
             tls: Certificates towards the services that jobs name; None: plaintext.
             environment: What workers inherit.
+            max_jobs: Jobs that run at a time; those beyond are refused.
+            event_sinks: What gets the events of all jobs, beside the sinks of their own.
         """
-        self.registration = supervisor_registration(lambda: self._job, self._launch)
-        self._timer_endpoint = timer_endpoint
-        self._tls = tls
-        self._environment = environment
-        self._job: Job | None = None
-        self._running: asyncio.Task[None] | None = None
+        self.jobs = Jobs()
+        self.registration = supervisor_registration(self.jobs, self._launch)
+        self.rendezvous: Callable[[], Peer | None] = lambda: None
+        self._host = Host(self._own_rendezvous, Peer(timer_endpoint), tls, environment)
+        self._max_jobs = max_jobs
+        self._event_sinks = tuple(event_sinks)
+        self._running: set[asyncio.Task[None]] = set()
         self._leaving = False
 
     async def __aenter__(self) -> Self:
@@ -54,99 +73,95 @@ class Daemon:
         await self.leave()
 
     async def leave(self) -> None:
-        """Take no more jobs, and have the job that runs leave its run in good order; returns when it has ended.
+        """Take no more jobs, and have those that run leave their runs in good order; returns when they have ended.
 
-        Whoever cancels this wait is in a hurry: the job's workers are killed.
+        Whoever cancels this wait is in a hurry: the jobs' workers are killed.
         """
         self._leaving = True
-        if self._job is not None and self._running is not None and not self._running.done():
-            if not self._job.stopping:  # asked a second time, it would stop at once
-                self._job.request_stop("the agent is going away", signal.SIGTERM)
+        for job in self.jobs.running:
+            if not job.stopping:  # asked a second time, it would stop at once
+                job.request_stop("the agent is going away", signal.SIGTERM)
+        if self._running:
             try:
-                await asyncio.wait({self._running})
+                await asyncio.wait(self._running)
             except asyncio.CancelledError:
-                self._job.request_stop("the agent is going away at once")
+                for job in self.jobs.running:
+                    job.request_stop("the agent is going away at once", at_once=True)
                 raise
 
-    def _launch(self, spec: pb.JobSpec) -> str:
+    def _own_rendezvous(self) -> Peer | None:
+        return self.rendezvous()
+
+    async def _launch(self, request: pb.LaunchJobRequest) -> pb.LaunchJobResponse:
+        name("spec.run_id", request.spec.run_id)
+        former = self._launched(request)
+        if former is None:
+            self._check_room(request.spec.run_id)
+            # The name service may take its time.
+            config = await asyncio.to_thread(job_config, request.spec, self._host)
+            config = replace(config, event_sinks=(*config.event_sinks, *self._event_sinks))
+            # The same request, sent again, may have overtaken this one meanwhile.
+            former = self._launched(request)
+            if former is None:
+                self._check_room(config.run_id)
+                return _launched(self._take_on(config, request.launch_id).config)
+        return _launched(former.job.config)
+
+    def _launched(self, request: pb.LaunchJobRequest) -> TakenJob | None:
+        """The job that this very request has launched before, if it has."""
+        former = self.jobs.launched(request.launch_id)
+        if former is not None and former.run_id != request.spec.run_id:
+            raise invalid("launch_id", f"it was that of a launch of run {former.run_id!r}; make up a new one")
+        return former
+
+    def _check_room(self, run_id: str) -> None:
         if self._leaving:
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE, "DRAINING", "this agent is going away: ask another one"
             )
-        if self._job is not None and self._running is not None and not self._running.done():
-            run_id = self._job.config.run_id
-            raise ServiceError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "JOB_RUNNING",
-                f"this agent runs a job of run {run_id!r} already; stop that one, or wait for its end",
-                metadata={"run_id": run_id},
+        running = [job.config.run_id for job in self.jobs.running]
+        if run_id in running:
+            message = f"this agent runs a job of run {run_id!r} already; stop that one, or wait for its end"
+        elif len(running) >= self._max_jobs:
+            run_id = running[0]
+            what = (
+                f"a job of run {run_id!r}"
+                if self._max_jobs == 1
+                else f"{len(running)} jobs, as of {run_id!r},"
             )
-        config = self._config(spec)
-        try:
-            self._job = Job(config, Spawner.start())
-        except SpawnError as error:
-            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_PROCESSES", str(error)) from None
-        self._running = asyncio.create_task(self._run(self._job))
-        return config.node_id
-
-    async def _run(self, job: Job) -> None:
-        try:
-            result = await job.run()
-        except (LogError, SettingError) as error:
-            result = job.result = JobResult(REFUSED, str(error))
-        _log.info("job ended", run_id=job.config.run_id, exit_code=result.exit_code, detail=result.detail)
-
-    def _config(self, spec: pb.JobSpec) -> JobConfig:
-        least, most = _node_counts(spec)
-        shutdown_timeout = SHUTDOWN_TIMEOUT
-        if spec.HasField("shutdown_timeout"):
-            shutdown_timeout = spec.shutdown_timeout.ToNanoseconds() / 1e9
-            if shutdown_timeout < 0:
-                raise invalid("spec.shutdown_timeout", "must not be negative")
-        try:
-            settings = dict(spec.rendezvous_settings)
-            conf = rendezvous_conf(settings, (least, most), spec.max_restarts, shutdown_timeout)
-        except RunSettingError as error:
-            raise invalid("spec.rendezvous_settings", str(error)) from None
-        try:
-            address = local_address_towards(spec.rendezvous_endpoint)
-        except SettingError as error:
-            raise invalid("spec.rendezvous_endpoint", str(error)) from None
-        try:
-            parse_endpoint(spec.timer_endpoint or self._timer_endpoint)
-        except SettingError as error:
-            raise invalid("spec.timer_endpoint", str(error)) from None
-        timer = Peer(spec.timer_endpoint, self._tls) if spec.timer_endpoint else Peer(self._timer_endpoint)
-        return JobConfig(
-            run_id=spec.run_id,
-            node_id=spec.node_id or new_node_id(),
-            address=address,
-            settings=conf.settings,
-            command=tuple(spec.command),
-            environment={**self._environment, **spec.environment},
-            rendezvous=Peer(spec.rendezvous_endpoint, self._tls),
-            timer=timer,
-            local_world_size=spec.local_world_size or 1,
-            role=spec.role or "default",
-            topology=spec.topology,
-            working_directory=Path(spec.working_directory or os.getcwd()),
-            log_dir=Path(spec.log_dir) if spec.log_dir else None,
-            connect_timeout=conf.read_timeout,
-            close_timeout=conf.close_timeout,
-            shutdown_timeout=shutdown_timeout,
+            message = (
+                f"this agent runs {what} and may run no more (--max-jobs); stop one, or wait for its end"
+            )
+        else:
+            return
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION, "JOB_RUNNING", message, metadata={"run_id": run_id}
         )
 
+    def _take_on(self, config: JobConfig, launch_id: str) -> Job:
+        try:
+            job = Job(config, Spawner.start())
+        except SpawnError as error:
+            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_PROCESSES", str(error)) from None
+        self.jobs.add(job, launch_id)
+        running = asyncio.create_task(_run(job))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return job
 
-def _node_counts(spec: pb.JobSpec) -> tuple[int, int]:
-    """Fewest and most nodes of a round, with the names and counts of a job looked at on the way."""
-    if not spec.run_id:
-        raise invalid("spec.run_id", "must not be empty")
-    if not spec.command:
-        raise invalid("spec.command", "must name a program")
-    if not 0 <= spec.local_world_size <= MOST_WORKERS:
-        raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
-    least = spec.min_nodes or 1
-    most = spec.max_nodes or least
-    if not 1 <= least <= most:
-        raise invalid("spec.max_nodes", f"must be at least min_nodes ({least}), and both at least 1")
-    return least, most
+
+def _launched(config: JobConfig) -> pb.LaunchJobResponse:
+    return pb.LaunchJobResponse(node_id=config.node_id, rendezvous_endpoint=config.rendezvous.endpoint)
+
+
+async def _run(job: Job) -> None:
+    try:
+        result = await job.run()
+    except (LogError, SettingError) as error:
+        result = job.conclude(JobResult(REFUSED, str(error)))
+    except Exception as error:  # a job must not seem to run for ever, whatever happens
+        _log.exception("internal error", error=error)
+        result = job.conclude(
+            JobResult(FAILED, f"internal error: {error!r}; please report it with the log of the agent")
+        )
+    _log.info("job ended", run_id=job.config.run_id, exit_code=result.exit_code, detail=result.detail)

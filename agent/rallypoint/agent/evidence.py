@@ -79,6 +79,8 @@ class Evidence:
         pid = self.looks[0].pid if self.looks else hang.pid
         process = f", process {pid}," if pid else ""
         told = [f"rank {self.rank}{process} hangs in {hang.scope!r}, which may take {hang.after:g} s"]
+        if hang.asked:
+            told = [f"rank {self.rank}{process.rstrip(',')}"]
         if self.looks:
             told.append(_state_of(self.looks[0], self._business()))
         if self.stacks and (frame := innermost(next(iter(self.stacks.values())).text)):

@@ -1,4 +1,4 @@
-"""A worker that let a timer run out, as those see it who gather evidence and kill."""
+"""A worker that let a timer run out, or that somebody asks about, as those see it who gather evidence and kill."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A timer that ran out, and that its worker still holds.
+    """A timer that ran out, and that its worker still holds; or a worker that somebody wants looked into, or killed.
 
     Attributes:
         worker_id: the worker.
@@ -19,6 +19,7 @@ class Hang:
         signal: what to send before SIGKILL; 0: SIGKILL at once; None: nobody is to be killed, only to be told.
         cpu_seconds: processor time of that process when the scope began; None if that was not noted.
         learned_from: how many completions `after` was learned from; 0: it was given.
+        asked: why somebody wants it looked into; empty unless that is all there is to it, and no timer ran out.
     """
 
     worker_id: str
@@ -29,3 +30,4 @@ class Hang:
     signal: int | None = 0
     cpu_seconds: float | None = None
     learned_from: int = 0
+    asked: str = ""

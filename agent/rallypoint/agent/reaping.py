@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from rallypoint.agent.errors import MAX_TRACEBACK, WorkerFailure
+from rallypoint.agent.errors import MAX_TRACEBACK, FailureKind, WorkerFailure
 from rallypoint.agent.evidence import Evidence, PythonStacks, Suspect, gather, in_background
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.native_stacks import ProcessLook, caught_signals, look_at
@@ -40,6 +40,8 @@ _log = get_logger("rallypoint.agent")
 
 def accusation(hang: Hang) -> str:
     """One sentence that says what a worker has done, or rather not done."""
+    if hang.asked:
+        return hang.asked
     learned = f", as learned from {hang.learned_from} completions" if hang.learned_from else ""
     return (
         f"it did not leave {hang.scope!r} within {hang.after:g} s{learned} (found {hang.late_by:.3f} s later)"
@@ -92,7 +94,7 @@ class Case:
     def charge(self, failure: WorkerFailure) -> WorkerFailure:
         """The failure as it is reported: what it was killed for, and what it was doing."""
         self.take_last_words()
-        told = replace(failure, message=self.message)
+        told = replace(failure, message=self.message, kind=FailureKind.HUNG)
         if self.evidence is None:
             return told
         return replace(told, traceback=_bounded(self.evidence.text, self.file))
@@ -149,12 +151,21 @@ class Reaping:
             return
         began = time.monotonic()
         evidence = self.case.evidence = Evidence(self.hang, self.victim.rank)
-        with self._suspects() as suspects:
-            await gather(evidence, suspects, self.victim.pipe, _GATHERING * self.evidence_timeout)
+        await self._gather(evidence)
         left = self.evidence_timeout - (time.monotonic() - began)
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
         await self._write(f"{when}: {self.case.message}\n\n{evidence.text}\n", min(left, LOOK_TIMEOUT))
         self._evidence_left = self.evidence_timeout - (time.monotonic() - began)
+
+    async def look(self) -> Evidence:
+        """What the worker is doing; nothing is written down. Bounded."""
+        evidence = Evidence(self.hang, self.victim.rank)
+        await self._gather(evidence)
+        return evidence
+
+    async def _gather(self, evidence: Evidence) -> None:
+        with self._suspects() as suspects:
+            await gather(evidence, suspects, self.victim.pipe, _GATHERING * self.evidence_timeout)
 
     async def end(self, kill: Callable[[], Awaitable[Killed]]) -> Killed:
         """Ends the worker and everything below it; see the module. Bounded, as `kill` is.

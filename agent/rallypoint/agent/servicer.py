@@ -2,60 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
-from rallypoint.agent.core import Workers
-from rallypoint.agent.crew import Worker
+from rallypoint.agent.bounds import MOST_SECONDS
 from rallypoint.agent.job import Job
+from rallypoint.agent.job_messages import job_message, worker_message
+from rallypoint.agent.jobs import MOST_ENDED, Jobs
+from rallypoint.agent.log_stream import stream_logs
+from rallypoint.agent.steering import dump_stacks, reap_worker, restart_workers
+from rallypoint.agent.usage import UsageMeter
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.serving.errors import ServiceError, invalid
+from rallypoint.serving.fields import NAME_BYTES, SENTENCE_BYTES, text
+from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
-_SENTENCE_BYTES = 1024
+
+MOST_STREAMS = 256
+"""Streams of WatchJob and StreamLogs at a time. One of logs keeps two files of each worker open."""
+
+NO_REASON = "no reason given"
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-# Takes a job on, or raises ServiceError; returns the name of its node.
-Launch: TypeAlias = Callable[[pb.JobSpec], str]
+# Takes a job on, or raises ServiceError.
+Launch: TypeAlias = Callable[[pb.LaunchJobRequest], Awaitable[pb.LaunchJobResponse]]
 
 
-def supervisor_registration(current: Callable[[], Job | None], launch: Launch | None = None) -> Registration:
+def supervisor_registration(jobs: Jobs, launch: Launch | None = None) -> Registration:
     """What stands SupervisorService up on a server.
 
     Args:
-        current: The job that runs, or ran last.
+        jobs: What the agent runs, and has run.
         launch: Takes a job on; None for an agent that runs the one job it was started for.
     """
-    servicer = SupervisorServicer(current, launch)
+    servicer = SupervisorServicer(jobs, launch)
     return Registration(SERVICE_NAME, partial(pb_grpc.add_SupervisorServiceServicer_to_server, servicer))
 
 
 class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     """Answers for the jobs of one agent."""
 
-    def __init__(self, current: Callable[[], Job | None], launch: Launch | None) -> None:
-        """See `supervisor_registration`."""
-        self._current = current
+    def __init__(self, jobs: Jobs, launch: Launch | None, write_timeout: float = WRITE_TIMEOUT) -> None:
+        """See `supervisor_registration`. `write_timeout`: seconds that a client may take to take a message."""
+        self._jobs = jobs
         self._launch = launch
+        self._write_timeout = write_timeout
+        self._streams = 0
+        self._meter = UsageMeter()
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
-        """The job with its workers."""
-        return pb.GetJobResponse(job=job_message(self._job()))
+        """A job with its workers."""
+        return pb.GetJobResponse(job=job_message(self._jobs.find(_run_id(request.run_id))))
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+        """All jobs that run or are remembered."""
+        latest = self._jobs.latest_first[:MOST_ENDED]
+        return pb.ListJobsResponse(jobs=[job_message(taken, whole=False) for taken in latest])
+
+    async def WatchJob(self, request: pb.WatchJobRequest, context: _Context) -> None:  # type: ignore[override]
+        """A job's states as they come, the latest only."""
+        taken = self._jobs.find(_run_id(request.run_id))
+        told: pb.Job | None = None
+        with self._stream(), taken.job.changed.watch() as changed:
+            while True:
+                changed.clear()
+                job = job_message(taken)
+                if job != told:
+                    await self._write(context, pb.WatchJobResponse(job=job))
+                    told = job
+                if job.state == pb.JOB_STATE_ENDED:
+                    return
+                await changed.wait()
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
+        """A job's workers, with what they use."""
+        job = self._jobs.find(_run_id(request.run_id)).job
+        running = [worker.pid for worker in job.workers if worker.exit is None and worker.pid]
+        usage = await self._meter.measure(job.spawner_pid, running) if running else {}
+        return pb.ListWorkersResponse(
+            round=job.crew.assignment.round if job.crew is not None else 0,
+            workers=[
+                worker_message(worker, usage.get(worker.pid), job.progress_of(worker))
+                for worker in job.workers
+            ],
+        )
+
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> None:  # type: ignore[override]
+        """What workers wrote, and write."""
+        job = self._jobs.find(_run_id(request.run_id)).job
+        with self._stream():
+            async with aclosing(stream_logs(job, request)) as pieces:
+                async for piece in pieces:
+                    await self._write(context, piece)
 
     async def StopJob(self, request: pb.StopJobRequest, context: _Context) -> pb.StopJobResponse:
-        """Leave the run in good order."""
-        reason = request.reason or "no reason given"
-        if len(reason.encode()) > _SENTENCE_BYTES or not reason.isprintable():
-            raise invalid("reason", f"must be printable and at most {_SENTENCE_BYTES} bytes")
-        job = self._job()
-        if not job.stopping:
-            job.request_stop(f"stopped through SupervisorService: {reason}")
+        """Leave the run in good order, or at once."""
+        reason = _reason(request.reason)
+        job = self._jobs.find(_run_id(request.run_id)).job
+        if request.now or not job.stopping:
+            job.request_stop(f"stopped through SupervisorService: {reason}", at_once=request.now)
         return pb.StopJobResponse()
+
+    async def RestartWorkers(
+        self, request: pb.RestartWorkersRequest, context: _Context
+    ) -> pb.RestartWorkersResponse:
+        """Start all workers of the run anew."""
+        reason = _reason(request.reason)
+        job = self._jobs.find(_run_id(request.run_id)).job
+        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, reason))
+
+    async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
+        """Kill a worker with all it has started."""
+        reason = _reason(request.reason)
+        job = self._jobs.find(_run_id(request.run_id)).job
+        pid, evidence_file = await reap_worker(job, request.rank, reason)
+        return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
+
+    async def DumpStacks(self, request: pb.DumpStacksRequest, context: _Context) -> pb.DumpStacksResponse:
+        """What workers are doing."""
+        job = self._jobs.find(_run_id(request.run_id)).job
+        return pb.DumpStacksResponse(
+            stacks=[
+                pb.WorkerStacks(
+                    rank=stacks.worker.rank,
+                    local_rank=stacks.worker.local_rank,
+                    pid=stacks.worker.pid,
+                    text=stacks.text,
+                )
+                for stacks in await dump_stacks(job, request.ranks)
+            ]
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        """Have this host leave its runs gently."""
+        reason = _reason(request.reason)
+        grace = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else None
+        if grace is not None and not 0 <= grace <= MOST_SECONDS:
+            raise invalid("grace", f"must be from 0 to {MOST_SECONDS} seconds")
+        jobs = [job for job in self._jobs.running if not job.stopping]
+        if request.run_id:
+            jobs = [_going_on(self._jobs.find(_run_id(request.run_id)).job)]
+        for job in jobs:
+            job.drain(grace, reason)
+        return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
 
     async def LaunchJob(self, request: pb.LaunchJobRequest, context: _Context) -> pb.LaunchJobResponse:
         """Take a job on."""
@@ -65,52 +162,43 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
                 "NOT_A_DAEMON",
                 "this agent runs the one job it was started for; `rallypoint serve agent` takes jobs on",
             )
-        return pb.LaunchJobResponse(node_id=self._launch(request.spec))
+        text("launch_id", request.launch_id, NAME_BYTES)
+        return await self._launch(request)
 
-    def _job(self) -> Job:
-        job = self._current()
-        if job is None:
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        if self._streams >= MOST_STREAMS:
             raise ServiceError(
-                grpc.StatusCode.NOT_FOUND, "NO_JOB", "this agent runs no job, and has run none"
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_WATCHERS",
+                f"{MOST_STREAMS} streams are open at this agent, and no more can be",
+                retry_after=5.0,
             )
-        return job
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    async def _write(self, context: _Context, message: Message) -> None:
+        await in_time(context.write(message), self._write_timeout)
 
 
-def job_message(job: Job) -> pb.Job:
-    """A job as one host sees it."""
-    message = pb.Job(
-        run_id=job.config.run_id,
-        node_id=job.config.node_id,
-        state=_job_state(job),
-        round=job.state.started,
-        restart_count=job.state.restart_count,
-        workers=[_worker_message(worker) for worker in job.workers],
-        log_dir=str(job.log_dir or ""),
-    )
-    if job.result is not None:
-        message.exit_code, message.detail = job.result.exit_code, job.result.detail
-    return message
+def _run_id(value: str) -> str:
+    text("run_id", value, NAME_BYTES)
+    return value
 
 
-def _job_state(job: Job) -> pb.JobState.ValueType:
-    if job.result is not None:
-        return pb.JOB_STATE_ENDED
-    state = job.state
-    if state.workers is Workers.RUNNING:
-        return pb.JOB_STATE_RUNNING
-    if state.workers is Workers.STOPPING:
-        return pb.JOB_STATE_STOPPING
-    if state.started and state.succeeded == state.started:
-        return pb.JOB_STATE_WAITING_FOR_OTHERS
-    return pb.JOB_STATE_WAITING
+def _reason(value: str) -> str:
+    text("reason", value, SENTENCE_BYTES)
+    return value or NO_REASON
 
 
-def _worker_message(worker: Worker) -> pb.Worker:
-    message = pb.Worker(
-        local_rank=worker.local_rank, rank=worker.rank, pid=worker.pid, state=pb.WORKER_STATE_RUNNING
-    )
-    message.start_time.FromNanoseconds(round(worker.start_time * 1e9))
-    if worker.exit is not None:
-        message.state = pb.WORKER_STATE_SUCCEEDED if worker.exit.succeeded else pb.WORKER_STATE_FAILED
-        message.exit_code = -worker.exit.signal if worker.exit.signal else worker.exit.exit_code or 0
-    return message
+def _going_on(job: Job) -> Job:
+    if job.result is not None or job.stopping:
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "JOB_ENDED",
+            f"the job of run {job.config.run_id!r} is over here, or on its way out",
+        )
+    return job

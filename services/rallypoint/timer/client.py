@@ -167,6 +167,10 @@ class TimerClient:
         self._ledger.progress(worker_id, rank, step, self._watch.at(since))
         self._news.note()
 
+    def progress_of(self, worker_id: str) -> tuple[int, float] | None:
+        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        return self._ledger.progress_of(worker_id, self._watch.now())
+
     def clear(self, worker_id: str) -> None:
         """Ends all timers of a worker that is gone, and forgets how far it came."""
         self._ledger.clear(worker_id)

@@ -228,6 +228,11 @@ class Ledger:
             self._places[worker_id] = _Place(rank, step, since)
             self._moved[worker_id] = None
 
+    def progress_of(self, worker_id: str, now: float) -> tuple[int, float] | None:
+        """The step that a worker has come to, and the seconds since; None if it has told none."""
+        place = self._places.get(worker_id)
+        return (place.step, max(0.0, now - place.since)) if place is not None else None
+
     def release(self, worker_id: str, scope: str) -> None:
         """A worker's timer has ended; harmless if there is none."""
         scopes = self._held.get(worker_id)

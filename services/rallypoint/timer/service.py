@@ -10,8 +10,6 @@ from pathlib import Path
 
 from rallypoint.serving.server import Registration
 from rallypoint.timer.errors import translate
-from rallypoint.timer.learned_file import LearnedFile
-from rallypoint.timer.learned_keeper import keep_learned
 from rallypoint.timer.servicer import TimerServicer
 from rallypoint.timer.v1 import timer_service_pb2_grpc
 from rallypoint.timer.values import TimerSettings
@@ -46,6 +44,10 @@ async def timer_service(
     if learned is None:
         yield registration_of(watchdog)
         return
+    # Here and not at the top: the agent of a job has a timer service inside, and keeps nothing.
+    from rallypoint.timer.learned_file import LearnedFile  # noqa: PLC0415
+    from rallypoint.timer.learned_keeper import keep_learned  # noqa: PLC0415
+
     async with keep_learned(watchdog, LearnedFile(learned, wall_clock)):
         yield registration_of(watchdog)
 

@@ -1,0 +1,118 @@
+"""Launches a job on the agents of all its hosts, or on none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.settings import ClientTLS
+from rallypoint.submission.remote import RemoteAgent, in_words, is_lost
+
+LAUNCH_TIMEOUT = 20.0
+"""Seconds in which every agent must have taken the job on: starting agents are waited for, hosts that are down not."""
+
+TAKE_BACK_TIMEOUT = 10.0
+"""Seconds in which agents are to be told that the job is not to run after all."""
+
+
+class NotLaunched(Exception):
+    """An agent did not take the job on, and now none has it; one line that says which and why."""
+
+
+async def launch_everywhere(
+    agents: Sequence[RemoteAgent],
+    request: pb.LaunchJobRequest,
+    tls: ClientTLS | None,
+    *,
+    timeout: float = LAUNCH_TIMEOUT,
+    pace: Pace | None = None,
+) -> list[pb.LaunchJobResponse]:
+    """Have all agents take a job on; those that have are told to stop it if another does not.
+
+    Cancelled, it takes the job back as well.
+
+    Args:
+        agents: All of them.
+        request: The same for each; it must have a launch_id.
+        tls: What is spoken with them, for advice when that is wrong.
+        timeout: Seconds that it may take.
+        pace: How time passes.
+
+    Raises:
+        NotLaunched: One did not.
+    """
+    pace = pace or Pace()
+    calls = [asyncio.create_task(_launch(agent, request, timeout, pace)) for agent in agents]
+    try:
+        await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [
+            (agent, call.exception())
+            for agent, call in zip(agents, calls, strict=True)
+            if call.done() and call.exception() is not None
+        ]
+        if not failed:
+            return [call.result() for call in calls]
+    except asyncio.CancelledError:
+        await _end(calls)
+        await take_back(agents, request, "its submission was broken off")
+        raise
+    await _end(calls)
+    refused, error = failed[0]
+    left = await take_back(agents, request, f"{refused.label} did not take it on")
+    if not isinstance(error, ServiceError):
+        raise error or AssertionError("a call that failed has an error")
+    perhaps = f"; it may still run on {', '.join(left)}: look there" if left else ""
+    raise NotLaunched(
+        f"agent {refused.endpoint} did not take the job on: {in_words(error, tls)}; "
+        f"it runs nowhere now{perhaps}"
+    )
+
+
+async def take_back(agents: Sequence[RemoteAgent], request: pb.LaunchJobRequest, reason: str) -> list[str]:
+    """Stop a launch's job at once wherever it runs; returns the agents of which that is not known."""
+    told = await asyncio.gather(*(_take_back(agent, request, reason) for agent in agents))
+    return [agent.label for agent, sure in zip(agents, told, strict=True) if not sure]
+
+
+async def _launch(
+    agent: RemoteAgent, request: pb.LaunchJobRequest, timeout: float, pace: Pace
+) -> pb.LaunchJobResponse:
+    deadline, backoff = pace.clock() + timeout, FIRST_BACKOFF
+    while True:
+        try:
+            return await agent.stub.LaunchJob(request, timeout=max(0.1, deadline - pace.clock()))
+        except grpc.aio.AioRpcError as rpc_error:
+            error = decode(rpc_error)
+        left = deadline - pace.clock()
+        if not is_lost(error) or left <= 0:
+            raise error
+        await pace.sleep(min(left, (error.retry_after or 0.0) + pace.draw() * backoff))
+        backoff = min(2 * backoff, LONGEST_BACKOFF)
+
+
+async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: str) -> bool:
+    """Whether the job of this launch does not run there now; another job of the same run is left alone."""
+    run_id = request.spec.run_id
+    try:
+        async with asyncio.timeout(TAKE_BACK_TIMEOUT):
+            job = (await agent.stub.GetJob(pb.GetJobRequest(run_id=run_id))).job
+            if job.launch_id == request.launch_id and job.state != pb.JOB_STATE_ENDED:
+                await agent.stub.StopJob(pb.StopJobRequest(run_id=run_id, reason=reason[:500], now=True))
+    except grpc.aio.AioRpcError as rpc_error:
+        error = decode(rpc_error)
+        # An agent that can't be reached never was, as a rule: it is the one that did not take the job on.
+        return not is_lost(error) or error.code is grpc.StatusCode.UNAVAILABLE
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _end(calls: Sequence[asyncio.Task[pb.LaunchJobResponse]]) -> None:
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

@@ -1,0 +1,93 @@
+"""As much of a job as those look at who tell others of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from rallypoint.agent.changes import Changes
+from rallypoint.agent.core import AgentState, Assignment
+from rallypoint.agent.crew import Worker
+from rallypoint.agent.draining import Draining
+from rallypoint.agent.job import Job
+from rallypoint.agent.job_result import JobResult
+from rallypoint.agent.spawn_protocol import WorkerExit
+from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+
+LAUNCHED = 1_800_000_000.5  # on the wire to the nanosecond: a float has this one exactly
+
+
+def config(run_id: str = "run-1", workers: int = 1) -> Any:
+    """What a job runs."""
+    return SimpleNamespace(
+        run_id=run_id,
+        node_id="node-a",
+        local_world_size=workers,
+        rendezvous=SimpleNamespace(endpoint="10.0.0.1:29400", tls=None),
+        settings=RunSettings(min_nodes=2, max_nodes=4),
+    )
+
+
+def crew(round_: int = 3, base_rank: int = 4, world_size: int = 8) -> Any:
+    """The workers of a round."""
+    seat = Assignment(round_, 1, 2, base_rank, world_size, 0, world_size, "10.0.0.1", 1234, 1)
+    return SimpleNamespace(assignment=seat)
+
+
+@dataclass
+class FakeJob:
+    """A job that does nothing but what a test makes of it."""
+
+    state: AgentState = field(default_factory=AgentState)
+    workers: list[Worker] = field(default_factory=list)
+    result: JobResult | None = None
+    log_dir: Path | None = None
+    stopping: bool = False
+    draining: Draining | None = None
+    stop_reason: str = ""
+    crew: Any = None
+    config: Any = field(default_factory=config)
+    changed: Changes = field(default_factory=Changes)
+    start_time: float = LAUNCHED
+    end_time: float | None = None
+    spawner_pid: int = 1
+    base_ranks: dict[int, int] = field(default_factory=dict)
+    asked: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def request_stop(self, detail: str, *, at_once: bool = False) -> None:
+        """Note the request."""
+        self.asked.append((detail, at_once))
+        self.stopping = True
+
+    def drain(self, grace: float | None, reason: str) -> None:
+        """Note the request."""
+        self.asked.append((grace, reason))
+
+    def progress_of(self, worker: Worker) -> tuple[int, float] | None:
+        """Worker 1 has told nothing."""
+        return None if worker.local_rank == 1 else (17, 2.5)
+
+    def end(self, result: JobResult) -> None:
+        """It has ended so."""
+        self.result, self.end_time = result, LAUNCHED + 60
+        self.changed.tell()
+
+
+def as_job(job: FakeJob) -> Job:
+    """It, as those know it who take a job."""
+    return cast(Job, job)
+
+
+def running(local_rank: int, base_rank: int = 4, pid: int = 0) -> Worker:
+    """A worker that runs."""
+    return Worker(local_rank, base_rank + local_rank, pid or 70 + local_rank, 1_800_000_000.5)
+
+
+def ended(local_rank: int, *, code: int | None = None, signal: int | None = None) -> Worker:
+    """A worker that ended."""
+    how = WorkerExit(local_rank, 70 + local_rank, exit_code=code, signal=signal, at=1.0, time=2.0)
+    worker = running(local_rank)
+    worker.exit = how
+    return worker

@@ -1,0 +1,32 @@
+"""A watcher is woken once for all that has changed while it was busy, and never misses a change."""
+
+from __future__ import annotations
+
+from rallypoint.agent.changes import Changes
+
+
+async def test_many_changes_are_one_wake_up() -> None:
+    """Nothing queues up for who does not look."""
+    changes = Changes()
+    with changes.watch() as changed:
+        for _ in range(1000):
+            changes.tell()
+        await changed.wait()
+        changed.clear()
+        assert not changed.is_set()
+        changes.tell()
+        assert changed.is_set()
+
+
+async def test_each_watcher_is_told_by_itself() -> None:
+    """One that looks does not look for the others; one that has gone is told nothing."""
+    changes = Changes()
+    with changes.watch() as first:
+        with changes.watch() as second:
+            changes.tell()
+            first.clear()
+            assert second.is_set()
+            second.clear()
+        changes.tell()
+        assert first.is_set()
+        assert not second.is_set()

@@ -1,0 +1,67 @@
+"""A request means the job that its caller can only mean, or is asked which; the last jobs that ended are remembered."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.fake_job import FakeJob, as_job, config
+from rallypoint.agent.job_result import JobResult
+from rallypoint.agent.jobs import MOST_ENDED, Jobs
+from rallypoint.serving.errors import ServiceError
+
+
+def job(run_id: str, *, over: bool = False) -> FakeJob:
+    """A job of a run."""
+    return FakeJob(config=config(run_id), result=JobResult(0, "done") if over else None)
+
+
+def test_without_a_name_the_job_that_runs_is_meant_or_the_last() -> None:
+    """Not one that ended meanwhile, though it came later."""
+    first, second = job("run-1"), job("run-2", over=True)
+    jobs = Jobs(as_job(first), as_job(second))
+    assert jobs.find("").job is as_job(first)
+    first.result = JobResult(0, "done")
+    assert jobs.find("").job is as_job(second)
+
+
+def test_where_several_run_it_must_be_said_which() -> None:
+    """A guess could stop the wrong one."""
+    jobs = Jobs(as_job(job("run-1")), as_job(job("run-2")), as_job(job("run-3", over=True)))
+    with pytest.raises(ServiceError) as caught:
+        jobs.find("")
+    assert (caught.value.reason, caught.value.metadata) == ("WHICH_JOB", {"run_ids": "run-1, run-2"})
+    assert jobs.find("run-2").run_id == "run-2"
+    assert jobs.find("run-3").run_id == "run-3"
+
+
+def test_of_one_run_the_job_that_runs_is_meant_or_the_latest() -> None:
+    """A run may be launched again under its name."""
+    old, new = job("run-1", over=True), job("run-1")
+    jobs = Jobs(as_job(old), as_job(new))
+    assert jobs.find("run-1").job is as_job(new)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "told"), [("", "runs no job, and has run none"), ("run-7", "runs no job of run 'run-7'")]
+)
+def test_what_is_not_there_is_not_found(run_id: str, told: str) -> None:
+    """In words that say whether there was ever anything."""
+    with pytest.raises(ServiceError, match=told) as caught:
+        Jobs().find(run_id)
+    assert caught.value.reason == "NO_JOB"
+
+
+def test_the_last_jobs_that_ended_are_remembered_and_all_that_run() -> None:
+    """An agent that lives for a year must not keep them all."""
+    jobs = Jobs()
+    jobs.add(as_job(job("early-bird")))
+    for number in range(MOST_ENDED + 5):
+        jobs.add(as_job(job(f"run-{number}", over=True)), f"launch-{number}")
+    names = [taken.run_id for taken in jobs.latest_first]
+    assert names == [f"run-{number}" for number in range(MOST_ENDED + 4, 4, -1)] + ["early-bird"]
+    assert jobs.launched("launch-4") is None
+    taken = jobs.launched("launch-5")
+    assert taken is not None
+    assert taken.run_id == "run-5"
+    assert jobs.launched("") is None
+    assert [each.config.run_id for each in jobs.running] == ["early-bird"]

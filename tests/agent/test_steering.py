@@ -1,0 +1,71 @@
+"""Whoever steers a job from outside gets answers that fit a message, and refusals that say what is the matter."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent.fake_job import FakeJob, as_job, crew, ended, running
+from rallypoint.agent.core import AgentState, Workers
+from rallypoint.agent.steering import bounded, dump_stacks, restart_workers
+from rallypoint.serving.errors import ServiceError
+
+RUNNING = AgentState(workers=Workers.RUNNING, started=3)
+
+
+def looked_into(text: str) -> Any:
+    """A crew of whose workers that is found out."""
+
+    async def look_into(local_rank: int, timeout: float) -> str:
+        await asyncio.sleep(0)
+        return text if local_rank != 2 else ""
+
+    made = crew()
+    made.look_into = look_into
+    return made
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 256 * 1024), (64, 3 * 1024 * 1024 // 64)])
+async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -> None:
+    """They share the room alike."""
+    state = SimpleNamespace(evidence_timeout=0.0, run_id="run-1")
+    job = FakeJob(
+        crew=looked_into("\N{SNOWMAN}" * 200_000),
+        state=RUNNING,
+        workers=[running(rank + 10) for rank in range(workers)],
+        config=state,
+    )
+    found = await dump_stacks(as_job(job), ())
+    assert len(found) == workers
+    assert all(most - 8 < len(stacks.text.encode()) <= most for stacks in found)
+
+
+async def test_who_has_ended_has_no_stacks() -> None:
+    """Neither who ended before, nor who ends while somebody looks."""
+    job = FakeJob(
+        crew=looked_into("it waits"),
+        state=RUNNING,
+        workers=[running(0), ended(1, code=0), running(2)],
+        config=SimpleNamespace(evidence_timeout=2.0, run_id="run-1"),
+    )
+    assert [stacks.worker.local_rank for stacks in await dump_stacks(as_job(job), ())] == [0]
+
+
+async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
+    """And that is said, with where it was sought."""
+    job = FakeJob(crew=crew(), state=RUNNING)
+    job.config.rendezvous = SimpleNamespace(endpoint="127.0.0.1:1", tls=None)
+    with pytest.raises(
+        ServiceError, match=r"the rendezvous service at 127.0.0.1:1 did not take the restart"
+    ) as caught:
+        await restart_workers(as_job(job), "a whim")
+    assert caught.value.reason == "NO_RENDEZVOUS"
+
+
+def test_what_does_not_fit_is_cut_at_its_end() -> None:
+    """Between characters, and visibly."""
+    assert bounded("abc", 3) == "abc"
+    assert bounded("\N{SNOWMAN}" * 10, 12) == "\N{SNOWMAN}\N{SNOWMAN}\n..."

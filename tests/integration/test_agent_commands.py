@@ -1,0 +1,162 @@
+"""`rallypoint agent …`: what runs on a host is shown and steered by those who only know its address."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from integration.daemons import PATIENCE, WORKER, Cluster, Started, cluster
+from process_probe import wait_until
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+FLOOD = 40_000_000
+"""Bytes that a worker writes at once: many times what any buffer between it and a reader holds."""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Cluster]:
+    """One daemon."""
+    with cluster(tmp_path, 1) as made:
+        yield made
+
+
+def launch(host: Cluster, *order: str, flags: tuple[str, ...] = ()) -> None:
+    """Have a job run, and do not follow it."""
+    flags = ("--detach", "--rdzv-id", "run-7", "--nproc-per-node", "2", "--max-restarts", "3", *flags)
+    submitted = host.submit(*order, flags=flags)
+    assert submitted.ended() == 0, submitted.said
+
+
+def agent(host: Cluster, command: str, *arguments: str) -> Started:
+    """A command about the host, to its end."""
+    return host.run("agent", command, *arguments, "--agent", host.hosts[0].address)
+
+
+def answer(host: Cluster, command: str, *arguments: str) -> Any:
+    """The same as JSON."""
+    return json.loads(agent(host, command, *arguments, "--json").printed)
+
+
+def refused(host: Cluster, command: str, *arguments: str) -> str:
+    """The one line with which a command ends that can't be carried out."""
+    program = agent(host, command, *arguments)
+    assert program.ended() == 2
+    assert len(program.said.splitlines()) == 1
+    return program.said
+
+
+def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> None:
+    """Its state, its workers, what they are doing; one is killed, all are restarted, all are stopped."""
+    assert agent(host, "jobs").printed == "no jobs\n"
+    assert "has run none (NO_JOB)" in refused(host, "workers")
+    launch(host, "wait")
+    host.up(0, 1)
+    assert "run-7  RUNNING  1" in agent(host, "jobs").printed
+    assert [job["state"] for job in answer(host, "jobs")["jobs"]] == ["JOB_STATE_RUNNING"]
+    workers = answer(host, "workers", "run-7")["workers"]
+    assert [worker["rank"] for worker in workers] == [0, 1]
+    assert all(int(worker["usage"]["memoryBytes"]) > 1_000_000 for worker in workers)
+    table = agent(host, "workers").printed
+    assert all(worker["pid"] in table for worker in workers)
+
+    stacks = answer(host, "stacks", "--rank", "1")["stacks"]
+    assert [(each["rank"], each["pid"]) for each in stacks] == [(1, workers[1]["pid"])]
+    assert "sleeps for a time it chose" in agent(host, "stacks").printed
+
+    assert "it has 0, 1 (NO_WORKER)" in refused(host, "reap", "--rank", "5")
+    reaped = agent(host, "reap", "--rank", "1", "--reason", "it is in the way").printed
+    assert reaped.startswith(f"rank 1, process {workers[1]['pid']}, is killed; what it was doing is in ")
+    evidence = Path(reaped.strip().rpartition(" is in ")[2]).read_text()
+    assert "it was killed through SupervisorService: it is in the way" in evidence
+    host.up(0, 1, restarts=1)
+
+    pids = [worker["pid"] for worker in answer(host, "workers")["workers"]]
+    restarted = agent(host, "restart", "run-7", "--reason", "a whim").printed
+    assert restarted == "round 2 ended, all workers are started anew\n"
+    wait_until(lambda: host.hosts[0].job().round == 3 and len(host.hosts[0].job().workers) == 2, "round 3")
+    assert not {worker["pid"] for worker in answer(host, "workers")["workers"]} & set(pids)
+    assert host.hosts[0].job().restart_count == 1
+
+    assert agent(host, "stop", "--now", "--reason", "enough").printed.startswith(
+        "the host is leaving the run"
+    )
+    wait_until(lambda: host.hosts[0].job().state == pb.JOB_STATE_ENDED, "the end")
+    assert "ENDED (143)" in agent(host, "jobs").printed
+    assert "is over here (JOB_ENDED)" in refused(host, "restart")
+
+
+def test_a_host_is_drained(host: Cluster, tmp_path: Path) -> None:
+    """Its workers are warned and, after the grace, stopped in good order; then the host has left."""
+    launch(host, "save")
+    host.up(0, 1)
+    drained = agent(host, "drain", "--grace", "0.2", "--reason", "power cut").printed
+    assert drained == "the host is going to leave run-7; its workers are warned\n"
+    wait_until(lambda: host.hosts[0].job().state == pb.JOB_STATE_ENDED, "the end")
+    assert (tmp_path / "saved.0").exists()
+    assert "power cut" in host.hosts[0].job().detail
+    assert agent(host, "drain").printed == "the host has no job that it could leave\n"
+
+
+def test_logs_are_followed_over_a_restart_complete_and_in_order(host: Cluster) -> None:
+    """Every line of every attempt, once; followed from before the first worker to the end of the job."""
+    launch(host, "count", "20000")
+    followed = agent(host, "logs", "--follow", "--no-prefix", "--stream", "stdout", "run-7")
+    assert followed.ended() == 0, followed.said
+    numbers = [line.split() for line in followed.printed.splitlines() if not line.startswith("rank")]
+    # Two workers, either of whose failure ends the first attempt: that of the other may be cut.
+    second = [int(number) for attempt, number in numbers if attempt == "1"]
+    assert sorted(second) == sorted([*range(20_000)] * 2)
+    by_rank = agent(host, "logs", "--stream", "stdout").printed.splitlines()
+    for rank in (0, 1):
+        mine = [line.removeprefix(f"[{rank}]: ") for line in by_rank if line.startswith(f"[{rank}]: ")]
+        lines = [line for line in mine if line.startswith("1 ")]
+        assert lines == [f"1 {number}" for number in range(20_000)]
+        first = [line for line in mine if line.startswith("0 ")]
+        assert first == [f"0 {number}" for number in range(len(first))]
+    tail = agent(host, "logs", "--tail", "20", "--rank", "1", "--stream", "stdout").printed.splitlines()
+    assert tail == ["[1]: 1 19998", "[1]: 1 19999"]
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Path) -> None:
+    """Neither the workers, which come to their end, nor the agent; and it still gets everything when it reads."""
+    script = tmp_path / "flood.py"
+    script.write_text(
+        f"import os\nfor _ in range({FLOOD // 1_000_000}):\n    os.write(1, b'x' * 999_999 + b'\\n')\n"
+    )
+    with grpc.insecure_channel(host.hosts[0].address) as channel:
+        stub = pb_grpc.SupervisorServiceStub(channel)
+        agents = host.hosts[0].address
+        submitted = host.run("submit", "--agents", agents, "--detach", "--rdzv-id", "run-8", script)
+        assert submitted.ended() == 0, submitted.said
+        stalled = stub.StreamLogs(pb.StreamLogsRequest(run_id="run-8", follow=True), timeout=PATIENCE)
+        first = next(stalled)  # and no more for now
+        wait_until(lambda: host.hosts[0].job().state == pb.JOB_STATE_ENDED, "the end of the job")
+        assert host.hosts[0].job().exit_code == 0
+        rest = stub.StreamLogs(pb.StreamLogsRequest(run_id="run-8", cursors=[first.cursor]), timeout=PATIENCE)
+        got = len(first.data) + sum(
+            len(piece.data) for piece in rest if piece.cursor.stream == first.cursor.stream
+        )
+        assert got == FLOOD
+        stalled.cancel()
+
+
+def test_a_script_gets_what_it_needs_from_a_launch_by_hand(host: Cluster) -> None:
+    """The daemon serves rendezvous at its own address, for jobs that name no other."""
+    address = host.hosts[0].address
+    with grpc.insecure_channel(address) as channel:
+        stub = pb_grpc.SupervisorServiceStub(channel)
+        spec = pb.JobSpec(run_id="run-9", command=["${python}", str(WORKER), str(host.folder), "finish"])
+        launched = stub.LaunchJob(pb.LaunchJobRequest(spec=spec), timeout=PATIENCE)
+        assert launched.rendezvous_endpoint == address
+        states = stub.WatchJob(pb.WatchJobRequest(run_id="run-9"), timeout=PATIENCE)
+        assert [response.job for response in states][-1].exit_code == 0
+    shown = host.run("status", "run-9", "--rdzv-endpoint", address)
+    assert "SUCCEEDED" in shown.printed

@@ -1,0 +1,93 @@
+"""A job runs on all agents or on none, whatever refuses, breaks or is broken off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from process_probe import PATIENCE, until
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.serving.attempts import Pace
+from rallypoint.submission.launching import NotLaunched, launch_everywhere
+from submission.fake_agents import agents, gone_agent, refusal
+
+REQUEST = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1", command=["true"]), launch_id="launch-1")
+
+
+async def at_once(_: float) -> None:
+    """Time that does not pass."""
+    await asyncio.sleep(0)
+
+
+PACE = Pace(sleep=at_once)
+
+
+async def test_all_agents_get_the_job() -> None:
+    """The same, and at the same time."""
+    async with agents("a", "b") as (fakes, remotes):
+        answers = await launch_everywhere(remotes, REQUEST, None)
+        assert [answer.node_id for answer in answers] == ["a", "b"]
+        assert [fake.launches for fake in fakes] == [[REQUEST], [REQUEST]]
+        assert [fake.stops for fake in fakes] == [[], []]
+
+
+async def test_if_one_refuses_the_others_stop() -> None:
+    """At once; who refused is named, with why, and its own job is left alone."""
+    async with agents("a", "b", "c") as (fakes, remotes):
+        fakes[1].refusals.append(refusal("JOB_RUNNING"))
+        fakes[1].job = pb.Job(run_id="run-1", launch_id="somebody else's", state=pb.JOB_STATE_RUNNING)
+        with pytest.raises(NotLaunched) as caught:
+            await launch_everywhere(remotes, REQUEST, None)
+        assert f"agent {fakes[1].address} did not take the job on: the agent will not (JOB_RUNNING)" in str(
+            caught.value
+        )
+        assert "it runs nowhere now" in str(caught.value)
+        for fake in (fakes[0], fakes[2]):
+            taken = fake.job is not None
+            assert [(stop.run_id, stop.now) for stop in fake.stops] == [("run-1", True)] * taken
+        assert fakes[1].stops == []
+
+
+async def test_an_agent_that_is_not_there_is_tried_for_a_while() -> None:
+    """It may be starting; then the others are told to stop."""
+    now = [0.0]
+
+    async def passing(seconds: float) -> None:
+        now[0] += max(seconds, 0.5)
+        await asyncio.sleep(0)
+
+    pace = Pace(clock=lambda: now[0], sleep=passing, draw=lambda: 1.0)
+    async with agents("a", "b") as (fakes, remotes):
+        busy = [refusal("TOO_MANY_REQUESTS", grpc.StatusCode.RESOURCE_EXHAUSTED) for _ in range(100)]
+        for error in busy:
+            error.retry_after = 0.1
+        fakes[1].refusals = busy[:3]
+        await launch_everywhere(remotes, REQUEST, None, timeout=10.0, pace=pace)
+        assert len(fakes[1].launches) == 4
+        fakes[1].refusals = busy
+        with pytest.raises(NotLaunched, match="TOO_MANY_REQUESTS"):
+            await launch_everywhere(remotes, REQUEST, None, timeout=10.0, pace=pace)
+        assert fakes[0].stops[0].now
+
+
+async def test_an_agent_that_is_gone_is_told_as_that() -> None:
+    """With gRPC's words, since nobody else has any."""
+    async with agents("a", "b") as (fakes, remotes):
+        async with gone_agent("gone") as gone:
+            with pytest.raises(NotLaunched, match=f"agent {gone.endpoint} did not take the job on"):
+                await launch_everywhere([*remotes, gone], REQUEST, None, timeout=0.0, pace=PACE)
+        assert all(fake.stops[0].reason == "gone did not take it on" for fake in fakes if fake.job)
+
+
+async def test_a_launch_that_is_broken_off_is_taken_back() -> None:
+    """Ctrl-C while an agent takes its time."""
+    async with agents("a", "b") as (fakes, remotes):
+        fakes[1].launching = asyncio.Event()
+        launching = asyncio.create_task(launch_everywhere(remotes, REQUEST, None))
+        await until(lambda: all(fake.job is not None for fake in fakes), "both have the job")
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(launching, PATIENCE)
+        assert [[stop.now for stop in fake.stops] for fake in fakes] == [[True], [True]]

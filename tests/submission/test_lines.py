@@ -1,0 +1,59 @@
+"""Lines of many workers come out whole, each with its prefix, byte for byte."""
+
+from __future__ import annotations
+
+import random
+
+from rallypoint.submission.lines import LONGEST, Lines
+
+
+class Screen:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.writes: list[bytes] = []
+
+    async def write(self, data: bytes) -> None:
+        """One write."""
+        self.writes.append(data)
+
+
+async def shown(*pieces: tuple[str, bytes], finish: bool = True) -> list[bytes]:
+    """What is written of pieces of output of sources, by the name of the source."""
+    screen = Screen()
+    lines = Lines({1: screen})
+    for source, data in pieces:
+        await lines.add(source, 1, f"[{source}]: ".encode(), data)
+    if finish:
+        for source in sorted(map(str, lines.sources)):
+            await lines.finish(source)
+    return screen.writes
+
+
+async def test_each_line_gets_its_prefix() -> None:
+    """Empty ones too; nothing is decoded."""
+    assert await shown(("a", b"one\n\n\xff\x00\n")) == [b"[a]: one\n[a]: \n[a]: \xff\x00\n"]
+
+
+async def test_lines_of_two_sources_do_not_mix() -> None:
+    """A line waits for its end; what is left at the end of the output goes out with one."""
+    found = await shown(("a", b"o"), ("b", b"two\n"), ("a", b"ne"), ("a", b"\nrest"), ("b", b""))
+    assert found == [b"[b]: two\n", b"[a]: one\n", b"[a]: rest\n"]
+
+
+async def test_a_line_without_an_end_is_not_kept_for_ever() -> None:
+    """It goes out in pieces, with one prefix."""
+    found = await shown(("a", b"x" * LONGEST), ("a", b"y"), ("a", b"z\nnext\n"))
+    assert found == [b"[a]: " + b"x" * LONGEST, b"yz\n[a]: next\n"]
+
+
+async def test_any_cut_of_the_output_gives_the_same_lines() -> None:
+    """Pieces end where they like."""
+    draw = random.Random(7)
+    text = b"".join(b"x" * draw.randrange(9) + b"\n" for _ in range(50)) + b"end"
+    for _ in range(50):
+        cuts = sorted(draw.randrange(len(text)) for _ in range(20))
+        parts = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        found = b"".join(await shown(*(("a", part) for part in parts)))
+        assert found == b"".join(b"[a]: " + line + b"\n" for line in text.split(b"\n"))

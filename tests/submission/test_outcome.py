@@ -1,0 +1,34 @@
+"""The exit code of a submitted job is that of what ended its run."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.submission.outcome import exit_code_of
+
+
+@pytest.mark.parametrize(
+    ("codes", "succeeded", "told"),
+    [
+        ([0, 0], None, 0),
+        ([0, 1], None, 1),
+        ([1, 1, 93], None, 93),
+        ([1, 3], None, 1),
+        ([3, 143], None, 3),
+        ([2, 2], None, 2),
+        ([143, 143], None, 143),
+        # Hosts that went, or were lost, while the others succeeded.
+        ([0, 143], None, 0),
+        ([0, 3, None], None, 0),
+        ([0, None], None, 0),
+        # The rendezvous service knows better.
+        ([1, 0], True, 0),
+        ([None, None], True, 0),
+        ([0, 143], False, 143),
+        ([0, None], False, 1),
+        ([None], None, 1),
+    ],
+)
+def test_what_ended_the_run_comes_first(codes: list[int | None], succeeded: bool | None, told: int) -> None:
+    """Then what became of single hosts; a job of which nothing is known has failed."""
+    assert exit_code_of(codes, succeeded=succeeded) == told

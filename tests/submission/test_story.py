@@ -1,0 +1,54 @@
+"""What happens to a submitted job is told once, and only what is worth it."""
+
+from __future__ import annotations
+
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.submission.story import Story
+
+
+def job(state: pb.JobState.ValueType, round_: int = 0, detail: str = "", **fields: int) -> pb.Job:
+    """A state of the job on a host."""
+    return pb.Job(state=state, round=round_, detail=detail, world_size=4, **fields)  # type: ignore[arg-type]
+
+
+def test_what_all_hosts_say_is_told_once() -> None:
+    """Of a job of two hosts whose worker failed once."""
+    story = Story(max_restarts=3)
+    waiting = job(pb.JOB_STATE_WAITING, detail="waits for a round of 2 nodes")
+    first = job(pb.JOB_STATE_RUNNING, 1)
+    stopping = job(pb.JOB_STATE_STOPPING, 1, "a worker failed")
+    second = job(pb.JOB_STATE_RUNNING, 2, restart_count=1)
+    third = job(pb.JOB_STATE_RUNNING, 3, restart_count=1)
+    done = job(pb.JOB_STATE_ENDED, 3, "all 4 workers of round 3 succeeded")
+    told = [
+        sentence
+        for state in (waiting, first, first, stopping, second, third, done)
+        for label in ("a", "b")
+        for sentence in story.tell(label, state)
+    ]
+    assert told == [
+        "a waits for a round of 2 nodes",
+        "round 1 runs: 4 workers",
+        "round 1 ends: a worker failed",
+        "round 2 runs: 4 workers (restart 1 of 3)",
+        "round 3 runs: 4 workers",
+        "a has ended: all 4 workers of round 3 succeeded",
+        "b has ended: all 4 workers of round 3 succeeded",
+    ]
+
+
+def test_hosts_that_go_are_named() -> None:
+    """Each once, with how."""
+    story = Story(max_restarts=0)
+    drained = job(pb.JOB_STATE_DRAINING, 1, "power cut")
+    over = job(pb.JOB_STATE_ENDED, 1, "left the run", exit_code=143)
+    told = [sentence for state in (drained, drained, over, over) for sentence in story.tell("a", state)]
+    told += [
+        *story.lose("b", "it has not answered for 60 s"),
+        *story.lose("b", "it has not answered for 60 s"),
+    ]
+    assert told == [
+        "a is drained: power cut",
+        "a has ended with exit code 143: left the run",
+        "b is lost: it has not answered for 60 s",
+    ]
