@@ -14,10 +14,14 @@ from benchmarks.expires import expires
 from benchmarks.failover import failover
 from benchmarks.fanout import fanout
 from benchmarks.figures import Figure, show_figures, write_figures
+from benchmarks.flood import flood
 from benchmarks.heartbeat import heartbeat
+from benchmarks.idle import idle
 from benchmarks.journal import journal
+from benchmarks.launch import launch
 from benchmarks.processes import BenchmarkError
 from benchmarks.reap import reap
+from benchmarks.regroup import newcomer, restart
 from benchmarks.rendezvous import rendezvous
 from benchmarks.session import Benchmark, Session
 from benchmarks.store import store
@@ -35,6 +39,11 @@ BENCHMARKS: dict[str, Benchmark] = {
     "reap": reap,
     "watchdog": watchdog,
     "timer-requests": timer_requests,
+    "launch": launch,
+    "restart": restart,
+    "newcomer": newcomer,
+    "idle": idle,
+    "flood": flood,
 }
 _WIDTH = 150  # of the table, where nobody says how wide it may be
 ROOT = Path(__file__).parent.parent.parent

@@ -31,6 +31,7 @@ def agent(
         command = [
             *(str(RALLYPOINT), "run", "--standalone", "--timer-endpoint", timers.endpoint),
             *("--evidence-timeout", "0", "--max-restarts", str(max_restarts), "--log-dir", logs),
+            *("--rdzv-conf", "restart_backoff=0"),
             *("-m", f"benchmarks.clients.{module}", json.dumps(asdict(order))),
         ]
         with running(command, folder / f"agent-{module}.log") as process:

@@ -81,14 +81,17 @@ def c10d_calls(session: Session, kind: str, members: int, each: int = 1) -> C10d
 
 
 def _run(session: Session, python: Path, order: C10dOrder) -> C10dResult:
-    names = session.folder / "nsswitch.conf"
-    names.write_text(_LOCAL_NAMES)
-    command = [*_with_local_names(names), *client_command("c10d", order, python)]
+    command = [*with_local_names(session.folder), *client_command("c10d", order, python)]
     return C10dResult(**driven(command, session.folder / "client-c10d.log", PATIENCE))
 
 
-def _with_local_names(names: Path) -> list[str]:
-    """What goes before a command, so that names are looked up nowhere but in the machine's own files."""
+def with_local_names(folder: Path) -> list[str]:
+    """What goes before a command, so that names are looked up nowhere but in the machine's own files.
+
+    Nothing, where that is not allowed. `folder`: for a file that must last as long as the command.
+    """
+    names = folder / "nsswitch.conf"
+    names.write_text(_LOCAL_NAMES)
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     prefix = [*unshare, "sh", "-c", _SCRIPT, str(names), *MORTAL_ONCE_MORE]
     allowed = subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode == 0

@@ -113,7 +113,7 @@ def timer_floor_server(folder: Path, behaviour: str) -> Iterator[Server]:
 
 @contextmanager
 def _server(log: Path, command: Sequence[str]) -> Iterator[Server]:
-    with _free_port() as port, running([*command, "--port", str(port)], log) as process:
+    with free_port() as port, running([*command, "--port", str(port)], log) as process:
         yield Server(process.pid, f"127.0.0.1:{port}", log)
 
 
@@ -181,7 +181,7 @@ def _environment() -> Mapping[str, str]:
 
 
 @contextmanager
-def _free_port() -> Iterator[int]:
+def free_port() -> Iterator[int]:
     """A port that the kernel gives to nobody else meanwhile. A server can listen there: this only holds it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -59,6 +59,9 @@ FIGURES = {
     "watchdog": ["watchdog.late.p50", "watchdog.late.p99", "watchdog.late.max", "watchdog.cpu"],
     "timer-requests": ["timer-requests.rate", "timer-requests.cpu"],
 }
+# Those of whole agents: test_agents.py has them, at a length that a test can wait for.
+OF_AGENTS = ("launch", "restart", "newcomer", "idle")
+NAMES = (*FIGURES, *OF_AGENTS)
 
 
 def _command(folder: Path, *arguments: str) -> list[str]:
@@ -105,7 +108,7 @@ def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--only", "rendevous"], f"no benchmark 'rendevous'; there are {', '.join(FIGURES)}"),
+        (["--only", "rendevous"], f"no benchmark 'rendevous'; there are {', '.join(NAMES)}"),
         (["--n", "many"], "'many' is no number from 2 to 100000"),
         (["--n", "1"], "'1' is no number from 2 to 100000"),
         (["--trials", "0"], "0 is not in the range 1<=x<=100"),

@@ -1,16 +1,18 @@
 """Structured logs: coloured lines on a terminal, one JSON object a line anywhere else, always on stderr.
 
-`get_logger` costs nothing but the standard library; structlog, which draws the lines, is imported when
-`configure_logs` runs (it takes some 50 ms). A program that never calls it sees our records like those of any
-library, through its own `logging`.
+`get_logger` and lines of JSON cost nothing but the standard library; structlog, which draws the lines that people
+see, is imported when `configure_logs` finds that somebody watches (it takes some 50 ms). A program that never calls
+that sees our records like those of any library, through its own `logging`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import MutableMapping
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _LEVELS = {
@@ -104,7 +106,8 @@ def configure_logs(level: str = "info", format: str = "auto", stream: TextIO | N
         raise ValueError(f"log format {format!r} is none of auto, human, json")
     human = format == "human" or (format == "auto" and stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_formatter(human, colours=stream.isatty() and not os.environ.get("NO_COLOR")))
+    colours = stream.isatty() and not os.environ.get("NO_COLOR")
+    handler.setFormatter(_formatter_for_people(colours) if human else _JsonFormatter())
     handler.addFilter(_worth_showing)
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -117,20 +120,33 @@ def configure_logs(level: str = "info", format: str = "auto", stream: TextIO | N
         logging.getLogger(name).setLevel(max(_LEVELS[level], logging.WARNING))
 
 
-def _formatter(human: bool, colours: bool) -> logging.Formatter:
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.msg
+        line: dict[str, object] = {
+            "event": message.name if isinstance(message, _Event) else record.getMessage(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "timestamp": datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        }
+        if isinstance(message, _Event):
+            for key, value in message.fields.items():
+                line.setdefault(key, value)
+        if record.exc_info and record.exc_info[0] is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def _formatter_for_people(colours: bool) -> logging.Formatter:
     # Here and not at the top: see the module's docstring.
     import structlog  # noqa: PLC0415
 
-    drawn: list[Any] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
-    if human:
-        drawn += [
-            structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
-        ]
-    else:
-        drawn += [
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
-        ]
+    drawn: list[Any] = [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback),
+    ]
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[
             structlog.stdlib.add_log_level,

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import click
 
-from rallypoint.serving.config_file import read_config
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 
 __all__ = ["ClientTLS", "Finite", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
@@ -178,6 +177,9 @@ def _log_options() -> tuple[Flag, ...]:
 
 
 def _config_option() -> Flag:
+    # Here and not at the top: clients have no such file, and `rallypoint run` is to be quick.
+    from rallypoint.serving.config_file import read_config  # noqa: PLC0415
+
     return _setting(
         "--config",
         type=_FILE,

@@ -229,6 +229,10 @@ class Server:
         if not self._draining.cancelled():
             self._draining.result()
 
+    async def idle(self) -> None:
+        """Returns when no call is open, those of health and reflection aside."""
+        await self._calls.idle()
+
     async def stop(self) -> None:
         """Ends at once: open calls are cancelled."""
         if self._server is None:

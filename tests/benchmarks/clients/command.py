@@ -28,6 +28,12 @@ def carry_out(order: Callable[..., _Order], work: Callable[[_Order], Coroutine[A
     run(_finish(work(order(**json.loads(sys.argv[1])))))
 
 
+def obey(order: Callable[..., _Order], work: Callable[[_Order], Any]) -> None:
+    """Do work that needs no event loop, and print its result; see `carry_out`."""
+    result = work(order(**json.loads(sys.argv[1])))
+    sys.stdout.write(json.dumps(asdict(result)) + "\n")
+
+
 async def _finish(work: Coroutine[Any, Any, Any]) -> NoReturn:
     try:
         result = await work

@@ -99,6 +99,7 @@ def join_requests(own: Iterable[int], *, places: int, max_restarts: int = 0) -> 
         max_nodes=places,
         max_restarts=max_restarts,
         keep_alive_interval=Duration(seconds=60),
+        restart_backoff=Duration(),
     )
     return [
         pb.JoinRequest(

@@ -1,0 +1,320 @@
+"""What happens to a job becomes events, each with the time that it took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rallypoint.agent import core
+from rallypoint.agent.chronicle import AgentEvent, Chronicle, Moment, Source, Standing, Subject, restart_line
+from rallypoint.agent.spawn_protocol import WorkerExit
+
+SUBJECT = Subject("run-1", "a", "trainer", 3)
+# Unix seconds at the moment 0 of the monotonic clock.
+EPOCH = 1_000_000.0
+
+
+def _seat(round_: int, group_world_size: int = 2) -> core.Assignment:
+    return core.Assignment(round_, 0, group_world_size, 0, 2 * group_world_size, 0, 4, "host", 29500, round_)
+
+
+def _exit(local_rank: int, at: float, code: int = 0, *, during_stop: bool = False) -> WorkerExit:
+    returned, number = (None, -code) if code < 0 else (code, None)
+    time = EPOCH + at
+    return WorkerExit(local_rank, 100 + local_rank, returned, number, at, time, during_stop=during_stop)
+
+
+class Tale:
+    """A chronicle, with the core whose decisions it is told and a clock that the test owns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.state = core.AgentState()
+        self.chronicle = Chronicle(SUBJECT, self._at())
+        self.events: list[AgentEvent] = []
+
+    def _at(self) -> Moment:
+        return Moment(self.now, EPOCH + self.now)
+
+    def hears(self, now: float, event: core.Event) -> None:
+        """The core hears something."""
+        self.now, before = now, self.state
+        self.state, effects = core.decide(before, event)
+        self.events += self.chronicle.decided(event, before, self.state, effects, self._at())
+
+    def update(self, now: float, phase: core.Phase, round_: int = 0, restart_count: int = 0) -> None:
+        """The core is told of the run; round 0: this node has no place."""
+        seat = _seat(round_) if round_ else None
+        self.hears(now, core.Updated(phase, seat, restart_count, "why"))
+
+    def started(self, now: float) -> None:
+        """Both workers run."""
+        self.now = now
+        self.events += self.chronicle.workers_started({0: (0, 100), 1: (1, 101)}, self._at())
+
+    def ends(self, now: float, how: WorkerExit) -> None:
+        """A worker has ended with success, or was stopped."""
+        self.now = now
+        self.events += self.chronicle.worker_ended(how.local_rank, how, self._at())
+
+    def fails(self, now: float, how: WorkerExit) -> None:
+        """A worker has failed, and the core hears of it."""
+        self.now = now
+        self.events += self.chronicle.worker_failed(how.local_rank, how, "signal", "it died", self._at())
+        self.hears(now, core.WorkerFailed())
+
+    def runs(self) -> None:
+        """Round 1 runs, from second 4 on."""
+        self.update(1.0, core.Phase.JOINABLE)
+        self.update(2.0, core.Phase.FROZEN, 1)
+        self.update(3.0, core.Phase.FINAL, 1)
+        self.started(4.0)
+        assert self.chronicle.standing is Standing.HEALTHY
+
+    def told(self, *names: str) -> list[tuple[str, Any]]:
+        """Names and durations of what was told since the last call, or of some names only."""
+        found = [(each.name, each.duration) for each in self.events if not names or each.name in names]
+        self.events = []
+        return found
+
+
+@pytest.fixture
+def tale() -> Tale:
+    return Tale()
+
+
+def _details(tale: Tale, name: str) -> dict[str, Any]:
+    (event,) = [each for each in tale.events if each.name == name]
+    return dict(event.details)
+
+
+def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
+    """Forming takes from joining to all having confirmed, ranking from the ranks to that, a start to exec."""
+    tale.runs()
+    assert [(each.source, each.name, each.duration) for each in tale.events] == [
+        (Source.AGENT, "AGENT_STATE", 1.0),
+        (Source.AGENT, "RENDEZVOUS", 3.0),
+        (Source.AGENT, "ASSIGN_WORKER_RANKS", 1.0),
+        (Source.WORKER, "START", 1.0),
+        (Source.WORKER, "START", 1.0),
+        (Source.AGENT, "AGENT_STATE", 3.0),
+    ]
+    assert tale.events[-1].as_record() == {
+        "time": EPOCH + 4,
+        "event": "AGENT_STATE",
+        "source": "AGENT",
+        "run_id": "run-1",
+        "node_id": "a",
+        "role": "trainer",
+        "round": 1,
+        "restart_count": 0,
+        "duration": 3.0,
+        "state": "HEALTHY",
+        "previous": "INIT",
+    }
+    assert _details(tale, "RENDEZVOUS") == {
+        "group_rank": 0,
+        "group_world_size": 2,
+        "base_rank": 0,
+        "world_size": 4,
+    }
+
+
+def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
+    """From the death of the worker to all running again; the run's answer comes while the others stop."""
+    tale.runs()
+    tale.told()
+    tale.fails(10.1, _exit(1, 10.0, -9))
+    assert tale.told() == [
+        ("FAILED", 6.0),
+        ("AGENT_STATE", pytest.approx(6.1)),
+        ("DETECTED", pytest.approx(0.1)),
+    ]
+    tale.update(10.3, core.Phase.FROZEN, 2, restart_count=1)
+    assert tale.told() == [("TOLD", pytest.approx(0.2))]
+    tale.ends(10.5, _exit(0, 10.5, -15, during_stop=True))
+    tale.hears(10.6, core.WorkersGone())
+    assert tale.told() == [
+        ("TERMINATED", 6.5),
+        ("STOPPED", pytest.approx(0.5)),
+        ("AGENT_STATE", pytest.approx(0.5)),
+    ]
+    tale.update(11.0, core.Phase.FINAL, 2, restart_count=1)
+    assert tale.told() == [
+        ("RENDEZVOUS", pytest.approx(0.4)),
+        ("ASSIGN_WORKER_RANKS", pytest.approx(0.4)),
+        ("REFORMED", pytest.approx(0.4)),
+    ]
+    tale.started(12.0)
+    (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
+    assert restarted.duration == pytest.approx(2.0)
+    assert (restarted.round, restarted.restart_count) == (2, 1)
+    assert restarted.details["parts"] == pytest.approx(
+        {"detected": 0.1, "told": 0.2, "stopped": 0.5, "reformed": 0.4, "started": 1.0}
+    )
+    assert restart_line(restarted) == (
+        "running again after 2.00 s (detected 0.10, told 0.20, stopped 0.50, re-formed 0.40, started 1.00)"
+    )
+
+
+def test_a_failure_elsewhere_is_neither_detected_nor_told_of_here(tale: Tale) -> None:
+    """How long the others took to notice, this host can't know; what it does itself, it measures."""
+    tale.runs()
+    tale.update(10.0, core.Phase.JOINABLE)
+    tale.hears(10.5, core.WorkersGone())
+    tale.update(11.0, core.Phase.FROZEN, 2)
+    tale.update(11.5, core.Phase.FINAL, 2)
+    tale.told()
+    tale.started(12.0)
+    parts = _details(tale, "RESTARTED")["parts"]
+    assert parts == pytest.approx({"stopped": 0.5, "reformed": 1.0, "started": 0.5})
+
+
+def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale: Tale) -> None:
+    """Another host's failed before the run was over."""
+    tale.runs()
+    for local_rank in (0, 1):
+        tale.ends(8.0, _exit(local_rank, 8.0))
+    tale.hears(8.0, core.WorkersSucceeded())
+    assert tale.chronicle.standing is Standing.SUCCEEDED
+    tale.told()
+    tale.update(10.0, core.Phase.FROZEN, 2, restart_count=1)
+    tale.update(10.5, core.Phase.FINAL, 2, restart_count=1)
+    tale.started(11.0)
+    assert _details(tale, "RESTARTED")["parts"] == pytest.approx({"reformed": 0.5, "started": 0.5})
+
+
+def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(tale: Tale) -> None:
+    """Users wait until workers run, however often rounds are formed for that."""
+    tale.runs()
+    tale.fails(10.0, _exit(0, 10.0, 1))
+    tale.update(10.0, core.Phase.FROZEN, 2)
+    tale.hears(10.5, core.WorkersGone())
+    tale.update(11.0, core.Phase.JOINABLE)  # one of the others was lost
+    tale.update(15.0, core.Phase.FROZEN, 3)
+    tale.update(16.0, core.Phase.FINAL, 3)
+    tale.started(16.5)
+    (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
+    assert restarted.duration == pytest.approx(6.5)
+    assert restarted.details["parts"]["reformed"] == pytest.approx(5.5)
+    assert restarted.details["parts"]["stopped"] == pytest.approx(0.5)
+
+
+def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
+    """They are stopped, which adds to what the restart took; it is not over before a start is complete."""
+    tale.runs()
+    tale.fails(10.0, _exit(0, 10.0, 1))
+    tale.hears(11.0, core.WorkersGone())
+    tale.update(11.0, core.Phase.FROZEN, 2)
+    tale.update(12.0, core.Phase.FINAL, 2)
+    tale.update(12.2, core.Phase.JOINABLE)
+    tale.started(12.3)
+    assert tale.chronicle.standing is not Standing.HEALTHY
+    tale.hears(12.7, core.WorkersGone())
+    tale.update(13.0, core.Phase.FROZEN, 3)
+    tale.update(13.0, core.Phase.FINAL, 3)
+    tale.started(14.0)
+    (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
+    assert restarted.duration == pytest.approx(4.0)
+    assert restarted.details["parts"]["stopped"] == pytest.approx(1.5)
+
+
+def test_a_spare_does_not_wait_for_a_restart(tale: Tale) -> None:
+    """Its hours on the bench are no time to form a round, and none to restart."""
+    tale.update(1.0, core.Phase.FINAL)  # it came when all places were taken
+    tale.update(5000.0, core.Phase.JOINABLE)
+    tale.update(5000.5, core.Phase.FROZEN, 2)
+    tale.update(5001.0, core.Phase.FINAL, 2)
+    assert ("RENDEZVOUS", 1.0) in tale.told()
+    tale.started(5001.5)
+    assert tale.told("RESTARTED") == []
+
+
+def test_who_becomes_a_spare_is_not_restarting_for_as_long_as_it_is_one(tale: Tale) -> None:
+    """The others went on without it."""
+    tale.runs()
+    tale.update(10.0, core.Phase.JOINABLE)
+    tale.hears(10.5, core.WorkersGone())
+    tale.update(11.0, core.Phase.FINAL)
+    tale.update(5000.0, core.Phase.FROZEN, 3)
+    tale.update(5000.5, core.Phase.FINAL, 3)
+    tale.told()
+    tale.started(5001.0)
+    assert tale.told("RESTARTED") == []
+
+
+def test_a_worker_that_ends_before_the_start_of_its_neighbours_has_started_once(tale: Tale) -> None:
+    """Its end may be known first; its start is told all the same, before it."""
+    tale.update(1.0, core.Phase.JOINABLE)
+    tale.update(2.0, core.Phase.FROZEN, 1)
+    tale.update(3.0, core.Phase.FINAL, 1)
+    tale.told()
+    tale.ends(3.1, _exit(1, 3.1))
+    tale.started(3.5)
+    assert tale.told("START", "SUCCEEDED") == [
+        ("START", pytest.approx(0.1)),
+        ("SUCCEEDED", 0.0),
+        ("START", 0.5),
+    ]
+
+
+def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> None:
+    """There is no program, or no process can be made."""
+    tale.runs()
+    at = Moment(5.0, EPOCH + 5)
+    (event,) = tale.chronicle.worker_lost(1, 1, 0, "there is no program", at)
+    assert (event.name, event.duration, event.details["kind"]) == ("FAILED", None, "not-started")
+    (event,) = tale.chronicle.worker_lost(1, 1, 77, "it outlived SIGKILL", at)
+    assert (event.details["pid"], event.details["kind"]) == (77, "unkillable")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "name", "standing"),
+    [
+        (0, "SUCCEEDED", Standing.SUCCEEDED),
+        (1, "FAILED", Standing.FAILED),
+        (93, "FAILED", Standing.FAILED),
+        (143, "TERMINATED", Standing.STOPPED),
+    ],
+)
+def test_the_end_of_a_job_says_how_long_all_of_it_took(
+    tale: Tale, exit_code: int, name: str, standing: Standing
+) -> None:
+    """Who was told to leave has neither succeeded nor failed."""
+    tale.runs()
+    tale.told()
+    tale.events = tale.chronicle.ended(exit_code, "so it ended", Moment(60.0, EPOCH + 60))
+    assert tale.chronicle.standing is standing
+    last = tale.events[-1]
+    assert (last.source, last.name, last.duration) == (Source.AGENT, name, 60.0)
+    assert last.details == {"exit_code": exit_code, "reason": "so it ended"}
+
+
+def test_a_host_that_is_drained_says_so_once(tale: Tale) -> None:
+    """Its workers run on for a while; asked again, nothing new begins."""
+    tale.runs()
+    tale.told()
+    tale.hears(10.0, core.DrainRequested("drained: maintenance"))
+    (event,) = [each for each in tale.events if each.name == "DRAINING"]
+    assert event.details == {"reason": "drained: maintenance"}
+    tale.hears(11.0, core.DrainRequested("drained: once more"))
+    assert tale.told("DRAINING") == [("DRAINING", None)]
+
+
+def test_how_long_it_took_to_look_into_the_health_of_the_host(tale: Tale) -> None:
+    """It delays a restart, so whoever wonders about that must see it."""
+    tale.state = core.AgentState(checks=True)
+    tale.update(1.0, core.Phase.FROZEN, 1)
+    tale.hears(1.75, core.Examined())
+    assert ("EXAMINED", 0.75) in tale.told()
+
+
+@pytest.mark.parametrize("leaving", [core.StopRequested("got SIGTERM"), core.NodeUnfit("disk is full")])
+def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
+    """Its workers are stopped for good."""
+    tale.runs()
+    tale.hears(10.0, leaving)
+    tale.hears(10.5, core.WorkersGone())
+    assert tale.told("STOPPED", "RESTARTED") == []
+    assert tale.chronicle.standing is Standing.STOPPED

@@ -1,0 +1,80 @@
+"""What workers measure comes to the agent, whatever else they send, and never more than it has time for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from process_probe import until
+from rallypoint.agent.measurement_socket import MeasurementSocket, read_measurement
+from rallypoint.worker.metrics import METRICS_VARIABLE, Measurement
+
+
+def _sender(place: str) -> tuple[socket.socket, Callable[[object], None]]:
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def send(record: object) -> None:
+        sender.sendto(json.dumps(record).encode(), place)
+
+    return sender, send
+
+
+async def test_durations_and_values_arrive_with_the_rank_of_their_worker() -> None:
+    """And the socket is gone with the job."""
+    taken: list[tuple[Measurement, int]] = []
+    async with MeasurementSocket(lambda *each: taken.append(each)) as here:
+        place = here.environment[METRICS_VARIABLE]
+        sender, send = _sender(place)
+        with sender:
+            send({"name": "save", "seconds": 1.5, "raised": True, "value": None, "rank": 3})
+            send({"name": "loss", "value": 2})
+            await until(lambda: len(taken) == 2, "both")
+            assert taken == [
+                (Measurement("save", 1.5, raised=True), 3),
+                (Measurement("loss", value=2.0), 0),
+            ]
+            send({"name": "last", "value": 1})  # as the worker ends
+    assert taken[-1][0].name == "last"
+    assert not Path(place).parent.exists()
+
+
+async def test_more_than_so_many_in_a_second_are_left_alone() -> None:
+    """Workers that measure each step of a hot loop must not take the agent's processor."""
+    taken: list[Measurement] = []
+    async with MeasurementSocket(lambda measurement, _: taken.append(measurement), most=5) as here:
+        sender, send = _sender(here.environment[METRICS_VARIABLE])
+        with sender:
+            for number in range(8):
+                send({"name": "hot", "value": number})
+            await until(lambda: len(taken) == 5, "as many as there may be")
+            assert not asyncio.get_running_loop().remove_reader(here._socket), "it is not even listened to"
+            await until(lambda: len(taken) == 8, "the rest, when its time has come")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b'{"name": "x"}',
+        b'{"name": "x", "seconds": 1, "value": 1}',
+        b'{"name": "x", "seconds": -1}',
+        b'{"name": "x", "value": NaN}',
+        b'{"name": "x", "value": 1e999}',
+        b'{"name": "x", "value": "many"}',
+        b'{"name": "", "value": 1}',
+        b'{"name": "two\\nlines", "value": 1}',
+        b'{"name": "x", "value": 1, "rank": "first"}',
+        json.dumps({"name": "x" * 121, "value": 1}).encode(),
+    ],
+)
+def test_what_is_no_measurement_is_dropped(data: bytes) -> None:
+    """Workers send what they like."""
+    assert read_measurement(data) is None

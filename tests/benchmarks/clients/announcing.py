@@ -1,0 +1,35 @@
+"""A worker that says that it runs and then does nothing, in `restart`, `newcomer` and `idle`.
+
+Standard library only: it runs under torch's agent too, and what it loads would count as time of the agent's.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+LONGEST = 600.0
+"""Seconds after which it ends by itself, whatever became of who started it."""
+
+
+def announce(place: str) -> None:
+    """Tell the socket of the benchmark which worker this is, and when it came to run."""
+    message = {
+        "rank": int(os.environ["RANK"]),
+        "world": int(os.environ["WORLD_SIZE"]),
+        "pid": os.getpid(),
+        "at": time.monotonic(),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
+        there.sendto(json.dumps(message).encode(), place)
+
+
+if __name__ == "__main__":
+    announce(sys.argv[1])
+    # torch's agent leaves its workers behind when it is killed.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    time.sleep(LONGEST)

@@ -1,0 +1,132 @@
+"""Figures are served to whoever asks properly, and nobody who asks otherwise does any harm."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from rallypoint.serving import metrics
+from rallypoint.serving.endpoint import EndpointError
+from rallypoint.serving.metrics import parse_metrics_address, serve_metrics
+from rallypoint.serving.settings import ServiceStartError
+
+PATIENCE = 30.0
+
+
+def _registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    Counter("things", "Counted.", registry=registry).inc(3)
+    return registry
+
+
+async def _ask(address: str, request: str, *, more: bool = False) -> tuple[str, str, str]:
+    """Status line, headers and body of what is answered; `more`: leave the request without its end."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request.replace("\n", "\r\n").encode() + (b"" if more else b"\r\n\r\n"))
+    answer = (await asyncio.wait_for(reader.read(), PATIENCE)).decode()
+    writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    first, _, headers = head.partition("\r\n")
+    return first, headers, body
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    """What still comes of a connection that the other end closes, in good order or not."""
+    try:
+        return await asyncio.wait_for(reader.read(), PATIENCE)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_figures_are_at_metrics_in_the_format_that_is_asked_for() -> None:
+    """Prometheus asks for OpenMetrics, a person with curl for nothing in particular."""
+    async with serve_metrics("127.0.0.1:0", _registry()) as address:
+        first, headers, body = await _ask(address, "GET /metrics HTTP/1.1\nHost: here")
+        assert first == "HTTP/1.1 200 OK"
+        assert "Content-Type: text/plain" in headers
+        assert f"Content-Length: {len(body.encode())}" in headers
+        assert "things_total 3.0" in body
+        accept = "Accept: application/openmetrics-text; version=1.0.0"
+        _, headers, body = await _ask(address, f"GET /metrics?x=1 HTTP/1.1\nHost: here\n{accept}")
+        assert "application/openmetrics-text" in headers
+        assert body.endswith("# EOF\n")
+        _, headers, body = await _ask(address, "HEAD /metrics HTTP/1.1\nHost: here")
+        assert body == ""
+        assert "Content-Length: 0" not in headers
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("POST /metrics HTTP/1.1", "405 Method Not Allowed"),
+        ("GET /secrets HTTP/1.1", "404 Not Found"),
+        ("\x00\x01\x02", "405 Method Not Allowed"),
+    ],
+)
+async def test_nothing_else_is_served(request_line: str, status: str) -> None:
+    """Figures can be read; nothing can be changed, and there is nothing else."""
+    async with serve_metrics("127.0.0.1:0", _registry()) as address:
+        assert (await _ask(address, request_line))[0] == f"HTTP/1.1 {status}"
+
+
+async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next is served."""
+    monkeypatch.setattr(metrics, "_PATIENCE", 0.1)
+    async with serve_metrics("127.0.0.1:0", _registry()) as address:
+        assert await _ask(address, "GET /metrics HTTP/1.1", more=True) == ("", "", "")
+        assert await _ask(address, "x" * 100_000, more=True) == ("", "", "")
+        monkeypatch.undo()
+        assert (await _ask(address, "GET /metrics HTTP/1.1"))[0].endswith("200 OK")
+
+
+async def test_many_who_never_ask_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a descriptor of a process that has better uses for it."""
+    monkeypatch.setattr(metrics, "_MOST_AT_ONCE", 2)
+    monkeypatch.setattr(metrics, "_PATIENCE", 3600.0)
+    async with serve_metrics("127.0.0.1:0", _registry()) as address:
+        host, _, port = address.rpartition(":")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await _rest(reader) == b""
+        for _, each in [*idle, (reader, writer)]:
+            each.close()
+
+
+async def test_the_end_waits_for_nobody() -> None:
+    """An agent whose job is over goes, whoever has a connection open."""
+    async with serve_metrics("127.0.0.1:0", _registry()) as address:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /met")
+        await writer.drain()
+    assert await _rest(reader) == b""
+    writer.close()
+
+
+async def test_a_port_that_is_taken_is_told_of_in_one_line() -> None:
+    """Before anything runs."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ServiceStartError, match=rf"^--metrics-address 127.0.0.1:{port}: can't listen there: "
+        ):
+            async with serve_metrics(f"127.0.0.1:{port}", _registry()):
+                pass
+
+
+@pytest.mark.parametrize("text", ["nonsense", "host:", "host:http", "127.0.0.1:70000", "unix:/run/x:1"])
+async def test_what_is_no_address_is_told_of_in_one_line(text: str) -> None:
+    """With what is expected."""
+    with pytest.raises(EndpointError):
+        async with serve_metrics(text, _registry()):
+            pass
+
+
+def test_an_address_without_a_host_is_this_machine_alone() -> None:
+    """Plaintext goes further only where somebody has said so."""
+    assert str(parse_metrics_address(":9400")) == "127.0.0.1:9400"
+    assert not parse_metrics_address("0.0.0.0:9400").loopback
