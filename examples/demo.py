@@ -270,7 +270,8 @@ async def demo(var: Path) -> None:
         nodes="1:2",
         max_restarts=5,
         # How long the survivors of a lost node wait for another one. 30 s, the default, suits a real cluster.
-        conf={"last_call_timeout": "1"},
+        # Workers fail one fault after the other here, and not of the same thing.
+        conf={"last_call_timeout": "1", "restart_backoff": "0"},
     )
     async with LocalCluster(folder) as cluster:
         timeline = await cluster.unless_one_fails(show(cluster, job, hang_file))

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from rallypoint.agent.spawner import watch_forks
@@ -87,11 +87,12 @@ def living(marker: str) -> list[int]:
     return found
 
 
-def gone(marker: str, besides: int = 0) -> bool:
+def gone(marker: str, besides: int | Collection[int] = ()) -> bool:
     """Whether nobody has the marker. One look may miss a hopper between two processes, unless nobody forked."""
+    spared = {besides} if isinstance(besides, int) else set(besides)
     for _ in range(20):
         before = watch_forks()
-        if set(living(marker)) - {besides}:
+        if set(living(marker)) - spared:
             return False
         if watch_forks() == before:
             return True

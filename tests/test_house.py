@@ -69,7 +69,13 @@ def _impurities(module: str, modules: dict[str, Path]) -> set[str]:
 
 def test_services_never_import_the_agent() -> None:
     """A service stands without agents; agents reach it through its client."""
-    ours = ("rallypoint.agent", "rallypoint.worker", "rallypoint.cli", "rallypoint.torch")
+    ours = (
+        "rallypoint.agent",
+        "rallypoint.launcher",
+        "rallypoint.worker",
+        "rallypoint.cli",
+        "rallypoint.torch",
+    )
     wrong = [
         f"{module} imports {name}"
         for module, path in _modules()
@@ -102,11 +108,29 @@ def test_the_agent_reaches_services_through_their_clients() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("statement", ["from rallypoint.timer import expires", "import rallypoint.worker"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from rallypoint.timer import expires",
+        "import rallypoint.worker",
+        "import rallypoint.worker.call, rallypoint.worker.forkserver",
+    ],
+)
 def test_what_runs_inside_a_worker_loads_no_grpc(statement: str) -> None:
     """A training process forks; gRPC in it would take the children down."""
     program = (
         f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] in {{'grpc', 'google'}}])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_what_is_loaded_before_workers_start_is_no_more_than_that_needs() -> None:
+    """Every module that `rallypoint run` loads delays the start of every job; some take longer than all of ours."""
+    slow = ["prometheus_client", "psutil", "rich", "sqlite3", "structlog", "tomllib", "urllib.request"]
+    program = (
+        "import rallypoint.cli.run, rallypoint.launcher.launch, rallypoint.cli.verdict; import sys; "
+        f"print([name for name in {slow} if name in sys.modules])"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"

@@ -41,6 +41,13 @@ def test_towards_another_machine_it_is_the_address_of_the_route(monkeypatch: pyt
     assert asked == [(socket.AF_INET, socket.SOCK_DGRAM, 17), ("192.0.2.1", 29400), "closed"]
 
 
+def test_a_name_that_leads_home_is_the_address_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian has a host's own name as 127.0.1.1 in its /etc/hosts; the others know it by that name."""
+    here = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 29400))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [here])
+    assert local_address_towards("head.example:29400") == "head.example"
+
+
 def test_a_name_that_nobody_knows_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the endpoint, and the two flags that mend it."""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rallypoint.agent.config import JobConfig, Peer, new_node_id
 from rallypoint.agent.core import Assignment
-from rallypoint.agent.environment import worker_command, worker_environment
+from rallypoint.agent.environment import check_devices, worker_command, worker_environment
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from rallypoint.serving.settings import SettingError
 
 CONFIG = JobConfig(
     run_id="run-7",
@@ -85,6 +88,35 @@ def test_what_the_user_set_stays() -> None:
 def test_a_single_worker_may_use_all_threads() -> None:
     """As torchrun: only several workers on one host hinder each other."""
     assert "OMP_NUM_THREADS" not in environment(replace(CONFIG, local_world_size=1), 0)
+
+
+def test_a_fixed_master_is_the_master_of_every_round() -> None:
+    """Whoever names one with --master-addr has opened that port, and no other."""
+    seen = environment(replace(CONFIG, master_address="head", master_port=29500))
+    assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("head", "29500")
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [(None, ["0", "1"]), ("4,7", ["4", "7"]), (" 3 , GPU-8f ,5", ["3", "GPU-8f"]), ("", ["", ""])],
+)
+def test_a_virtual_local_rank_is_0_and_its_device_its_own(visible: str | None, devices: list[str]) -> None:
+    """Of those that the job may see, the one of the worker's true local rank; the global rank stays."""
+    hidden = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    config = replace(CONFIG, virtual_local_rank=True, environment=hidden)
+    check_devices(config)
+    seen = [environment(config, local_rank) for local_rank in (0, 1)]
+    assert [each["LOCAL_RANK"] for each in seen] == ["0", "0"]
+    assert [each["RANK"] for each in seen] == ["4", "5"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == devices
+
+
+def test_a_worker_without_a_device_of_its_own_is_refused() -> None:
+    """Before anything starts; where ranks are what they are, devices are the workers' own business."""
+    config = replace(CONFIG, environment={"CUDA_VISIBLE_DEVICES": "3"})
+    check_devices(config)
+    with pytest.raises(SettingError, match="CUDA_VISIBLE_DEVICES=3 names 1 device for 2 workers"):
+        check_devices(replace(config, virtual_local_rank=True))
 
 
 def test_the_local_rank_is_put_into_arguments() -> None:

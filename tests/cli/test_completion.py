@@ -27,7 +27,10 @@ def test_there_is_a_script_for_each_shell(shell: str, loads: str) -> None:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("rallypoint s", ["serve", "status", "scopes"]),
+        ("rallypoint s", ["submit", "serve", "status", "scopes"]),
+        ("rallypoint agent s", ["stacks", "stop"]),
+        ("rallypoint agent logs --f", ["--follow"]),
+        ("rallypoint submit --ag", ["--agents"]),
         ("rallypoint serve r", ["rendezvous"]),
         ("rallypoint run --nproc", ["--nproc-per-node"]),
         ("rallypoint timers --ex", ["--expired"]),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from rallypoint.cli.main import main
-from rallypoint.cli.nodes import NodeCount, RendezvousConfType, Text, WorkerCount
+from rallypoint.cli.nodes import NodeCount, Pairs, SignalList, Text, WorkerCount
 
 BROKEN = b"a\xff".decode(errors="surrogateescape")  # as Python hands on what is no UTF-8
 
@@ -48,9 +49,31 @@ def test_other_node_counts_are_refused(text: str, told: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["auto", "cpu"])
-def test_workers_can_be_one_per_processor(text: str) -> None:
-    """Those that this process may use: a container may have fewer than the host."""
+def test_workers_can_be_one_per_processor(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Those that this process may use: a container may have fewer than the host. `auto` does so without GPUs."""
+    monkeypatch.setattr("rallypoint.agent.devices.count_gpus", lambda environment: 0)
     assert WorkerCount()(text) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("text", ["auto", "gpu"])
+def test_workers_can_be_one_per_gpu(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Of those that they would see."""
+    monkeypatch.setattr("rallypoint.agent.devices.count_gpus", lambda environment: 6)
+    assert WorkerCount()(text) == 6
+
+
+def test_workers_can_be_one_per_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intel's."""
+    monkeypatch.setattr("rallypoint.agent.devices.count_xpus", lambda environment: 3)
+    assert WorkerCount()("xpu") == 3
+
+
+@pytest.mark.parametrize("text", ["gpu", "xpu"])
+def test_what_is_not_there_can_not_be_counted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """torchrun refuses it too; no job is better than one on processors that nobody asked for."""
+    monkeypatch.setattr(f"rallypoint.agent.devices.count_{text}s", lambda environment: 0)
+    with pytest.raises(click.BadParameter, match=f"'{text}' asks for one worker per .*, and there is none"):
+        WorkerCount()(text)
 
 
 def test_a_worker_count_is_a_number() -> None:
@@ -63,7 +86,7 @@ def test_a_worker_count_is_a_number() -> None:
     [
         ("0", "the least is 1"),
         ("-2", "the least is 1"),
-        ("gpus", "'gpus' is not a number of workers; expected a number, auto or cpu"),
+        ("gpus", "'gpus' is not a number of workers; expected a number, auto, cpu, gpu or xpu"),
         ("16385", "more than the 16384"),
         ("99999999999999999999", "more than the 16384"),
     ],
@@ -76,7 +99,7 @@ def test_other_worker_counts_are_refused(text: str, told: str) -> None:
 
 def test_rendezvous_settings_are_pairs() -> None:
     """Spaces and empty parts, as a shell script leaves them, don't matter."""
-    convert = RendezvousConfType()
+    convert = Pairs()
     assert convert(" join_timeout = 60 ,last_call_timeout=1,, ") == {
         "join_timeout": "60",
         "last_call_timeout": "1",
@@ -89,14 +112,30 @@ def test_rendezvous_settings_are_pairs() -> None:
     [
         ("join_timeout", "'join_timeout' is not of the form key=value"),
         ("=60", "'=60' is not of the form key=value"),
-        ("timeout=60", "'timeout' is no setting; known: close_timeout, confirm_timeout"),
-        ("join_timeout=long", "join_timeout='long' is not a number of seconds"),
     ],
 )
 def test_other_rendezvous_settings_are_refused(text: str, told: str) -> None:
     """With what was expected."""
     with pytest.raises(click.BadParameter, match=re.escape(told)):
-        RendezvousConfType()(text)
+        Pairs()(text)
+
+
+def test_signals_have_names() -> None:
+    """With SIG or without, as people write them; torchrun's list has commas."""
+    assert SignalList()("SIGTERM, int,SIGUSR1,") == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("SIGTERM,SIGWHAT", "'SIGWHAT' is no signal; expected names, as in SIGTERM,SIGUSR1"),
+        ("SIGKILL", "'SIGKILL' can't be handled by any program"),
+    ],
+)
+def test_other_signals_are_refused(text: str, told: str) -> None:
+    """With what was expected."""
+    with pytest.raises(click.BadParameter, match=re.escape(told)):
+        SignalList()(text)
 
 
 def test_text_is_taken_as_it_is() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.cli import roles
 from rallypoint.cli.limit_options import Limits
-from rallypoint.cli.roles import embedded_rendezvous, embedded_timer, serve_rendezvous_role
+from rallypoint.cli.roles import serve_rendezvous_role
 from rallypoint.rendezvous.journal.journal import Entry, JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -50,10 +50,3 @@ async def test_a_service_whose_journal_breaks_ends_with_the_reason(monkeypatch: 
         with pytest.raises(SettingError, match="the disk is full"):
             await asyncio.wait_for(serving, 20)
         call.cancel()
-
-
-async def test_embedded_services_stand_on_loopback_at_ports_of_their_own() -> None:
-    """Several agents on one host don't collide."""
-    async with embedded_rendezvous() as one, embedded_rendezvous() as two, embedded_timer() as three:
-        assert len({one, two, three}) == 3
-        assert all(address.startswith("127.0.0.1:") for address in (one, two, three))

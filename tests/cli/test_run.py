@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from cli.cli_process import rallypoint, refusal
+from rallypoint.agent.logs import Redirect, Streams
 from rallypoint.cli import run as run_module
 from rallypoint.cli.main import main
+from rallypoint.launcher.plan import Embedded, Hosted, LaunchPlan, Standing
 
 SCRIPT = "print('hello')"
 
@@ -32,24 +34,24 @@ class Understood:
 
     def __init__(self) -> None:
         """Nothing yet."""
-        self.command: Sequence[str] = ()
-        self.flags: dict[str, Any] = {}
+        self.plan: LaunchPlan | None = None
+        self.log = ("", "")
 
-    def take(self, command: Sequence[str], **flags: Any) -> int:
+    def take(self, plan: LaunchPlan, log_level: str, log_format: str) -> int:
         """In the place of running it."""
-        self.command, self.flags = command, flags
+        self.plan, self.log = plan, (log_level, log_format)
         return 0
 
-    def of(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> dict[str, Any]:
-        """Parse a command line; returns its flags."""
+    def of(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> LaunchPlan:
+        """Parse a command line; returns its plan."""
         result = CliRunner(env=environment).invoke(main, ["run", *map(str, arguments)])
         assert result.exit_code == 0, result.stderr
-        return self.flags
+        assert self.plan is not None
+        return self.plan
 
     def command_of(self, *arguments: str | Path) -> list[str]:
         """Parse a command line; returns what its workers run."""
-        self.of(*arguments)
-        return list(self.command)
+        return list(self.of(*arguments).command)
 
 
 @pytest.fixture
@@ -61,33 +63,26 @@ def understood(monkeypatch: pytest.MonkeyPatch) -> Understood:
 
 
 def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> None:
-    """One node, one worker, no restarts, 30 s to stop."""
-    flags = understood.of("--standalone", script)
-    assert list(understood.command) == [sys.executable, "-u", str(script)]
-    assert flags.pop("rdzv_id").startswith("standalone-")
-    assert flags == {
-        "nnodes": (1, 1),
-        "nproc_per_node": 1,
-        "standalone": True,
-        "rdzv_endpoint": "",
-        "rdzv_conf": {},
-        "max_restarts": 0,
-        "topology": "",
-        "role": "default",
-        "log_dir": None,
-        "redirects": "0",
-        "tee": "0",
-        "local_addr": "",
-        "shutdown_timeout": 30.0,
-        "evidence_timeout": 2.0,
-        "stall_after": None,
-        "node_id": "",
-        "timer_endpoint": "",
-        "supervisor_address": "127.0.0.1:0",
-        "log_level": "info",
-        "log_format": "auto",
-        "tls": None,
-    }
+    """One node, one worker, no restarts, torchrun's signals; for all else, what a job has unless told otherwise."""
+    plan = understood.of(script)
+    assert plan == LaunchPlan(
+        command=(sys.executable, "-u", str(script)),
+        environment=plan.environment,
+        run_id=plan.run_id,
+        place=Embedded(),
+        nodes=(1, 1),
+        local_world_size=1,
+        max_restarts=0,
+        signals=(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+        job={"master_address": None, "master_port": None},
+    )
+    assert plan.run_id.startswith("standalone-")
+    assert understood.log == ("info", "auto")
+
+
+def test_standalone_is_what_a_job_of_one_host_is_anyway(understood: Understood, script: Path) -> None:
+    """torchrun takes it so as well."""
+    assert understood.of("--standalone", "--rdzv-id", "a", script) == understood.of("--rdzv-id", "a", script)
 
 
 def test_flags_may_have_dashes_or_underscores(understood: Understood, script: Path) -> None:
@@ -99,6 +94,7 @@ def test_flags_may_have_dashes_or_underscores(understood: Understood, script: Pa
         "--max-restarts=3",
         "--shutdown-timeout",
         "5",
+        "--local-ranks-filter=1",
     ]
     underscores = [
         flag.replace("-", "_").replace("__", "--", 1) if flag[0] == "-" else flag for flag in dashes
@@ -106,8 +102,29 @@ def test_flags_may_have_dashes_or_underscores(understood: Understood, script: Pa
     assert underscores[0] == "--nproc_per_node"
     first = understood.of("--standalone", "--rdzv-id", "a", *dashes, script)
     assert understood.of("--standalone", "--rdzv_id", "a", *underscores, script) == first
-    assert (first["nproc_per_node"], first["max_restarts"], first["shutdown_timeout"]) == (2, 3, 5.0)
-    assert first["rdzv_conf"] == {"join_timeout": "9"}
+    assert (first.local_world_size, first.max_restarts, first.job["shutdown_timeout"]) == (2, 3, 5.0)
+    assert first.job["local_ranks_filter"] == {1}
+    assert first.conf == {"join_timeout": "9"}
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["--nproc", "2"], ["--nproc-per-node", "2"]),
+        (["--max_r=3"], ["--max-restarts=3"]),
+        (["--stand"], ["--standalone"]),
+        (["--virt"], ["--virtual-local-rank"]),
+        # Ours begin with the same: torchrun's users mean torchrun's.
+        (["--node", "0"], ["--node-rank", "0"]),
+        (["--log-d", "x"], ["--log-dir", "x"]),
+        (["--keep", "2"], ["--keep-attempts", "2"]),
+    ],
+)
+def test_flags_may_be_abbreviated(
+    understood: Understood, script: Path, short: list[str], long: list[str]
+) -> None:
+    """As with torchrun, as far as it is clear which one is meant."""
+    assert understood.of("--rdzv-id=a", *short, script) == understood.of("--rdzv-id=a", *long, script)
 
 
 def test_the_environment_sets_flags_too(understood: Understood, script: Path) -> None:
@@ -117,13 +134,37 @@ def test_the_environment_sets_flags_too(understood: Understood, script: Path) ->
         "PET_NPROC_PER_NODE": "3",
         "PET_RDZV_ENDPOINT": "a:1",
         "PET_RDZV_ID": "x",
+        "PET_NO_PYTHON": "1",
+        "PET_STANDALONE": "0",
+        "PET_TEE": "3",
+        "PET_DUPLICATE_STDOUT_FILTERS": "a,b,,c",
     }
-    flags = understood.of(script, environment=torchrun)
-    assert (flags["nnodes"], flags["nproc_per_node"]) == ((2, 4), 3)
-    assert (flags["rdzv_endpoint"], flags["rdzv_id"]) == ("a:1", "x")
+    plan = understood.of(script, environment=torchrun)
+    assert (plan.nodes, plan.local_world_size) == ((2, 4), 3)
+    assert (plan.place, plan.run_id) == (Standing("a:1"), "x")
+    assert plan.command == (str(script),)
+    assert plan.job["tee"] == Redirect(Streams.BOTH)
+    assert plan.job["duplicate_stdout_filters"] == ("a", "b,c")
     both = torchrun | {"RALLYPOINT_NPROC_PER_NODE": "4"}
-    assert understood.of(script, environment=both)["nproc_per_node"] == 4
-    assert understood.of("--nproc-per-node", "5", script, environment=both)["nproc_per_node"] == 5
+    assert understood.of(script, environment=both).local_world_size == 4
+    assert understood.of("--nproc-per-node", "5", script, environment=both).local_world_size == 5
+
+
+def test_torchs_own_variables_count(understood: Understood, script: Path) -> None:
+    """Those that torchrun reads beside PET_<NAME>."""
+    torchs = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}
+    job = understood.of(script, environment=torchs).job
+    assert (job["shutdown_timeout"], job["line_prefix"]) == (7.0, "${rank}: ")
+
+
+def test_a_flag_that_may_be_repeated_is_a_list(understood: Understood, script: Path) -> None:
+    """In the environment, commas separate its values."""
+    flags = ["--rlimit", "core=0", "--rlimit=nofile=64:128", "--health-check", "command:true b,c"]
+    job = understood.of(*flags, script).job
+    assert job["rlimits"] == {"core": (0, 0), "nofile": (64, 128)}
+    assert job["health_checks"] == ("command:true b,c",)
+    variables = {"RALLYPOINT_RLIMIT": "core=0,nofile=64:128", "RALLYPOINT_HEALTH_CHECK": "command:true b,,c"}
+    assert understood.of(script, environment=variables).job == job
 
 
 def test_what_follows_the_program_is_the_programs(understood: Understood, script: Path) -> None:
@@ -133,40 +174,75 @@ def test_what_follows_the_program_is_the_programs(understood: Understood, script
     assert understood.command_of("--standalone", "--", script, "--epochs=3")[3:] == ["--epochs=3"]
 
 
-def test_a_module_or_any_program_can_be_run(understood: Understood, monkeypatch: pytest.MonkeyPatch) -> None:
-    """-m, --no-python, and PYTHON_EXEC for the interpreter."""
+def test_a_module_or_any_program_can_be_run(
+    understood: Understood, monkeypatch: pytest.MonkeyPatch, script: Path
+) -> None:
+    """-m, --no-python, --run-path, and PYTHON_EXEC for the interpreter of the first."""
     here = [sys.executable, "-u", "-m", "package.train", "--lr", "1"]
-    assert understood.command_of("--standalone", "-m", "package.train", "--lr", "1") == here
-    assert understood.command_of("--standalone", "--no-python", "/bin/true", "a") == ["/bin/true", "a"]
+    assert understood.command_of("-m", "package.train", "--lr", "1") == here
+    assert understood.command_of("--no-python", "/bin/true", "a") == ["/bin/true", "a"]
+    by_path = [sys.executable, "-u", "-m", "rallypoint.worker.run_path", str(script), "a"]
+    assert understood.command_of("--no-python", "--run-path", script, "a") == by_path
     monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
-    assert understood.command_of("--standalone", "--module", "a") == ["/opt/python", "-u", "-m", "a"]
+    assert understood.command_of("--module", "a") == ["/opt/python", "-u", "-m", "a"]
+    assert understood.command_of("--run-path", script, "a") == by_path
+
+
+def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) -> None:
+    """Once, in one line; the job runs."""
+    flags = ["--monitor-interval", "5", "--start-method=fork", "--master-addr=a", "--logs-specs", "default"]
+    notices = understood.of(*flags, "--rdzv-conf", "heartbeat_timeout=3", script).notices
+    assert sorted(notice.split(" has no meaning")[0] for notice in notices) == [
+        "--master-addr",
+        "--monitor-interval",
+        "--rdzv-conf: heartbeat_timeout",
+        "--start-method fork",
+    ]
+    assert not any("\n" in notice for notice in notices)
+    assert understood.of("--start-method=spawn", script).notices == ()
+
+
+def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, script: Path) -> None:
+    """And fixes where workers meet."""
+    flags = ["--nnodes=2", "--node-rank=1", "--master-addr=head", "--master-port=29500"]
+    plan = understood.of(*flags, script)
+    assert plan.place == Hosted("head:29501", here=False)
+    assert (plan.node_id, plan.node_id_is_ours) == ("rank1", True)
+    assert plan.job == {"master_address": "head", "master_port": 29500}
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--nnodes", "3:1"], r"'--nnodes' .*'3:1' has its maximum below its minimum; did you mean 1:3\?"),
-        (["--nnodes", "x"], "'--nnodes' .*'x' is not a number of nodes; expected N or MIN:MAX"),
-        (["--nproc-per-node", "0"], "'--nproc-per-node' .*'0' workers can't form a job; the least is 1"),
+        (["--nnodes", "3:1"], r"'--nnodes': '3:1' has its maximum below its minimum; did you mean 1:3\?"),
+        (["--nnodes", "x"], "'--nnodes': .*'x' is not a number of nodes; expected N or MIN:MAX"),
+        (["--nproc-per-node", "0"], "'--nproc-per-node': .*'0' workers can't form a job; the least is 1"),
         (
             ["--standalone", "--nnodes", "2"],
             "--nnodes: --standalone runs on this host alone: leave --nnodes out",
         ),
-        (["--standalone", "--rdzv-endpoint", "a:1"], "--standalone has its own rendezvous: leave it out"),
         (["--rdzv-endpoint", "a:1"], "Give --rdzv-id NAME"),
-        (["--rdzv-id", "x"], "Give --rdzv-endpoint HOST:PORT"),
-        (
-            ["--standalone", "--rdzv-conf", "join=1"],
-            "'--rdzv-conf' .*'join' is no setting; known: close_timeout, ",
-        ),
-        (["--standalone", "--max-restarts", "-1"], "'--max-restarts' .*-1 is not in the range"),
-        (["--standalone", "--max-restarts", "9999999999"], "'--max-restarts' .*is not in the range"),
+        (["--nnodes=1:2", "--rdzv-id", "x"], "Give --rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2", "--rdzv-id", "x"], "Give --rdzv-endpoint HOST:PORT"),
+        (["--rdzv-backend", "etcd-v2"], "--rdzv-backend etcd-v2 is not there yet"),
+        (["--rdzv-endpoint", "etcd://a:1/x"], "--rdzv-backend etcd is not there yet"),
+        (["--rdzv-backend", "zeus"], "'zeus' is no backend; expected rallypoint, static, c10d"),
+        (["--logs-specs", "mine"], "--logs-specs: 'mine' can't be used here"),
+        (["--start-method", "thread"], "'thread' is none of spawn, fork, forkserver"),
+        (["--signals-to-handle", "SIGX"], "'--signals-to-handle': .*'SIGX' is no signal"),
+        (["--redirects", "7"], "--redirects: 7: '7' names no stream; expected 0|--redirects 7: "),
+        (["--tee", "3:1"], "--tee 3:1: there is no local rank 3"),
+        (["--rlimit", "nofile"], "--rlimit: 'nofile' is no limit"),
+        (["--event-log-handler", "scuba"], "--event-log-handler: 'scuba' is none of null, console"),
+        (["--rdzv", "x"], "No such option '--rdzv'"),
+        (["--standalone", "--max-restarts", "-1"], "'--max-restarts': .*-1 is not in the range"),
+        (["--standalone", "--max-restarts", "9999999999"], "'--max-restarts': .*is not in the range"),
         (["--standalone", "-m", "--no-python"], "--module and --no-python contradict each other"),
         (
             ["--standalone", "--shutdown-timeout", "soon"],
-            "'--shutdown-timeout' .*'soon' is not a valid number",
+            "--shutdown-timeout: 'soon' is not a number of seconds",
         ),
-        (["--standalone", "--redirect", "3"], "No such option '--redirect'.* '--redirects'"),
+        (["--standalone", "--redirct", "3"], "No such option '--redirct'.* '--redirects'"),
     ],
 )
 def test_a_wrong_flag_is_told_in_one_line(
@@ -177,7 +253,13 @@ def test_a_wrong_flag_is_told_in_one_line(
     assert result.exit_code == 2
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert re.search(told, result.stderr)
-    assert not understood.command
+    assert understood.plan is None
+
+
+def test_a_wrong_variable_is_told_by_its_name(understood: Understood, script: Path) -> None:
+    """Whoever looks at the command line alone would not find it."""
+    result = CliRunner(env={"PET_NNODES": "x"}).invoke(main, ["run", str(script)])
+    assert "Invalid value for '--nnodes' (from PET_NNODES): 'x' is not a number" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -195,6 +277,17 @@ def test_a_missing_script_is_told_in_one_line(understood: Understood, program: s
     result = CliRunner().invoke(main, ["run", "--standalone", program])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert told in result.stderr
+
+
+def test_the_help_has_sections(understood: Understood) -> None:
+    """Every flag is in one of them, but for those that all commands have."""
+    told = CliRunner().invoke(main, ["run", "--help"]).stdout
+    sections = re.findall(r"^(\w+):$", told, re.MULTILINE)
+    assert sections == ["Job", "Rendezvous", "Workers", "Logs", "Supervision", "TLS", "Other"]
+    other = told[told.index("\nOther:") :]
+    assert re.findall(r"^  (-[a-zA-Z-]+)", other, re.MULTILINE) == ["-h"]
+    assert "[default: 30]" in told
+    assert "PROGRAM" not in other
 
 
 # --- In processes of their own ------------------------------------------------------------------------------

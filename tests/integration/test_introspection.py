@@ -26,10 +26,11 @@ OF_GRPC = {
     "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
 }
+RENDEZVOUS = {f"rallypoint.rendezvous.v1.{name}Service" for name in ("Rendezvous", "Store", "State")}
 SERVICES = {
-    "rendezvous": {f"rallypoint.rendezvous.v1.{name}Service" for name in ("Rendezvous", "Store", "State")},
+    "rendezvous": RENDEZVOUS,
     "timer": {"rallypoint.timer.v1.TimerService"},
-    "agent": {"rallypoint.agent.v1.SupervisorService"},
+    "agent": {"rallypoint.agent.v1.SupervisorService"} | RENDEZVOUS,
 }
 
 
@@ -90,7 +91,10 @@ def test_a_run_can_be_looked_at_and_steered_by_hand(addresses: dict[str, str], t
         "command": ["sleep", "300"],
         "logDir": str(tmp_path),
     }
-    assert call(addresses["agent"], f"{method}/LaunchJob", spec=spec) == {"nodeId": "here"}
+    assert call(addresses["agent"], f"{method}/LaunchJob", spec=spec) == {
+        "nodeId": "here",
+        "rendezvousEndpoint": addresses["rendezvous"],
+    }
     wait_until_final(addresses["rendezvous"], "by-hand")
     run = call(addresses["rendezvous"], "rallypoint.rendezvous.v1.RendezvousService/GetRun", runId="by-hand")[
         "run"

@@ -369,3 +369,17 @@ def test_a_timer_that_is_renumbered_is_told_again() -> None:
     ledger.renumber("w", "s")
     ledger.renumber("w", "t")
     assert ledger.take(5.0, 10) == [Start("w", "s", 60.0, 5.0, 3), Start("w", "t", 0.0, 5.0, 4, "learned")]
+
+
+def test_how_far_a_worker_is_can_be_asked() -> None:
+    """The last step that was another, and the time since it; of one that told none or is gone, nothing is known."""
+    ledger = Ledger()
+    assert ledger.progress_of("w", 10.0) is None
+    ledger.progress("w", 3, 7, 10.0)
+    ledger.progress("w", 3, 7, 12.0)
+    assert ledger.progress_of("w", 15.0) == (7, 5.0)
+    ledger.take(15.0, 100)
+    ledger.restart()
+    assert ledger.progress_of("w", 15.0) == (7, 5.0)
+    ledger.clear("w")
+    assert ledger.progress_of("w", 15.0) is None

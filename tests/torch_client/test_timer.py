@@ -27,7 +27,8 @@ def test_torch_is_imported_by_its_own_package_only() -> None:
     }
     assert importers == {Path("rallypoint/torch/timer.py")}
     program = (
-        "import sys, rallypoint.torch, rallypoint.cli.main, rallypoint.cli.job, rallypoint.timer, rallypoint.worker; "
+        "import sys, rallypoint.torch, rallypoint.cli.main, rallypoint.launcher.launch; "
+        "import rallypoint.timer, rallypoint.worker; "
         "print([name for name in sys.modules if name.split('.')[0] == 'torch'])"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

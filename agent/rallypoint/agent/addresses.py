@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
-from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.endpoint import Endpoint, parse_endpoint
 from rallypoint.serving.settings import SettingError
 
 
@@ -25,12 +26,35 @@ def local_address_towards(endpoint: str) -> str:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # a datagram socket: nothing is sent, the route is looked up
-            return str(probe.getsockname()[0])
+            own = str(probe.getsockname()[0])
     except OSError as error:
         raise SettingError(
             f"can't find the way to {endpoint}: {error.strerror or error}; check --rdzv-endpoint, or give this "
             "host's address with --local-addr"
         ) from None
+    # It is this host's own name, and here it leads to an address that only this host can reach, as Debian has it.
+    return place.host if ipaddress.ip_address(own).is_loopback else own
+
+
+def advertised(listening: str, *, named: bool) -> str:
+    """Where others reach a server of this host.
+
+    Args:
+        listening: Where it listens; an address that stands for all of this host's is replaced by one of them.
+        named: By the host's name, as certificates have it, rather than by an address.
+    """
+    place = parse_endpoint(listening)
+    if place.host not in ("0.0.0.0", "::"):  # noqa: S104 (compared, not bound)
+        return listening
+    if named:
+        host = socket.gethostname()
+    else:
+        try:
+            # Of a network for examples: nothing is sent there, the route that leads out of this host is looked up.
+            host = local_address_towards("192.0.2.1:9" if place.host == "0.0.0.0" else "[2001:db8::1]:9")  # noqa: S104
+        except SettingError:
+            host = "127.0.0.1" if place.host == "0.0.0.0" else "::1"  # noqa: S104
+    return str(Endpoint(host, place.port))
 
 
 def free_port(address: str) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rallypoint.agent.event_sinks import EventSink
 from rallypoint.agent.logs import Redirect
-from rallypoint.agent.settings import EVIDENCE_TIMEOUT, SHUTDOWN_TIMEOUT
+from rallypoint.agent.settings import DRAIN_GRACE, EVIDENCE_TIMEOUT, HEALTH_TIMEOUT, SHUTDOWN_TIMEOUT
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import ClientTLS
 
@@ -44,12 +47,43 @@ class JobConfig:
         redirects: Streams that the console doesn't show.
         tee: Streams that the console shows with a prefix.
         connect_timeout: How long to try for a first answer of the rendezvous service.
+        lost_timeout: How long to try for an answer of the rendezvous service once it is lost.
         close_timeout: How long to try to give the lease back.
         shutdown_timeout: How long workers may take to stop before they are killed (torchrun's
             `--shutdown-timeout`). Shorter loses checkpoints; longer keeps every other host waiting.
         stall_after: Have the run reported when none of its workers advances for so long; 0: never; None: as the
             timer service is set.
         evidence_timeout: How long to look into a worker that hangs before it is killed; 0: not at all.
+        virtual_local_rank: Give every worker LOCAL_RANK 0 and one visible device (torchrun's
+            `--virtual-local-rank`).
+        master_address: MASTER_ADDR of every round; None: the address of the node with group rank 0.
+        master_port: MASTER_PORT of every round; None: a free port of that node.
+        local_ranks_filter: Local ranks whose output the console shows; None: all.
+        duplicate_stdout_filters: Lines of standard output with one of these texts are copied to one file for all
+            workers of the host; empty: no such file.
+        duplicate_stderr_filters: The same of standard error.
+        line_prefix: Template of the prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`; None:
+            torchrun's.
+        keep_attempts: How many attempts' logs stay, the latest; 0: all.
+        log_max_bytes: Size at which a log file is rotated; None: never.
+        log_keep_files: How many rotated files of one stream stay, beside the one being written.
+        numa_binding: `node`, `socket`, `exclusive` or `core-complex`; None: workers run anywhere.
+        call: Each worker is a fork of the spawner that calls what that has loaded (see Spawner.fork); `command` only
+            names it.
+        rlimits: Resource limits of the workers by name, as in {"nofile": (65536, 65536)}; -1 is no limit.
+        stop_signal: What workers get first when they are stopped; SIGINT for Ctrl-C, whatever this says.
+        health_checks: What must hold of the host before it takes its place in a round, as
+            rallypoint.agent.health names it: "disk:2%", "memory:1GiB", "gpu", "command:/opt/check".
+        health_timeout: How long all of them may take together.
+        maintenance_command: Program with arguments that ends with exit code 0 when this host is announced to go
+            down; its first line of output is the reason. None: nobody watches.
+        drain_grace: How long workers get to finish or to checkpoint when the host is drained.
+        warn_signal: What workers get, beside the notice in a file, when the host is drained; None: nothing.
+        failure_file: Where to write the machine-readable report of a failed job too; it is in `log_dir` anyway.
+        event_log: Where the job's events go: `null`, `console`, `file:PATH`, or the name of an entry point of the
+            group `rallypoint.event_sinks` (torchrun's `--event-log-handler`).
+        event_sinks: Callables that get the events too, and the metrics that are made of them; see
+            rallypoint.agent.event_sinks.
     """
 
     run_id: str
@@ -68,10 +102,33 @@ class JobConfig:
     redirects: Redirect = field(default_factory=Redirect)
     tee: Redirect = field(default_factory=Redirect)
     connect_timeout: float = 60.0
+    lost_timeout: float = math.inf
     close_timeout: float = 30.0
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     stall_after: float | None = None
     evidence_timeout: float = EVIDENCE_TIMEOUT
+    virtual_local_rank: bool = False
+    master_address: str | None = None
+    master_port: int | None = None
+    local_ranks_filter: frozenset[int] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    line_prefix: str | None = None
+    keep_attempts: int = 0
+    log_max_bytes: int | None = None
+    log_keep_files: int = 5
+    numa_binding: str | None = None
+    call: bool = False
+    rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    stop_signal: int = signal.SIGTERM
+    health_checks: tuple[str, ...] = ()
+    health_timeout: float = HEALTH_TIMEOUT
+    maintenance_command: tuple[str, ...] | None = None
+    drain_grace: float = DRAIN_GRACE
+    warn_signal: int | None = None
+    failure_file: Path | None = None
+    event_log: str = "null"
+    event_sinks: tuple[EventSink, ...] = ()
 
 
 def new_node_id() -> str:

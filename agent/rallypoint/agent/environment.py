@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.core import Assignment
+from rallypoint.serving.settings import SettingError
 
 
 def worker_environment(
@@ -31,7 +32,7 @@ def worker_environment(
     environment = {
         **config.environment,
         "RANK": str(assignment.base_rank + local_rank),
-        "LOCAL_RANK": str(local_rank),
+        **_device_variables(config, local_rank),
         "GROUP_RANK": str(assignment.group_rank),
         "ROLE_RANK": str(assignment.base_role_rank + local_rank),
         "ROLE_NAME": config.role,
@@ -39,8 +40,8 @@ def worker_environment(
         "WORLD_SIZE": str(assignment.world_size),
         "GROUP_WORLD_SIZE": str(assignment.group_world_size),
         "ROLE_WORLD_SIZE": str(assignment.role_world_size),
-        "MASTER_ADDR": assignment.master_address,
-        "MASTER_PORT": str(assignment.master_port),
+        "MASTER_ADDR": config.master_address or assignment.master_address,
+        "MASTER_PORT": str(config.master_port or assignment.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(config.settings.max_restarts),
         "TORCHELASTIC_RUN_ID": config.run_id,
@@ -60,6 +61,39 @@ def worker_environment(
         # As torchrun: several workers that each start a thread per core only hinder each other.
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
+
+
+def virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
+    """The one GPU of a worker under `--virtual-local-rank`: of those that the job may see, the one of its local rank.
+
+    Where CUDA_VISIBLE_DEVICES names fewer than there are workers, which `check_devices` refuses, the last have none.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    return devices[local_rank].strip() if local_rank < len(devices) else ""
+
+
+def check_devices(config: JobConfig) -> None:
+    """Refuse a job of which a worker would have no GPU, though each is to have one of its own.
+
+    Raises:
+        SettingError: CUDA_VISIBLE_DEVICES names fewer than there are workers; one line.
+    """
+    visible = config.environment.get("CUDA_VISIBLE_DEVICES", "")
+    count = len(visible.split(",")) if visible else config.local_world_size
+    if config.virtual_local_rank and count < config.local_world_size:
+        raise SettingError(
+            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} names {count} device{'s' * (count != 1)} for "
+            f"{config.local_world_size} workers; start fewer, or let them see more"
+        )
+
+
+def _device_variables(config: JobConfig, local_rank: int) -> dict[str, str]:
+    if not config.virtual_local_rank:
+        return {"LOCAL_RANK": str(local_rank)}
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": virtual_device(config.environment, local_rank)}
 
 
 def worker_command(config: JobConfig, local_rank: int) -> tuple[str, ...]:

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import structlog
-
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.logs import get_logger
 from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame
 
 T = TypeVar("T")
 
-_log = structlog.get_logger("rallypoint.agent.store_socket")
+_log = get_logger("rallypoint.agent.store_socket")
 
 # sun_path of Linux holds 108 bytes, the closing NUL included.
 _LONGEST_PATH = 107

@@ -79,6 +79,10 @@ class LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
     lazy={
         "run": ("rallypoint.cli.run:run", "Run a program on this host as part of a distributed job."),
+        "submit": (
+            "rallypoint.cli.submit:submit",
+            "Run a program on the agents of several hosts, from here.",
+        ),
         "serve": ("rallypoint.cli.serve:serve", "Serve rendezvous, timer or agent."),
         "status": ("rallypoint.cli.status:status", "Show runs, or one run with its nodes."),
         "events": ("rallypoint.cli.events:events", "Show what happened to a run, and what happens."),
@@ -92,6 +96,10 @@ class LazyGroup(click.Group):
         ),
         "timers": ("rallypoint.cli.timers:timers", "Show workers' timers: what counts down, what ran out."),
         "scopes": ("rallypoint.cli.scopes:scopes", "Show, or forget, how long scopes were seen to take."),
+        "agent": (
+            "rallypoint.cli.agent:agent",
+            "Show and steer the jobs of one agent: logs, stacks, drain …",
+        ),
         "restart": ("rallypoint.cli.restart:restart", "Start all workers of a run anew."),
         "evict": ("rallypoint.cli.evict:evict", "Take a node out of a run and keep it out."),
         "close": ("rallypoint.cli.close:close", "End a run on all its hosts."),

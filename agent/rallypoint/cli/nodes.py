@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import click
 
-from rallypoint.agent.settings import MOST_NODES, MOST_WORKERS, RunSettingError, rendezvous_conf
+from rallypoint.agent.bounds import MOST_NODES, MOST_WORKERS
+from rallypoint.agent.options import parse_signal
 
 
 class NodeCount(click.ParamType[tuple[int, int]]):
@@ -40,22 +42,42 @@ class NodeCount(click.ParamType[tuple[int, int]]):
 
 
 class WorkerCount(click.ParamType[int]):
-    """A number of workers, or `cpu` or `auto`: one per processor that this process may use."""
+    """A number of workers, or one for each device of a kind that the workers may use."""
 
-    name = "N|auto|cpu"
+    name = "N|auto|cpu|gpu|xpu"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse and check."""
-        if value in ("auto", "cpu"):
-            return len(os.sched_getaffinity(0))
+        if value in ("auto", "cpu", "gpu", "xpu"):
+            return self._devices(str(value), param, ctx)
         try:
             count = int(value)
         except ValueError:
-            self.fail(f"{value!r} is not a number of workers; expected a number, auto or cpu", param, ctx)
+            self.fail(
+                f"{value!r} is not a number of workers; expected a number, auto, cpu, gpu or xpu", param, ctx
+            )
         if count < 1:
             self.fail(f"{value!r} workers can't form a job; the least is 1", param, ctx)
         if count > MOST_WORKERS:
             self.fail(f"{value!r} workers are more than the {MOST_WORKERS} that a host can have", param, ctx)
+        return count
+
+    def _devices(self, kind: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from rallypoint.agent import devices  # noqa: PLC0415 (only for whoever asks)
+
+        processors = len(os.sched_getaffinity(0))
+        if kind == "cpu":
+            return processors
+        count = devices.count_xpus(os.environ) if kind == "xpu" else devices.count_gpus(os.environ)
+        if kind == "auto":
+            return count or processors
+        if not count:
+            what = "Intel GPU" if kind == "xpu" else "GPU"
+            self.fail(
+                f"{kind!r} asks for one worker per {what}, and there is none that workers could use",
+                param,
+                ctx,
+            )
         return count
 
 
@@ -74,8 +96,8 @@ class Text(click.ParamType[str]):
         return text
 
 
-class RendezvousConfType(click.ParamType[dict[str, str]]):
-    """`key=value,…`, as a dictionary whose keys and values `rendezvous_conf` takes."""
+class Pairs(click.ParamType[dict[str, str]]):
+    """`key=value,…`, as a dictionary."""
 
     name = "KEY=VALUE,…"
 
@@ -89,8 +111,27 @@ class RendezvousConfType(click.ParamType[dict[str, str]]):
             if not separator or not key:
                 self.fail(f"{part!r} is not of the form key=value", param, ctx)
             pairs[key] = text
-        try:
-            rendezvous_conf(pairs, (1, 1), 0)
-        except RunSettingError as error:
-            self.fail(str(error), param, ctx)
         return pairs
+
+
+class SignalList(click.ParamType[tuple[int, ...]]):
+    """Names of signals, separated by commas, as their numbers."""
+
+    name = "NAMES"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Parse and check."""
+        if isinstance(value, tuple):
+            return value
+        numbers = []
+        for name in filter(None, (part.strip() for part in str(value).split(","))):
+            try:
+                number = parse_signal(name)
+            except ValueError:
+                self.fail(f"{name!r} is no signal; expected names, as in SIGTERM,SIGUSR1", param, ctx)
+            if number in (signal.SIGKILL, signal.SIGSTOP):
+                self.fail(f"{name!r} can't be handled by any program; leave it out", param, ctx)
+            numbers.append(number)
+        return tuple(numbers)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
+from rallypoint.agent.v1 import supervisor_service_pb2_grpc as supervisor_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.channel import open_channel
@@ -35,6 +36,9 @@ RENDEZVOUS: Asked[rendezvous_grpc.RendezvousServiceAsyncStub] = Asked(
 )
 TIMER: Asked[timer_grpc.TimerServiceAsyncStub] = Asked(
     "timer service", "--timer-endpoint", timer_grpc.TimerServiceStub
+)
+SUPERVISOR: Asked[supervisor_grpc.SupervisorServiceAsyncStub] = Asked(
+    "agent", "--agent", supervisor_grpc.SupervisorServiceStub
 )
 
 
@@ -64,6 +68,20 @@ def ask_timer(
         SettingError: It could not be reached, or refused; one line.
     """
     return _ask(TIMER, endpoint, tls, timeout, question)
+
+
+def ask_agent(
+    endpoint: str,
+    tls: ClientTLS | None,
+    timeout: float,
+    question: Callable[[supervisor_grpc.SupervisorServiceAsyncStub], Awaitable[_T]],
+) -> _T:
+    """Ask an agent, within `timeout` seconds.
+
+    Raises:
+        SettingError: It could not be reached, or refused; one line.
+    """
+    return _ask(SUPERVISOR, endpoint, tls, timeout, question)
 
 
 def _ask(

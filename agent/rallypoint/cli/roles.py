@@ -1,15 +1,18 @@
-"""Servers made of the services: what `serve` runs alone, and `run` runs inside its own process."""
+"""Servers made of the services: what `serve` runs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
+from rallypoint.agent.addresses import advertised
+from rallypoint.agent.config import Peer
 from rallypoint.agent.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.limit_options import Limits
+from rallypoint.launcher.services import embedded_timer
 from rallypoint.rendezvous.errors import translate as translate_rendezvous
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
@@ -17,7 +20,7 @@ from rallypoint.rendezvous.service import open_journal, rendezvous_services
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 from rallypoint.timer.errors import translate as translate_timer
-from rallypoint.timer.service import timer_registration, timer_service
+from rallypoint.timer.service import timer_service
 from rallypoint.timer.values import TimerSettings
 
 
@@ -62,31 +65,32 @@ async def serve_timer_role(options: ServerOptions, settings: TimerSettings, lear
         await server.serve_until_signal()
 
 
-async def serve_agent_role(options: ServerOptions, tls: ClientTLS | None) -> None:
-    """Serve as a daemon that runs the jobs it is given, until a signal; then its job leaves in good order."""
-    async with embedded_timer() as timer_endpoint, Daemon(timer_endpoint, tls, ENVIRONMENT) as daemon:
-        server = Server(options, services=[daemon.registration])
-        # Its job leaves first, so that one can still ask how far it is.
-        await server.serve_until_signal(before_drain=daemon.leave)
+def _own_rendezvous(server: Server, options: ServerOptions, tls: ClientTLS | None) -> Peer | None:
+    """How a daemon's jobs reach the rendezvous service at its own address; None: they can't."""
+    if options.tls_cert is None:
+        return Peer(advertised(server.address, named=False))
+    return Peer(advertised(server.address, named=True), tls) if tls is not None else None
 
 
-@asynccontextmanager
-async def embedded_rendezvous() -> AsyncIterator[str]:
-    """A rendezvous service inside this process, for as long as the context lasts; yields its endpoint."""
+async def serve_agent_role(
+    options: ServerOptions, tls: ClientTLS | None, max_jobs: int, metrics_address: str
+) -> None:
+    """Serve as a daemon that runs the jobs it is given, until a signal; then its jobs leave in good order.
+
+    It serves rendezvous too, for jobs that name no other; what that knows ends with the process.
+    """
     async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
-        server = Server(ServerOptions(), services=services, translate=translate_rendezvous)
-        await server.start()
-        stack.push_async_callback(server.stop)
-        yield server.address
+        rendezvous = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
+        timer_endpoint = await stack.enter_async_context(embedded_timer())
+        sinks = []
+        if metrics_address:
+            # What only this flag needs is loaded only for it.
+            from rallypoint.agent.metrics import metrics_at  # noqa: PLC0415
 
-
-@asynccontextmanager
-async def embedded_timer() -> AsyncIterator[str]:
-    """A timer service inside this process, for as long as the context lasts; yields its endpoint."""
-    server = Server(ServerOptions(), services=[timer_registration()], translate=translate_timer)
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop()
+            sinks.append(await stack.enter_async_context(metrics_at(metrics_address)))
+        daemon = Daemon(timer_endpoint, tls, ENVIRONMENT, max_jobs=max_jobs, event_sinks=sinks)
+        await stack.enter_async_context(daemon)
+        server = Server(options, services=[daemon.registration, *rendezvous], translate=translate_rendezvous)
+        daemon.rendezvous = partial(_own_rendezvous, server, options, tls)
+        # Its jobs leave first, so that one can still ask how far they are.
+        await server.serve_until_signal(before_drain=daemon.leave)

@@ -2,134 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from rallypoint.agent.settings import EVIDENCE_TIMEOUT, MOST_RESTARTS, MOST_SECONDS, SHUTDOWN_TIMEOUT
+from rallypoint.agent.options import OPTIONS, job_fields
 from rallypoint.cli.inherited import ENVIRONMENT
-from rallypoint.cli.nodes import NodeCount, RendezvousConfType, Text, WorkerCount
-from rallypoint.serving.options import Seconds, Setting, client_options
+from rallypoint.cli.run_command import RunCommand
+from rallypoint.cli.run_flags import run_flags
+from rallypoint.launcher.backends import Meeting, Wish, meeting
+from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.serving.options import client_options
 from rallypoint.serving.settings import SettingError
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _with_dashes(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _flag(*declarations: str, **attributes: Any) -> Callable[[_F], _F]:
-    """A flag of torchrun's; the environment sets it as PET_<NAME> too, as there, after RALLYPOINT_<NAME>."""
-    long = next(declaration for declaration in declarations if declaration.startswith("--"))
-    name = long.lstrip("-").replace("-", "_").upper()
-    if attributes.get("default") == "":
-        attributes.setdefault("show_default", False)
-    return click.option(
-        *declarations, cls=Setting, envvar=[f"RALLYPOINT_{name}", f"PET_{name}"], **attributes
-    )
+_START_METHODS = ("spawn", "fork", "forkserver")
+# What goes from a job's meeting place to its options: the backend says what they come to.
+_OF_THE_BACKEND = ("master-addr", "master-port")
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False, "token_normalize_func": _with_dashes},
+    cls=RunCommand,
+    context_settings={"allow_interspersed_args": False, "max_content_width": 110},
     options_metavar="[OPTIONS] [--]",
 )
-@_flag(
-    "--nnodes", type=NodeCount(), default="1:1", help="Nodes of the job: N, or MIN:MAX for an elastic one."
-)
-@_flag(
-    "--nproc-per-node",
-    type=WorkerCount(),
-    default="1",
-    metavar="N|auto|cpu",
-    help="Workers on this host; auto and cpu: one per processor.",
-)
-@_flag("--standalone", is_flag=True, help="A job of this host alone, with its own rendezvous inside.")
-@_flag(
-    "--rdzv-endpoint", type=Text(), default="", metavar="HOST:PORT", help="Address of the rendezvous service."
-)
-@_flag(
-    "--rdzv-id", type=Text(), default="", metavar="RUN_ID", help="Name of the run; the same on all its hosts."
-)
-@_flag(
-    "--rdzv-conf",
-    type=RendezvousConfType(),
-    default="",
-    help="Settings of the rendezvous, as in last_call_timeout=1,join_timeout=60; times in seconds.",
-)
-@_flag(
-    "--max-restarts",
-    type=click.IntRange(0, MOST_RESTARTS),
-    default=0,
-    help="Restarts of failed workers, over the whole run.",
-)
-@_flag("--role", type=Text(), default="default", help="Role of the workers.")
-@_flag(
-    "--topology",
-    type=Text(),
-    default="",
-    help="Where this host is, outermost place first, as in hall2/rack7; for --rdzv-conf rank_policy=topology.",
-)
-@_flag("-m", "--module", "module", is_flag=True, help="PROGRAM is a Python module.")
-@_flag("--no-python", is_flag=True, help="PROGRAM is an executable, not a Python script.")
-@_flag("--log-dir", type=click.Path(path_type=Path), help="Folder for logs; without it, a new temporary one.")
-@_flag("-r", "--redirects", default="0", help="Keep output off the console: 0-3, or 0:1,1:2 by rank.")
-@_flag("-t", "--tee", default="0", help="Prefix console output with role and rank: 0-3, or 0:1,1:2.")
-@_flag("--local-addr", type=Text(), default="", help="Address at which other hosts reach this one.")
-@_flag(
-    "--shutdown-timeout",
-    type=Seconds(0, MOST_SECONDS),
-    default=SHUTDOWN_TIMEOUT,
-    metavar="SECONDS",
-    help="How long workers may take to stop before they are killed.",
-)
-@_flag(
-    "--evidence-timeout",
-    type=Seconds(0, MOST_SECONDS),
-    default=EVIDENCE_TIMEOUT,
-    metavar="SECONDS",
-    help="How long to look into a worker that hangs before it is killed; 0: not at all.",
-)
-@_flag(
-    "--stall-after",
-    type=Seconds(0, MOST_SECONDS),
-    metavar="SECONDS",
-    help="Report a run in which no worker advances for so long; 0: never; without it, as the timer service is set.",
-)
-@_flag(
-    "--node-id",
-    type=Text(),
-    default="",
-    help="Name of this host in the run; without it, host, pid and a random part.",
-)
-@_flag(
-    "--timer-endpoint",
-    type=Text(),
-    default="",
-    metavar="HOST:PORT",
-    help="Timer service; without it, one inside the agent.",
-)
-@_flag(
-    "--supervisor-address",
-    default="127.0.0.1:0",
-    metavar="HOST:PORT",
-    help="Where SupervisorService listens; port 0 for any free one.",
-)
-@_flag(
-    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="Log level."
-)
-@_flag(
-    "--log-format",
-    type=click.Choice(["auto", "human", "json"]),
-    default="auto",
-    help="Format of the agent's log.",
-)
+@run_flags
 @client_options
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -138,20 +40,84 @@ def run(**flags: Any) -> None:
 
     The job's other hosts run the same command. Worker failures restart all workers, up to --max-restarts; hosts
     that come and go change the number of workers. Exit code 0: all workers of all hosts succeeded; 1: the job
-    failed or was cancelled; 2: it could not be started as asked; 3: this host is not fit to run workers, since
-    processes of them can't be killed; 128+N: this host left because of signal N.
+    failed or was cancelled; 2: it could not be started as asked; 3: this host is not fit to run workers: retry
+    elsewhere; 93: a worker said that no restart can mend it: don't retry; 128+N: this host left because of signal N.
+
+    Every flag can be set in the environment: --max-restarts as RALLYPOINT_MAX_RESTARTS, or as with torchrun as
+    PET_MAX_RESTARTS. Names may be abbreviated, and have underscores in the place of dashes.
     """
     command = _worker_command(
-        **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python")}
+        **{name: flags.pop(name) for name in ("program", "arguments", "module", "no_python", "run_path")}
     )
-    if flags["standalone"]:
-        _fit_standalone(flags)
-    else:
-        _require_rendezvous(flags)
-    sys.exit(_run(command, **flags))
+    log_level, log_format = flags.pop("log_level"), flags.pop("log_format")
+    sys.exit(_run(_plan(command, flags), log_level, log_format))
 
 
-def _run(command: tuple[str, ...], *, log_level: str, log_format: str, **flags: Any) -> int:
+def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
+    where = _meeting(flags)
+    job = job_fields(_job_options(flags), flags["nproc_per_node"])
+    return LaunchPlan(
+        command=command,
+        environment=ENVIRONMENT,
+        run_id=where.run_id,
+        place=where.place,
+        nodes=flags["nnodes"],
+        local_world_size=flags["nproc_per_node"],
+        max_restarts=flags["max_restarts"],
+        conf=where.conf,
+        node_id=flags["node_id"] or where.node_id,
+        node_id_is_ours=bool(where.node_id),
+        local_address=flags["local_addr"],
+        timer_endpoint=flags["timer_endpoint"],
+        supervisor_address=flags["supervisor_address"],
+        metrics_address=flags["metrics_address"],
+        tls=flags["tls"],
+        signals=flags["signals_to_handle"],
+        job={**job, "master_address": where.master_address, "master_port": where.master_port},
+        notices=(*where.notices, *_notices(flags)),
+    )
+
+
+def _meeting(flags: Mapping[str, Any]) -> Meeting:
+    return meeting(
+        Wish(
+            backend=flags["rdzv_backend"],
+            endpoint=flags["rdzv_endpoint"],
+            run_id=flags["rdzv_id"],
+            conf=flags["rdzv_conf"],
+            nodes=flags["nnodes"],
+            standalone=flags["standalone"],
+            node_rank=flags["node_rank"],
+            master_address=flags["master_addr"],
+            master_port=flags["master_port"],
+        )
+    )
+
+
+def _job_options(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given of the job's options; a flag that may be repeated is an empty list where it was not."""
+    given = {name: flags.get(name.replace("-", "_")) for name in OPTIONS if name not in _OF_THE_BACKEND}
+    return {name: value for name, value in given.items() if value not in (None, ())}
+
+
+def _notices(flags: Mapping[str, Any]) -> list[str]:
+    """What torchrun's users may give and what has no meaning here."""
+    if flags["logs_specs"] not in (None, "default"):
+        raise SettingError(
+            f"--logs-specs: {flags['logs_specs']!r} can't be used here: logs are written as torchrun's default does"
+        )
+    method = flags["start_method"]
+    if method is not None and method not in _START_METHODS:
+        raise SettingError(f"--start-method: {method!r} is none of {', '.join(_START_METHODS)}")
+    notices = []
+    if flags["monitor_interval"] is not None:
+        notices.append("--monitor-interval has no meaning here: nothing is polled, an end is noticed at once")
+    if method not in (None, "spawn"):
+        notices.append(f"--start-method {method} has no meaning here: every program gets a new process")
+    return notices
+
+
+def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
     # The spawner comes up while gRPC is being imported. Both only now, with everything that can be wrong with a
     # command line looked at.
     from rallypoint.agent.processes import Spawner  # noqa: PLC0415
@@ -161,29 +127,43 @@ def _run(command: tuple[str, ...], *, log_level: str, log_format: str, **flags: 
         spawner = Spawner.start()
     except SpawnError as error:
         raise SettingError(str(error)) from None
-    from rallypoint.cli.job import run_job  # noqa: PLC0415
+    # Nothing of what is loaded can be freed, and looking for that takes a tenth of the time.
+    gc.disable()
+    from rallypoint.cli.verdict import say_how_it_ended  # noqa: PLC0415
+    from rallypoint.launcher.launch import launch  # noqa: PLC0415
     from rallypoint.serving.logs import configure_logs  # noqa: PLC0415
     from rallypoint.serving.loop import run as run_loop  # noqa: PLC0415
 
+    gc.enable()
     configure_logs(log_level, log_format)
     if log_level == "info":
         # Of the services inside this process the agent's user needs to hear only what goes wrong.
         for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
             logging.getLogger(service).setLevel(logging.WARNING)
-    return run_loop(run_job(spawner, command=command, environment=ENVIRONMENT, **flags))
+    result = run_loop(launch(plan, spawner))
+    say_how_it_ended(result)
+    return result.exit_code
 
 
 def _worker_command(
-    program: str, arguments: tuple[str, ...], module: bool, no_python: bool
+    program: str, arguments: tuple[str, ...], module: bool, no_python: bool, run_path: bool
 ) -> tuple[str, ...]:
+    if run_path:  # wins over the others, as in torchrun
+        _check_readable(program, program_may_be_folder=True)
+        return (sys.executable, "-u", "-m", "rallypoint.worker.run_path", program, *arguments)
     if no_python:
         if module:
             raise click.UsageError("--module and --no-python contradict each other; leave one out")
         return (program, *arguments)
     if module:
         return (_python(), "-u", "-m", program, *arguments)
+    _check_readable(program)
+    return (_python(), "-u", program, *arguments)
+
+
+def _check_readable(program: str, program_may_be_folder: bool = False) -> None:
     path = Path(program)
-    if not path.is_file():
+    if not path.is_file() and not (program_may_be_folder and path.is_dir()):
         what = "is a folder" if path.is_dir() else "does not exist"
         raise click.BadParameter(
             f"{program!r} {what}; expected a Python script (for a module use -m, for other programs --no-python)",
@@ -191,32 +171,7 @@ def _worker_command(
         )
     if not os.access(path, os.R_OK):
         raise click.BadParameter(f"{program!r} can't be read by this user", param_hint="PROGRAM")
-    return (_python(), "-u", program, *arguments)
 
 
 def _python() -> str:
     return os.environ.get("PYTHON_EXEC", sys.executable)
-
-
-def _fit_standalone(flags: dict[str, Any]) -> None:
-    if flags["nnodes"] != (1, 1):
-        raise click.BadParameter(
-            "--standalone runs on this host alone: leave --nnodes out", param_hint="--nnodes"
-        )
-    if flags["rdzv_endpoint"]:
-        raise click.BadParameter(
-            "--standalone has its own rendezvous: leave it out", param_hint="--rdzv-endpoint"
-        )
-    flags["rdzv_id"] = flags["rdzv_id"] or f"standalone-{secrets.token_hex(4)}"
-
-
-def _require_rendezvous(flags: dict[str, Any]) -> None:
-    if not flags["rdzv_endpoint"]:
-        raise click.UsageError(
-            "where is the rendezvous service? Give --rdzv-endpoint HOST:PORT (start one with `rallypoint serve "
-            "rendezvous`), or --standalone for a job of this host alone"
-        )
-    if not flags["rdzv_id"]:
-        raise click.UsageError(
-            "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job"
-        )

@@ -49,9 +49,28 @@ def timer(options: ServerOptions, settings: TimerSettings, learned: Path | None)
 
 @serve.command()
 @server_options(default_port=29420, also_client=True)
-def agent(options: ServerOptions, tls: ClientTLS | None) -> None:
-    """Run jobs on this host as they are launched through SupervisorService."""
-    _serve(options, serve_agent_role(options, tls))
+@click.option(
+    "--max-jobs",
+    cls=Setting,
+    type=click.IntRange(1, 1000),
+    default=1,
+    metavar="N",
+    help="Jobs that run at a time; more are refused. 1 keeps the host's GPUs to one of them.",
+)
+@click.option(
+    "--metrics-address",
+    cls=Setting,
+    default="",
+    show_default=False,
+    metavar="HOST:PORT",
+    help="Where figures of its jobs are served for Prometheus; without it, nowhere.",
+)
+def agent(options: ServerOptions, tls: ClientTLS | None, max_jobs: int, metrics_address: str) -> None:
+    """Run jobs on this host as they are launched, by `rallypoint submit` or through SupervisorService.
+
+    It serves rendezvous too, at the same address, for jobs that name no other service.
+    """
+    _serve(options, serve_agent_role(options, tls, max_jobs, metrics_address))
 
 
 def _serve(options: ServerOptions, role: Coroutine[Any, Any, None]) -> None:

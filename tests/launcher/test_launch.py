@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from process_probe import until
+from rallypoint.agent.job_result import JobResult
+from rallypoint.agent.options import job_fields
 from rallypoint.agent.processes import Spawner
-from rallypoint.cli.job import run_job
+from rallypoint.launcher.launch import launch
+from rallypoint.launcher.plan import LaunchPlan, Standing
 from rallypoint.serving.settings import ClientTLS, SettingError
 
 
@@ -32,40 +35,23 @@ def taken() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-async def run(spawner: Spawner, **flags: Any) -> int:
-    """Run a job that does nothing, with the defaults of the command line for what is not given."""
-    defaults: dict[str, Any] = {
+def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
+    """The plan of a job that does nothing, unless it is told to."""
+    given: dict[str, Any] = {
         "command": ("true",),
         "environment": {"PATH": "/usr/bin:/bin"},
-        "nnodes": (1, 1),
-        "nproc_per_node": 1,
-        "standalone": True,
-        "rdzv_endpoint": "",
-        "rdzv_id": "run-1",
-        "rdzv_conf": {"read_timeout": "0.2"},
-        "max_restarts": 0,
-        "role": "default",
-        "topology": "",
-        "log_dir": None,
-        "redirects": "0",
-        "tee": "0",
-        "local_addr": "",
-        "shutdown_timeout": 1.0,
-        "evidence_timeout": 2.0,
-        "stall_after": None,
-        "node_id": "",
-        "timer_endpoint": "",
-        "supervisor_address": "127.0.0.1:0",
-        "tls": None,
+        "run_id": "run-1",
+        "conf": {"read_timeout": "0.2"},
+        "job": {"log_dir": log_dir, "shutdown_timeout": 1.0},
     }
-    return await run_job(spawner, **{**defaults, **flags})
+    return LaunchPlan(**{**given, **attributes})
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("attributes", "told"),
     [
         (
-            {"standalone": False, "rdzv_endpoint": "here"},
+            {"place": Standing("here")},
             "--rdzv-endpoint: endpoint 'here' has no port, expected",
         ),
         ({"timer_endpoint": "http://a:1"}, "--timer-endpoint: endpoint 'http://a:1' has a scheme"),
@@ -75,17 +61,27 @@ async def run(spawner: Spawner, **flags: Any) -> int:
             {"supervisor_address": "localhost:99999"},
             "--supervisor-address localhost:99999: .*from 0 to 65535",
         ),
-        ({"redirects": "7"}, "--redirects 7: '7' names no stream; expected 0"),
-        ({"tee": "3:1"}, "--tee 3:1: there is no local rank 3"),
-        ({"log_dir": Path("/proc/none")}, "cannot make a log directory in /proc/none: .*--log-dir"),
+        ({"conf": {"join": "1"}}, "--rdzv-conf: 'join' is no setting; known: close_timeout, "),
+        (
+            {"job": job_fields({"log-dir": "/proc/none"}, 1)},
+            "cannot make a log directory in /proc/none: .*--log-dir",
+        ),
+        (
+            {
+                "environment": {"CUDA_VISIBLE_DEVICES": "3"},
+                "local_world_size": 2,
+                "job": {"virtual_local_rank": True},
+            },
+            "--virtual-local-rank: CUDA_VISIBLE_DEVICES=3 names 1 device for 2 workers",
+        ),
     ],
 )
 async def test_what_can_not_be_done_is_told_in_one_line(
-    spawner: Spawner, tmp_path: Path, flags: dict[str, Any], told: str
+    spawner: Spawner, tmp_path: Path, attributes: dict[str, Any], told: str
 ) -> None:
     """It names the flag, and what was expected."""
     with pytest.raises(SettingError) as caught:
-        await run(spawner, **{"log_dir": tmp_path, **flags})
+        await launch(plan(tmp_path, **attributes), spawner)
     assert re.match(told, str(caught.value))
     assert "\n" not in str(caught.value)
 
@@ -95,7 +91,7 @@ async def test_a_supervisor_port_in_use_is_told_in_one_line(
 ) -> None:
     """With the flag and the address."""
     with pytest.raises(SettingError, match=f"--supervisor-address {taken}: {taken} is in use"):
-        await run(spawner, log_dir=tmp_path, supervisor_address=taken)
+        await launch(plan(tmp_path, supervisor_address=taken), spawner)
 
 
 async def test_an_unreadable_tls_file_is_told_in_one_line(
@@ -106,21 +102,19 @@ async def test_an_unreadable_tls_file_is_told_in_one_line(
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
         with pytest.raises(SettingError, match=f"^--tls-ca {file}.*{reason}"):
-            await run(
-                spawner, log_dir=tmp_path, standalone=False, rdzv_endpoint=taken, tls=ClientTLS(ca=file)
-            )
+            await launch(plan(tmp_path, place=Standing(taken), tls=ClientTLS(ca=file)), spawner)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0"])
 async def test_a_standalone_job_needs_nothing_else(spawner: Spawner, tmp_path: Path, address: str) -> None:
     """Its rendezvous and timer services are inside."""
-    assert await run(spawner, log_dir=tmp_path, supervisor_address=address) == 0
+    assert (await launch(plan(tmp_path, supervisor_address=address), spawner)).exit_code == 0
 
 
-async def running(started: Path, spawner: Spawner, script: str) -> asyncio.Task[int]:
+async def running(started: Path, spawner: Spawner, script: str, **attributes: Any) -> asyncio.Task[JobResult]:
     """A job whose worker has started: a shell script that touches a file when it is ready."""
     command = ("sh", "-c", script, "worker", str(started))
-    job = asyncio.create_task(run(spawner, log_dir=started.parent, command=command))
+    job = asyncio.create_task(launch(plan(started.parent, command=command, **attributes), spawner))
     await until(started.exists, "the worker to start")
     return job
 
@@ -146,7 +140,7 @@ async def test_a_signal_makes_the_job_leave(
     started = tmp_path / "started"
     job = await running(started, spawner, WAIT)
     signal.raise_signal(number)
-    assert await job == 128 + number
+    assert (await job).exit_code == 128 + number
     assert started.read_text() == f"{passed_on}\n"
 
 
@@ -158,6 +152,38 @@ async def test_under_nohup_a_terminal_that_closes_stops_nothing(spawner: Spawner
         signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.raise_signal(signal.SIGTERM)
-        assert await job == 128 + signal.SIGTERM
+        assert (await job).exit_code == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+USR1 = 'trap "echo USR1 >$1; exit" USR1; touch $1; while :; do sleep 0.05; done'
+
+
+async def test_a_users_signal_goes_on_to_the_workers(spawner: Spawner, tmp_path: Path) -> None:
+    """Schedulers warn with it; what it means is for the workers to say, and the job goes on."""
+    started = tmp_path / "started"
+    job = await running(started, spawner, USR1)
+    signal.raise_signal(signal.SIGUSR1)
+    assert (await job).exit_code == 0
+    assert started.read_text() == "USR1\n"
+
+
+async def test_a_signal_that_is_to_end_the_job_does(spawner: Spawner, tmp_path: Path) -> None:
+    """torchrun's --signals-to-handle: the job leaves on those, and on no others."""
+    started = tmp_path / "started"
+    job = await running(started, spawner, WAIT, signals=(signal.SIGUSR1,))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.raise_signal(signal.SIGUSR1)
+    assert (await job).exit_code == 128 + signal.SIGUSR1
+    assert started.read_text() == "TERM\n"
+
+
+async def test_notices_are_told_once_each(
+    spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flag without a meaning is not passed over in silence."""
+    result = await launch(plan(tmp_path, notices=("--one has no meaning", "--two has none")), spawner)
+    assert result.exit_code == 0
+    told = [record.getMessage() for record in caplog.records if record.name == "rallypoint.run"]
+    assert [sum(notice in line for line in told) for notice in ("--one has no", "--two has")] == [1, 1]

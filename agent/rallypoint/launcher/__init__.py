@@ -1,0 +1,25 @@
+"""From the plan of a launch to the end of its job on this host; for the command line, for Python, for the daemon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.api import (
+        CallError,
+        ChildFailedError,
+        LaunchConfig,
+        WorkersFailedError,
+        elastic_launch,
+    )
+
+__all__ = ["CallError", "ChildFailedError", "LaunchConfig", "WorkersFailedError", "elastic_launch"]
+
+
+def __getattr__(name: str) -> Any:
+    """What Python programs import from here is loaded for them alone: the command line starts without it."""
+    if name in __all__:
+        from rallypoint.launcher import api  # noqa: PLC0415
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,221 @@
+"""The agent of a launch from Python: a process of its own, beside the program that launches.
+
+An agent has gRPC loaded, kills what it finds below itself, and lives by signals and an event loop: none of that may
+happen to somebody's program or notebook. The kernel kills the agent when that program dies, and what is below the
+agent dies with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawn_protocol import SpawnError
+from rallypoint.agent.spawner import PR_SET_PDEATHSIG, Call, prctl
+from rallypoint.agent.spawner_process import fork_spawner, start_forkserver
+from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.serving.settings import SettingError
+from rallypoint.worker.call import renew_signals, renew_streams
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an agent is to do.
+
+    Attributes:
+        plan: The job.
+        folder: The call that workers make; None for a program.
+        forkserver: Whether workers are forks of a process that has loaded the call.
+        log_level: Of the agent's own log.
+    """
+
+    plan: LaunchPlan
+    folder: Path | None = None
+    forkserver: bool = False
+    log_level: str = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it went.
+
+    Attributes:
+        exit_code: As `rallypoint run` would end with.
+        detail: One sentence.
+        refused: It could not be started as asked.
+        failure: The failure that ended the run, on whichever host it was.
+        report: The same for people; lines.
+        ranks: Global ranks that this host's workers had last.
+    """
+
+    exit_code: int
+    detail: str
+    refused: bool = False
+    failure: WorkerFailure | None = None
+    report: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class _Process(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int: ...
+
+
+class AgentProcess:
+    """An agent at work, as the launching program sees it."""
+
+    def __init__(self, process: _Process, connection: socket.socket) -> None:
+        """Use `start` or `fork`."""
+        self._process = process
+        self._connection = connection
+        self._answer = bytearray()
+
+    @classmethod
+    def start(cls, order: Order) -> AgentProcess:
+        """Starts one with a fresh interpreter. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "rallypoint.launcher.agent_process"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                ],
+                pass_fds=(theirs.fileno(),),
+            )
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: waiting will tell
+            ours.sendall(pickle.dumps(order))
+            ours.shutdown(socket.SHUT_WR)
+        return cls(process, ours)
+
+    @classmethod
+    def fork(cls, order: Order, call: Call) -> AgentProcess:
+        """Makes one out of a fork of this process; its workers are forks of it as it is now. Raises OSError.
+
+        Args:
+            order: What it is to do.
+            call: What workers call.
+        """
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()  # or the forks would print it again
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # Python's own about threads: the caller has been told
+            pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _be_forked_agent(theirs, parent, order, call)
+        theirs.close()
+        return cls(_Fork(pid), ours)
+
+    def send_signal(self, number: int) -> None:
+        """Passes a signal on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    def wait(self) -> Outcome:
+        """Waits for its end. Interrupted, may be called again."""
+        while piece := self._connection.recv(1 << 16):
+            self._answer += piece
+        status = self._process.wait()
+        self._connection.close()
+        if self._answer:
+            outcome: Outcome = pickle.loads(bytes(self._answer))  # noqa: S301 (our own process's)
+            return outcome
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+        return Outcome(128 - status if status < 0 else status or 1, f"the agent's process {how}")
+
+
+class _Fork:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _be_forked_agent(connection: socket.socket, parent: int, order: Order, call: Call) -> NoReturn:
+    try:
+        renew_signals()
+        renew_streams()
+        _be_agent(
+            connection, parent, order, lambda: Spawner(fork_spawner(call, private=(connection.fileno(),)))
+        )
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _be_agent(
+    connection: socket.socket, parent: int, order: Order, make_spawner: Callable[[], Spawner]
+) -> NoReturn:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the signal was armed
+        os._exit(1)
+    for number in order.plan.signals:
+        if signal.getsignal(number) != signal.SIG_IGN:  # until the job listens there is nothing to stop
+            signal.signal(number, lambda received, _frame: os._exit(128 + received))
+    connection.sendall(pickle.dumps(_carry_out(order, make_spawner)))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)
+
+
+def _carry_out(order: Order, make_spawner: Callable[[], Spawner]) -> Outcome:
+    try:
+        # First of all: it must be there before gRPC is loaded, and comes up meanwhile.
+        spawner = make_spawner()
+        if order.folder is not None:
+            spawner.entrust(order.folder)
+        from rallypoint.launcher.ordered_job import run_ordered_job  # noqa: PLC0415
+
+        return run_ordered_job(order, spawner)
+    except (SpawnError, SettingError) as error:
+        return Outcome(2, str(error), refused=True)
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(1, f"internal error: {error!r}; please report it with the traceback above")
+
+
+def _make_spawner(order: Order) -> Spawner:
+    if order.forkserver:
+        assert order.folder is not None, "a call is left somewhere"
+        return Spawner(start_forkserver(order.folder))
+    return Spawner.start()
+
+
+def main(fd: int, parent: int) -> NoReturn:
+    """Is the agent that `AgentProcess.start` starts."""
+    connection = socket.socket(fileno=fd)
+    content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    if not content:
+        sys.exit(1)  # whoever was to say what to do is dead
+    order: Order = pickle.loads(content)  # noqa: S301 (of the process that has started us)
+    _be_agent(connection, parent, order, lambda: _make_spawner(order))
+
+
+if __name__ == "__main__":
+    # By its name: what comes through the socket refers to it so, and not to __main__.
+    from rallypoint.launcher import agent_process
+
+    agent_process.main(int(sys.argv[1]), int(sys.argv[2]))

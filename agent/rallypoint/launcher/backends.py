@@ -1,0 +1,243 @@
+"""Where a job's hosts meet: from torchrun's rendezvous flags to the place of our service.
+
+Scripts name torch's backends. `static` and `c10d` mean that an agent of the job serves rendezvous itself, as torch's
+agents hold the store: here that is our own service, so the rest of a job's life is the same for all backends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rallypoint.launcher.plan import Embedded, Hosted, Place, Standing
+from rallypoint.launcher.torch_conf import split_conf
+from rallypoint.serving.settings import SettingError
+
+BACKENDS = ("rallypoint", "static", "c10d")
+NOT_YET = ("etcd", "etcd-v2")
+C10D_PORT = 29400
+MASTER_ADDRESS = "127.0.0.1"
+MASTER_PORT = 29500
+NO_RUN_ID = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What was asked for, as the flags of torchrun have it.
+
+    Attributes:
+        backend: Name of the backend; None: not given.
+        endpoint: `--rdzv-endpoint`; empty: not given.
+        run_id: `--rdzv-id`; empty: not given.
+        conf: `--rdzv-conf`.
+        nodes: Fewest and most nodes.
+        standalone: Whether the job is this host's alone.
+        node_rank: `--node-rank`; None: not given.
+        master_address: `--master-addr`; None: not given.
+        master_port: `--master-port`; None: not given.
+    """
+
+    backend: str | None = None
+    endpoint: str = ""
+    run_id: str = ""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    nodes: tuple[int, int] = (1, 1)
+    standalone: bool = False
+    node_rank: int | None = None
+    master_address: str | None = None
+    master_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where and as what this host meets the others.
+
+    Attributes:
+        place: Where the rendezvous service is.
+        run_id: Name of the run.
+        node_id: Name of this host in it; empty: any.
+        conf: Settings of the run, by our names.
+        master_address: MASTER_ADDR of every round; None: found out for each.
+        master_port: MASTER_PORT of every round; None: likewise.
+        notices: What was asked for and has no meaning here; each one line.
+    """
+
+    place: Place
+    run_id: str
+    node_id: str = ""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    master_address: str | None = None
+    master_port: int | None = None
+    notices: tuple[str, ...] = ()
+
+
+def meeting(wish: Wish) -> Meeting:
+    """Decide where this host meets the others.
+
+    Raises:
+        SettingError: What was asked for contradicts itself, or something is missing; one line that names the flag.
+    """
+    backend = wish.backend
+    if wish.endpoint.startswith("etcd://") or backend in NOT_YET:
+        raise SettingError(
+            f"--rdzv-backend {backend or 'etcd'} is not there yet; leave it out, and start our own service with "
+            "`rallypoint serve rendezvous`"
+        )
+    if backend is not None and backend not in BACKENDS:
+        raise SettingError(
+            f"--rdzv-backend: {backend!r} is no backend; expected {', '.join(BACKENDS)} (rallypoint if left out)"
+        )
+    if wish.standalone:
+        return _alone(wish, _overruled(wish))
+    if _is_static(wish):
+        return _static(wish)
+    if backend == "c10d":
+        return _c10d(wish)
+    if not wish.endpoint and wish.nodes == (1, 1):
+        return _alone(wish, _unused(wish, "a job of one host"))
+    return _standing(wish)
+
+
+def _is_static(wish: Wish) -> bool:
+    """Whether torchrun would take its default backend: it was named, or is meant by the flags that only it has."""
+    given = (wish.node_rank, wish.master_address, wish.master_port)
+    if wish.backend is not None:
+        return wish.backend == "static"
+    fixed = wish.nodes[0] == wish.nodes[1]
+    if wish.endpoint or not fixed:
+        return False
+    return wish.master_port is not None if wish.nodes[1] == 1 else any(each is not None for each in given)
+
+
+def _alone(wish: Wish, notices: tuple[str, ...]) -> Meeting:
+    if wish.nodes != (1, 1):
+        raise SettingError("--nnodes: --standalone runs on this host alone: leave --nnodes out")
+    conf, more = split_conf(wish.conf, "rallypoint")
+    run_id = wish.run_id or f"standalone-{os.urandom(4).hex()}"
+    return Meeting(place=Embedded(), run_id=run_id, conf=conf.settings, notices=(*notices, *more))
+
+
+def _standing(wish: Wish) -> Meeting:
+    if not wish.endpoint:
+        raise SettingError(
+            "where is the rendezvous service? Give --rdzv-endpoint HOST:PORT (start one with `rallypoint serve "
+            "rendezvous`), or --node-rank and --master-addr as with torchrun, or --standalone for a job of this host "
+            "alone"
+        )
+    if not wish.run_id:
+        raise SettingError(
+            "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job"
+        )
+    conf, notices = split_conf(wish.conf, "rallypoint")
+    return Meeting(
+        place=Standing(wish.endpoint),
+        run_id=wish.run_id,
+        conf=conf.settings,
+        notices=(*_unused(wish, "the rallypoint backend"), *notices),
+    )
+
+
+def _c10d(wish: Wish) -> Meeting:
+    conf, notices = split_conf(wish.conf, "c10d")
+    notices = (*_unused(wish, "the c10d backend"), *notices)
+    host, port = _place(wish.endpoint, C10D_PORT)
+    run_id = wish.run_id or NO_RUN_ID
+    if port == 0:
+        # What torchrun itself asks for where a job has one host: any free port.
+        if wish.nodes[1] > 1:
+            raise SettingError(
+                f"--rdzv-endpoint: {wish.endpoint!r} has port 0, which no other host can find; give a port"
+            )
+        return Meeting(place=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
+    place = Hosted(_endpoint(host, port), conf.is_host)
+    return Meeting(place=place, run_id=run_id, conf=conf.settings, notices=notices)
+
+
+def _static(wish: Wish) -> Meeting:
+    least, most = wish.nodes
+    rank = wish.node_rank or 0
+    if least != most:
+        raise SettingError(
+            f"--nnodes: {least}:{most} is elastic, and the static backend is not; give one number, or another "
+            "--rdzv-backend"
+        )
+    if not 0 <= rank < most:
+        raise SettingError(
+            f"--node-rank: {rank} is not one of {most} nodes'; expected a number from 0 to {most - 1}"
+        )
+    conf, notices = split_conf(wish.conf, "static")
+    if "rank_policy" in conf.settings:
+        raise SettingError(
+            "--rdzv-conf: rank_policy contradicts the static backend: --node-rank says the ranks"
+        )
+    named = wish.master_address is not None or wish.master_port is not None
+    master = (wish.master_address or MASTER_ADDRESS, wish.master_port or MASTER_PORT)
+    place = master[0], master[1] + 1
+    if wish.endpoint:
+        at = _place(wish.endpoint, -1)
+        if at[1] < 1:
+            raise SettingError(
+                f"--rdzv-endpoint: {wish.endpoint!r} has no port; the static backend needs one"
+            )
+        # Alone, it is what torchrun takes for the master's; the workers' own store needs that port.
+        place, master = (at, master) if named else ((at[0], at[1] + 1), at)
+    if place[1] > 65535:
+        raise SettingError(
+            f"--master-port: {master[1]} leaves no port for the rendezvous service, which takes the next one; "
+            "choose a lower one, or name a place with --rdzv-endpoint"
+        )
+    return Meeting(
+        place=Hosted(_endpoint(*place), rank == 0) if most > 1 else Embedded(),
+        run_id=wish.run_id or NO_RUN_ID,
+        node_id=f"rank{rank}",
+        conf=conf.settings,
+        master_address=master[0],
+        master_port=master[1],
+        notices=notices,
+    )
+
+
+def _unused(wish: Wish, where: str) -> tuple[str, ...]:
+    """What torchrun too passes over, with a warning."""
+    given = {
+        "--node-rank": wish.node_rank not in (None, 0),
+        "--master-addr": wish.master_address is not None,
+        "--master-port": wish.master_port is not None,
+    }
+    return tuple(
+        f"{flag} has no meaning for {where}: it belongs to --rdzv-backend static"
+        for flag, is_given in given.items()
+        if is_given
+    )
+
+
+def _overruled(wish: Wish) -> tuple[str, ...]:
+    given = {"--rdzv-backend": wish.backend, "--rdzv-endpoint": wish.endpoint}
+    return (
+        *(
+            f"{flag} has no meaning beside --standalone, which has its own rendezvous"
+            for flag, value in given.items()
+            if value
+        ),
+        *_unused(wish, "a job of one host"),
+    )
+
+
+def _place(text: str, default_port: int) -> tuple[str, int]:
+    """Host, IPv6 without brackets, and port of an endpoint as torchrun takes it: both may be missing."""
+    text = text.strip()
+    if not text:
+        return "localhost", default_port
+    if text.startswith("[") and text.endswith("]"):
+        return text[1:-1], default_port
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return text, default_port
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise SettingError(f"--rdzv-endpoint: {text!r} has port {port!r}, expected a number from 0 to 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,168 @@
+"""The rendezvous service inside the agent of one of a job's hosts, as torch's `static` and `c10d` have it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from rallypoint.agent.config import Peer
+from rallypoint.launcher.plan import Hosted
+from rallypoint.launcher.services import rendezvous_server
+from rallypoint.launcher.signals import signalled
+from rallypoint.rendezvous.service import SERVICE_NAME
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.endpoint import Endpoint, parse_endpoint
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.server import Server
+from rallypoint.serving.settings import ClientTLS, ServerOptions, ServiceStartError, SettingError
+
+# Seconds in which whoever has a port must say that it is a rendezvous service. One that is just starting, in an
+# agent on this host that was a moment earlier, may need some of them.
+_ANSWER = 10.0
+# Seconds that the other nodes get to hear how the run ended. They hear of it at once; longer is for a busy machine.
+_LAST_WORD = 10.0
+
+_log = get_logger("rallypoint.run")
+
+
+class Host:
+    """The service of a run in this process."""
+
+    def __init__(self, server: Server, peer: Peer) -> None:
+        """`server`: started; `peer`: how this process reaches it."""
+        self.peer = peer
+        self._server = server
+
+    async def see_off(self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool) -> None:
+        """Return when the run is over and its nodes know, at the latest soon after.
+
+        Without its rendezvous a run can't go on. So where this node is done and others are still at work, they get
+        the time they need, until a signal comes; and where it left before its time, the run is closed.
+
+        Args:
+            run_id: Name of the run.
+            reason: How this node's job ended, for people.
+            signals: Which ones end the wait for others.
+            succeeded: Whether the workers here did.
+        """
+        async with open_channel(self.peer.endpoint, self.peer.tls) as channel:
+            stub = pb_grpc.RendezvousServiceStub(channel)
+            with suppress(grpc.aio.AioRpcError):  # it never began
+                run = (await stub.GetRun(pb.GetRunRequest(run_id=run_id, page_size=1), timeout=_ANSWER)).run
+                over = run.phase == pb.PHASE_CLOSED
+                if not over and succeeded:
+                    _log.info("waiting for the workers of other hosts, since their rendezvous is served here")
+                    signalled_by = await _until_closed(stub, run_id, signals)
+                    over, reason = signalled_by is None, f"got {signalled_by}"
+                if not over:
+                    said = f"the host that served the run's rendezvous is gone: {reason}"[:1000]
+                    await stub.CloseRun(pb.CloseRunRequest(run_id=run_id, reason=said), timeout=_ANSWER)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._server.idle(), _LAST_WORD)
+
+
+@asynccontextmanager
+async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[Host | None]:
+    """Serve rendezvous at a place, for as long as the context lasts; yields None if another host's agent does.
+
+    Args:
+        place: Where; see Hosted for who serves.
+        tls: Certificates of the server, which asks clients for theirs; None: plaintext, as with torchrun.
+
+    Raises:
+        SettingError: It is to be served here, and can't be; one line.
+    """
+    endpoint = parse_endpoint(place.endpoint)
+    async with AsyncExitStack() as stack:
+        if place.here is False or (place.here is None and not await is_this_host(endpoint.host)):
+            yield None
+            return
+        try:
+            server = await stack.enter_async_context(rendezvous_server(_options(endpoint, tls)))
+        except ServiceStartError as error:
+            taken = await answers(place.endpoint, tls)
+            if taken and place.here is None:
+                yield None  # an agent on this host was first
+                return
+            why = "another agent does; is this host given its place twice?" if taken else error
+            raise SettingError(f"can't serve rendezvous at {place.endpoint}: {why}") from None
+        if tls is None and not endpoint.loopback:
+            _log.warning(
+                "rendezvous is served in plaintext: whoever reaches the port can steer the job",
+                endpoint=place.endpoint,
+                advice="--tls-ca, --tls-cert and --tls-key on all hosts",
+            )
+        here = place.endpoint if tls is not None or endpoint.loopback else f"127.0.0.1:{endpoint.port}"
+        yield Host(server, Peer(here, tls))
+
+
+async def is_this_host(host: str) -> bool:
+    """Whether a name or address is one of this machine's: whether one could listen there."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # whoever connects there says what is wrong
+    return any(_can_bind(family, place) for family, _, _, _, place in found)
+
+
+async def answers(endpoint: str, tls: ClientTLS | None) -> bool:
+    """Whether a rendezvous service of ours answers somewhere, within some seconds."""
+    async with open_channel(endpoint, tls) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with suppress(grpc.aio.AioRpcError):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=_ANSWER)
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    return False
+
+
+async def _until_closed(
+    stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str, signals: Sequence[int]
+) -> str | None:
+    """Wait for the end of a run; returns the name of the signal that came before it, if one did."""
+
+    async def watch() -> None:
+        async for update in stub.WatchRun(pb.WatchRunRequest(run_id=run_id)):
+            if update.run.phase == pb.PHASE_CLOSED:
+                return
+
+    watching = asyncio.ensure_future(watch())
+    with signalled(signals) as received:
+        waiting = asyncio.ensure_future(received.get())
+        await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (watching, waiting):
+        task.cancel()
+    await asyncio.gather(watching, waiting, return_exceptions=True)
+    return waiting.result().name if waiting.done() and not waiting.cancelled() else None
+
+
+def _options(endpoint: Endpoint, tls: ClientTLS | None) -> ServerOptions:
+    if tls is not None and (tls.certificate is None or tls.key is None):
+        raise SettingError(
+            f"rendezvous is to be served here, at {endpoint}, with TLS: give --tls-cert and --tls-key beside --tls-ca"
+        )
+    # A name may be of an address that only this machine can reach, as Debian has it in /etc/hosts.
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (as torch's store listens)
+    return ServerOptions(
+        host=endpoint.host if endpoint.loopback else everywhere,
+        port=endpoint.port,
+        tls_cert=tls.certificate if tls is not None else None,
+        tls_key=tls.key if tls is not None else None,
+        tls_client_ca=tls.ca if tls is not None else None,
+        insecure=tls is None,
+    )
+
+
+def _can_bind(family: int, place: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True

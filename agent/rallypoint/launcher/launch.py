@@ -1,0 +1,198 @@
+"""Carries out the plan of a launch: services where it needs them, the job, its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rallypoint.agent.addresses import local_address_towards
+from rallypoint.agent.config import JobConfig, Peer, new_node_id
+from rallypoint.agent.environment import check_devices
+from rallypoint.agent.job import Job
+from rallypoint.agent.job_result import SUCCEEDED, JobResult
+from rallypoint.agent.jobs import Jobs
+from rallypoint.agent.logs import LogError
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.servicer import supervisor_registration
+from rallypoint.agent.settings import SHUTDOWN_TIMEOUT, RendezvousConf, RunSettingError, rendezvous_conf
+from rallypoint.launcher.plan import Embedded, LaunchPlan, Standing
+from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
+from rallypoint.launcher.signals import run_until_signalled
+from rallypoint.launcher.twin import refuse_twin
+from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.server import Server
+from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+
+if TYPE_CHECKING:
+    from rallypoint.launcher.hosting import Host
+
+# Seconds after which nodes give up on a service that was in another host's agent. An agent that is started again by
+# its orchestrator is back within that; longer leaves the workers of a job that is lost waiting for one another.
+_LOST_TIMEOUT = 60.0
+
+_log = get_logger("rallypoint.run")
+
+
+async def launch(
+    plan: LaunchPlan, spawner: Spawner, on_job: Callable[[Job], None] = lambda _job: None
+) -> JobResult:
+    """Run a job to its end on this host.
+
+    Args:
+        plan: What to run.
+        spawner: Running already; it is closed when this returns.
+        on_job: Called with the job before it runs.
+
+    Raises:
+        SettingError: It can't be started as asked; one line.
+    """
+    for notice in plan.notices:
+        _log.warning(notice)
+    conf = _conf(plan)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(spawner.close)
+        meeting = await _meet(plan, conf, stack)
+        config = await _config(plan, conf, meeting, stack)
+        check_devices(config)
+        config = await _with_metrics(plan.metrics_address, config, stack)
+        if plan.node_id_is_ours and not isinstance(plan.place, Embedded):
+            await refuse_twin(config)
+        job = Job(config, spawner)
+        on_job(job)
+        await _serve_supervisor(stack, job, plan.supervisor_address, plan.tls)
+        try:
+            result = await run_until_signalled(job, plan.signals)
+        except LogError as error:
+            raise SettingError(str(error)) from None
+        if meeting.host is not None:
+            succeeded = result.exit_code == SUCCEEDED
+            await meeting.host.see_off(plan.run_id, result.detail, plan.signals, succeeded=succeeded)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where the hosts meet: the service, the address of this host that others know, the service if it is here."""
+
+    peer: Peer
+    address: str
+    lost_timeout: float = math.inf
+    host: Host | None = None
+
+
+async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _Meeting:
+    def address(endpoint: str) -> str:
+        return plan.local_address or local_address_towards(endpoint)
+
+    place = plan.place
+    if isinstance(place, Embedded):
+        peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
+        return _Meeting(peer, address(peer.endpoint))
+    _check_endpoint("--rdzv-endpoint", place.endpoint)
+    if isinstance(place, Standing):
+        return _Meeting(Peer(place.endpoint, plan.tls), address(place.endpoint))
+    # What only these backends need is loaded only for them.
+    from rallypoint.launcher.hosting import rendezvous_at  # noqa: PLC0415
+
+    host = await stack.enter_async_context(rendezvous_at(place, plan.tls))
+    if host is None:
+        # Whoever serves it may be gone for good, and with it what this node waits for.
+        lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
+        return _Meeting(Peer(place.endpoint, plan.tls), address(place.endpoint), lost_timeout)
+    return _Meeting(host.peer, address(place.endpoint), host=host)
+
+
+async def _config(
+    plan: LaunchPlan, conf: RendezvousConf, meeting: _Meeting, stack: AsyncExitStack
+) -> JobConfig:
+    _check_endpoint("--timer-endpoint", plan.timer_endpoint)
+    timer = Peer(plan.timer_endpoint, plan.tls)
+    if not plan.timer_endpoint:
+        timer = Peer(await stack.enter_async_context(embedded_timer()))
+    config = JobConfig(
+        run_id=plan.run_id,
+        node_id=plan.node_id or new_node_id(),
+        address=meeting.address,
+        settings=conf.settings,
+        command=plan.command,
+        environment={**plan.environment, **_told_by_torchrun(plan)},
+        rendezvous=meeting.peer,
+        timer=timer,
+        local_world_size=plan.local_world_size,
+        connect_timeout=conf.read_timeout,
+        lost_timeout=meeting.lost_timeout,
+        close_timeout=conf.close_timeout,
+    )
+    return dataclasses.replace(config, **plan.job)
+
+
+def _conf(plan: LaunchPlan) -> RendezvousConf:
+    shutdown_timeout = plan.job.get("shutdown_timeout", SHUTDOWN_TIMEOUT)
+    try:
+        return rendezvous_conf(dict(plan.conf), plan.nodes, plan.max_restarts, shutdown_timeout)
+    except RunSettingError as error:
+        raise SettingError(f"--rdzv-conf: {error}") from None
+
+
+def _told_by_torchrun(plan: LaunchPlan) -> dict[str, str]:
+    """What torchrun leaves in its environment, and so in that of its workers."""
+    names = ",".join(signal.Signals(number).name for number in plan.signals)
+    return {"TORCHELASTIC_SIGNALS_TO_HANDLE": names} if names else {}
+
+
+async def _with_metrics(address: str, config: JobConfig, stack: AsyncExitStack) -> JobConfig:
+    if not address:
+        return config
+    # What only this flag needs is loaded only for it.
+    from rallypoint.agent.metrics import metrics_at  # noqa: PLC0415
+
+    sink = await stack.enter_async_context(metrics_at(address))
+    return dataclasses.replace(config, event_sinks=(*config.event_sinks, sink))
+
+
+def _check_endpoint(flag: str, endpoint: str) -> None:
+    try:
+        if endpoint:
+            parse_endpoint(endpoint)
+    except EndpointError as error:
+        raise SettingError(f"{flag}: {error}") from None
+
+
+def _supervisor_options(host: str, port: int, tls: ClientTLS | None) -> ServerOptions:
+    """Plaintext on loopback; elsewhere with this host's certificate, for those who have one of the same authority."""
+    if listening_endpoint(host, port).loopback:
+        return ServerOptions(host=host, port=port)
+    if tls is None or tls.certificate is None or tls.key is None or tls.ca is None:
+        raise SettingError(
+            "it is served in plaintext, so only on loopback, as in 127.0.0.1:0; elsewhere it needs --tls-ca, "
+            "--tls-cert and --tls-key"
+        )
+    return ServerOptions(
+        host=host, port=port, tls_cert=tls.certificate, tls_key=tls.key, tls_client_ca=tls.ca
+    )
+
+
+async def _serve_supervisor(stack: AsyncExitStack, job: Job, address: str, tls: ClientTLS | None) -> None:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not host:
+        raise SettingError(f"--supervisor-address: {address!r} is not of the form HOST:PORT")
+    try:
+        server = Server(
+            _supervisor_options(host, int(port), tls), services=[supervisor_registration(Jobs(job))]
+        )
+        await server.start()
+    except SettingError as error:
+        raise SettingError(f"--supervisor-address {address}: {error}") from None
+    stack.push_async_callback(server.stop)
+    _log.info(
+        "supervisor ready",
+        supervisor=server.address,
+        rendezvous=job.config.rendezvous.endpoint,
+        timer=job.config.timer.endpoint,
+    )

@@ -1,0 +1,252 @@
+"""What Python asks for: torch's LaunchConfig, with its names and defaults, and what there is here beside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rallypoint.agent.options import job_fields, parse_signal
+from rallypoint.launcher.backends import Wish, meeting
+from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.serving.settings import ClientTLS, SettingError
+
+START_METHODS = ("spawn", "fork", "forkserver")
+
+
+@dataclass
+class LaunchConfig:
+    """How a job runs on this host.
+
+    The names are torch's, and so are their defaults, but for the backend. Times are in seconds.
+
+    Attributes:
+        min_nodes: Fewest nodes of a round.
+        max_nodes: Most nodes of a round.
+        nproc_per_node: Workers on this host.
+        logs_specs: Torch's DefaultLogsSpecs, for programs that make one; here the fields below do the same.
+        run_id: Name of the run, the same on all its hosts; empty: a new one, of this host alone.
+        role: Role of the workers.
+        rdzv_endpoint: HOST:PORT of the rendezvous service; empty: a job of this host alone has its own inside.
+        rdzv_backend: `rallypoint`, `static` or `c10d`; empty: rallypoint.
+        rdzv_configs: Settings of the run, by the names of `--rdzv-conf`; for `static` also `rank`, this node's.
+        rdzv_timeout: Torch's old name of rdzv_configs["timeout"].
+        max_restarts: Restarts of failed workers, over the whole run.
+        monitor_interval: Has no meaning here: nothing is polled.
+        start_method: How workers that call a function start: `spawn`, `fork` or `forkserver`. See docs/python.md.
+        log_line_prefix_template: Prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`.
+        metrics_cfg: Has no meaning here: figures are served at `metrics_address`.
+        local_addr: Address at which other hosts reach this one; None: found out.
+        event_log_handler: Where events go, as `--event-log-handler` has it.
+        numa_options: `node`, `socket`, `exclusive` or `core-complex`, or torch's NumaOptions; None: not bound.
+        signals_to_handle: Signals on which the job leaves its run; SIGINT always is one.
+        duplicate_stdout_filters: Lines with one of these texts are copied to one file for all workers.
+        duplicate_stderr_filters: The same of standard error.
+        virtual_local_rank: Give every worker LOCAL_RANK 0 and one visible device.
+        shutdown_timeout: How long workers may take to stop before they are killed; None: what the variable
+            TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
+        log_dir: Where to make the folder of the workers' output; None: a new temporary one.
+        redirects: Streams that the console doesn't show, as `--redirects`.
+        tee: Streams that it shows with a prefix, as `--tee`.
+        local_ranks_filter: Local ranks whose output the console shows; empty: all.
+        environment: Of the workers, less what the agent adds; None: this process's.
+        node_id: Name of this host in the run; empty: a new one.
+        timer_endpoint: HOST:PORT of the timer service; empty: inside the agent.
+        supervisor_address: Where SupervisorService listens.
+        metrics_address: Where figures for Prometheus are served; empty: nowhere.
+        tls: Certificates towards the services; None: plaintext.
+        log_level: Of the agent's own log: debug, info, warning or error.
+        options: Any other flag of `rallypoint run` by its name, as in {"rlimit": "nofile=65536"}.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: Any = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = ""
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: float | None = None
+    log_dir: Path | str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: Sequence[int] = ()
+    environment: Mapping[str, str] | None = None
+    node_id: str = ""
+    timer_endpoint: str = ""
+    supervisor_address: str = "127.0.0.1:0"
+    metrics_address: str = ""
+    tls: ClientTLS | None = None
+    log_level: str = "warning"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def plan(self, command: Sequence[str], *, call: bool = False) -> LaunchPlan:
+        """The job of this host.
+
+        Args:
+            command: Program and arguments of a worker.
+            call: Workers are forks of the spawner that call; `command` only names what.
+
+        Raises:
+            ValueError: A field can't have its value, or contradicts another; one line.
+        """
+        try:
+            return self._plan(tuple(command), call)
+        except SettingError as error:
+            raise ValueError(_in_our_names(str(error))) from None
+
+    @property
+    def handled_signals(self) -> tuple[int, ...]:
+        """The signals of `signals_to_handle`, and SIGINT.
+
+        Raises:
+            ValueError: There is no such signal.
+        """
+        names = (name.strip() for name in self.signals_to_handle.split(","))
+        try:
+            numbers = [parse_signal(name) for name in names if name]
+        except ValueError as error:
+            raise ValueError(f"signals_to_handle: {error}; expected names, as in SIGTERM,SIGINT") from None
+        return tuple(dict.fromkeys((*numbers, signal.SIGINT)))
+
+    def _plan(self, command: tuple[str, ...], call: bool) -> LaunchPlan:
+        self._check()
+        conf = {key: str(value) for key, value in self.rdzv_configs.items()}
+        if self.rdzv_timeout != -1:
+            conf["timeout"] = str(self.rdzv_timeout)
+        rank = conf.pop("rank", None) if self.rdzv_backend == "static" else None
+        where = meeting(
+            Wish(
+                backend=self.rdzv_backend or None,
+                endpoint=self.rdzv_endpoint,
+                run_id=self.run_id,
+                conf=conf,
+                nodes=(self.min_nodes, self.max_nodes),
+                node_rank=_whole("rdzv_configs['rank']", rank) if rank is not None else None,
+            )
+        )
+        job = job_fields(self._options(), self.nproc_per_node, label=lambda name: name.replace("-", "_"))
+        master = {"master_address": where.master_address, "master_port": where.master_port}
+        return LaunchPlan(
+            command=command,
+            environment=dict(os.environ if self.environment is None else self.environment),
+            run_id=where.run_id,
+            place=where.place,
+            nodes=(self.min_nodes, self.max_nodes),
+            local_world_size=self.nproc_per_node,
+            max_restarts=self.max_restarts,
+            conf=where.conf,
+            node_id=self.node_id or where.node_id,
+            node_id_is_ours=bool(where.node_id),
+            local_address=self.local_addr or "",
+            timer_endpoint=self.timer_endpoint,
+            supervisor_address=self.supervisor_address,
+            metrics_address=self.metrics_address,
+            tls=self.tls,
+            signals=self.handled_signals,
+            notices=(*(_in_our_names(notice) for notice in where.notices), *self._notices()),
+            job={**job, **{name: value for name, value in master.items() if value is not None}, "call": call},
+        )
+
+    def _check(self) -> None:
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise SettingError(
+                f"min_nodes={self.min_nodes}: expected 1 to max_nodes, which is {self.max_nodes}"
+            )
+        if self.nproc_per_node < 1:
+            raise SettingError(f"nproc_per_node={self.nproc_per_node}: expected 1 or more")
+        if self.max_restarts < 0:
+            raise SettingError(f"max_restarts={self.max_restarts}: expected 0 or more")
+        if self.start_method not in START_METHODS:
+            raise SettingError(f"start_method={self.start_method!r} is none of {', '.join(START_METHODS)}")
+        if getattr(self.numa_options, "should_fall_back_if_binding_fails", False):
+            raise SettingError(
+                "numa_options.should_fall_back_if_binding_fails is not possible here: a worker that can't be bound "
+                "can't be started"
+            )
+
+    def _notices(self) -> list[str]:
+        return ["metrics_cfg has no meaning here: see metrics_address"] if self.metrics_cfg else []
+
+    def _options(self) -> dict[str, Any]:
+        binding = getattr(self.numa_options, "affinity_mode", self.numa_options)
+        timeout = self.shutdown_timeout
+        if timeout is None:
+            timeout = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # type: ignore[assignment]
+        given = {
+            "role": self.role,
+            "log-line-prefix": self.log_line_prefix_template,
+            "event-log-handler": self.event_log_handler,
+            "numa-binding": getattr(binding, "value", binding),
+            "duplicate-stdout-filters": self.duplicate_stdout_filters,
+            "duplicate-stderr-filters": self.duplicate_stderr_filters,
+            "virtual-local-rank": self.virtual_local_rank or None,
+            "shutdown-timeout": timeout,
+            "log-dir": self.log_dir,
+            "redirects": self.redirects,
+            "tee": self.tee,
+            "local-ranks-filter": [str(rank) for rank in self.local_ranks_filter] or None,
+            **_of_logs_specs(self.logs_specs),
+            **self.options,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _of_logs_specs(specs: Any) -> dict[str, Any]:
+    """What torch's LogsSpecs says, as options; it has no public way to say all of it."""
+    if specs is None:
+        return {}
+    ranks = getattr(specs, "_local_ranks_filter", None)
+    return {
+        "log-dir": getattr(specs, "root_log_dir", None) or getattr(specs, "_root_log_dir", None),
+        "redirects": _streams(getattr(specs, "_redirects", 0)),
+        "tee": _streams(getattr(specs, "_tee", 0)),
+        "local-ranks-filter": [str(rank) for rank in ranks] if ranks else None,
+    }
+
+
+def _streams(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{rank}:{int(streams)}" for rank, streams in value.items()) or "0"
+    return str(int(value))
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise SettingError(f"{name}={text!r} is not a whole number")
+    return int(text)
+
+
+_NAMES = {"rdzv-id": "run_id", "rdzv-conf": "rdzv_configs", "node-rank": "rdzv_configs['rank']"}
+
+
+def _in_our_names(sentence: str) -> str:
+    """A sentence about flags as one about fields."""
+    return re.sub(
+        r"--([a-z][a-z0-9-]*)", lambda flag: _NAMES.get(flag[1], flag[1].replace("-", "_")), sentence
+    )
+
+
+def python_command(*arguments: str) -> tuple[str, ...]:
+    """Arguments for the Python of the workers, which does not buffer what they print."""
+    return (os.environ.get("PYTHON_EXEC", sys.executable), "-u", *arguments)

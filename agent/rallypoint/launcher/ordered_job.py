@@ -1,0 +1,35 @@
+"""What the agent of a launch from Python does once gRPC may be loaded."""
+
+from __future__ import annotations
+
+import logging
+
+from rallypoint.agent.failure_report import render
+from rallypoint.agent.job import Job
+from rallypoint.agent.processes import Spawner
+from rallypoint.launcher.agent_process import Order, Outcome
+from rallypoint.launcher.launch import launch
+from rallypoint.serving.logs import configure_logs
+from rallypoint.serving.loop import run as run_loop
+
+
+def run_ordered_job(order: Order, spawner: Spawner) -> Outcome:
+    """Runs the job to its end; the spawner is closed then.
+
+    Raises:
+        SettingError: It can't be started as asked; one line.
+    """
+    configure_logs(order.log_level, "auto")
+    if order.log_level == "info":
+        # Of the services inside this process one needs to hear only what goes wrong.
+        for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
+            logging.getLogger(service).setLevel(logging.WARNING)
+    jobs: list[Job] = []
+    result = run_loop(launch(order.plan, spawner, jobs.append))
+    return Outcome(
+        exit_code=result.exit_code,
+        detail=result.detail,
+        failure=result.failure,
+        report=render(result.failure, others=result.others) if result.failure is not None else "",
+        ranks=tuple(worker.rank for job in jobs for worker in job.workers),
+    )

@@ -1,0 +1,167 @@
+"""Jobs whose rendezvous is in one of their agents, as scripts for torchrun have it, run and end as a whole."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment
+from mortal import mortal
+from process_probe import wait_until
+
+pytestmark = pytest.mark.integration
+
+PATIENCE = 60.0
+WORKER = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+names = ("RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+(folder / f"{os.environ['RANK']}.{os.environ['RALLYPOINT_ROUND']}").write_text(" ".join(map(os.environ.get, names)))
+while not (folder / "finish").exists():
+    time.sleep(0.01)
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free, and the one above it."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            number = int(first.getsockname()[1])
+            try:
+                socket.create_server(("127.0.0.1", number + 1)).close()
+            except OSError:
+                continue
+            return number
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an agent of a job whose workers wait for the file `finish`."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "worker.py").write_text(WORKER)
+
+    def start(*flags: str) -> subprocess.Popen[str]:
+        command = [str(RALLYPOINT), "run", "--log-level", "warning", *flags, "worker.py", str(tmp_path)]
+        started.append(
+            subprocess.Popen(
+                mortal(*command), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
+            )
+        )
+        return started[-1]
+
+    yield start
+    for agent in started:
+        agent.kill()
+        agent.communicate()
+
+
+def static(port: int, rank: int, *more: str) -> list[str]:
+    """The flags of one node of two."""
+    return ["--nnodes=2", f"--node-rank={rank}", f"--master-port={port}", *more]
+
+
+def running(folder: Path, round_: int) -> Callable[[], bool]:
+    """Whether both workers of a round have started."""
+    return lambda: all((folder / f"{rank}.{round_}").exists() for rank in (0, 1))
+
+
+def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
+    """How an agent ended, and what it said."""
+    _, said = agent.communicate(timeout=PATIENCE)
+    return agent.returncode, said
+
+
+def test_static_nodes_have_the_ranks_and_the_master_that_were_given(
+    tmp_path: Path, start: Start, port: int
+) -> None:
+    """Whichever comes first."""
+    agents = [start(*static(port, rank)) for rank in (1, 0)]
+    (tmp_path / "finish").touch()
+    assert [ended(agent)[0] for agent in agents] == [0, 0]
+    seen = [(tmp_path / f"{rank}.1").read_text() for rank in (0, 1)]
+    assert seen == [f"{rank} {rank} 127.0.0.1 {port}" for rank in (0, 1)]
+
+
+def test_a_second_node_of_a_rank_is_refused(tmp_path: Path, start: Start, port: int) -> None:
+    """In one line; the first is not disturbed."""
+    agents = [start(*static(port, rank)) for rank in (0, 1)]
+    wait_until(running(tmp_path, 1), "the job to run")
+    for rank, told in ((1, "the node rank1 is in run 'none' already"), (0, "another agent does")):
+        exit_code, said = ended(start(*static(port, rank)))
+        assert exit_code == 2
+        assert told in said
+        assert said.count("\n") == 1
+    (tmp_path / "finish").touch()
+    assert [ended(agent)[0] for agent in agents] == [0, 0]
+
+
+def test_a_node_that_was_killed_takes_its_place_back(tmp_path: Path, start: Start, port: int) -> None:
+    """With the same rank, in the next round."""
+    agents = [start(*static(port, rank)) for rank in (0, 1)]
+    wait_until(running(tmp_path, 1), "the job to run")
+    agents[1].kill()
+    agents[1] = start(*static(port, 1))
+    wait_until(running(tmp_path, 2), "the second round to run")
+    (tmp_path / "finish").touch()
+    assert [ended(agent)[0] for agent in agents] == [0, 0]
+    assert (tmp_path / "1.2").read_text() == f"1 1 127.0.0.1 {port}"
+
+
+def test_the_host_of_the_rendezvous_that_leaves_ends_the_job(tmp_path: Path, start: Start, port: int) -> None:
+    """For all, with the reason: the others could only wait for one another."""
+    flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    host = start(*flags)
+    wait_until(lambda: _listens(port), "the first agent to serve rendezvous")
+    other = start(*flags)
+    wait_until(running(tmp_path, 1), "the job to run")
+    host.terminate()
+    assert ended(host)[0] == 128 + 15
+    exit_code, said = ended(other)
+    assert exit_code == 1
+    assert "the host that served the run's rendezvous is gone: left the run: got SIGTERM" in said
+
+
+def test_the_host_of_the_rendezvous_that_vanishes_ends_the_job(
+    tmp_path: Path, start: Start, port: int
+) -> None:
+    """Nobody can say so, so the others give up after a while."""
+    host = start(*static(port, 0))
+    wait_until(lambda: _listens(port + 1), "the host to serve rendezvous")
+    other = start(*static(port, 1, "--rdzv-conf=read_timeout=5"))
+    wait_until(running(tmp_path, 1), "the job to run")
+    host.kill()
+    exit_code, said = ended(other)
+    assert exit_code == 1
+    assert f"the rendezvous service is gone, none answered at 127.0.0.1:{port + 1} within 5 s" in said
+
+
+def test_the_host_of_the_rendezvous_may_be_started_again(tmp_path: Path, start: Start, port: int) -> None:
+    """Its service is new then, and the others join it."""
+    agents = [start(*static(port, rank, "--rdzv-conf=read_timeout=60")) for rank in (0, 1)]
+    wait_until(running(tmp_path, 1), "the job to run")
+    for rank in (0, 1):
+        (tmp_path / f"{rank}.1").unlink()
+    agents[0].kill()
+    agents[0] = start(*static(port, 0, "--rdzv-conf=read_timeout=60"))
+    wait_until(running(tmp_path, 1), "the job to run again")
+    (tmp_path / "finish").touch()
+    assert [ended(agent)[0] for agent in agents] == [0, 0]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_job_of_one_host_needs_no_flag(tmp_path: Path, start: Start) -> None:
+    """As with torchrun."""
+    (tmp_path / "finish").touch()
+    assert ended(start())[0] == 0
+    assert (tmp_path / "0.1").exists()

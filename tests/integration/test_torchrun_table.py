@@ -1,0 +1,149 @@
+"""A command line of torchrun's means the same to `rallypoint run`, and where it does not, docs/torchrun.md says why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from integration.torchrun_cases import CASES, Case
+from integration.torchrun_twice import LAUNCHERS, Seen, see
+
+# Each case is a test of a second or two; on a machine that is busy with much else, the first waits for its turn.
+pytestmark = [pytest.mark.torch, pytest.mark.integration, pytest.mark.timeout(600)]
+
+PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"
+
+DIFFERENCES: Mapping[str, frozenset[str]] = {
+    "MASTER_ADDR": frozenset(),
+    "PYTHONFAULTHANDLER": frozenset(),
+    "RALLYPOINT_*": frozenset(),
+    "TORCHELASTIC_RUN_ID": frozenset({"standalone with what it overrules"}),
+    "TORCHELASTIC_TIMER_FILE": frozenset(),
+    "TORCHELASTIC_USE_AGENT_STORE": frozenset(),
+    "stdout.log": frozenset({"redirects by rank"}),
+    "stderr.log": frozenset({"redirects by rank", "tee by rank and redirects"}),
+    "failure.json": frozenset({"a worker that fails"}),
+    "exit code 1, here 0": frozenset({"numa-binding"}),
+    "exit code 1, here 2": frozenset(
+        {
+            "nproc-per-node gpu",
+            "no-python beside module",
+            "virtual-local-rank without enough devices",
+            "a script that is missing",
+            "a value that makes no sense",
+        }
+    ),
+}
+"""Every difference, with the cases in which it shows; empty: in any. The page has them all, with the reason."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[tuple[str, str], Future[Seen]]]:
+    """All cases under both launchers, two at a time: they don't disturb one another, and torchrun takes its time."""
+    folder = tmp_path_factory.mktemp("cases")
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            (case.name, launcher): pool.submit(see, case, launcher, folder / f"{number}.{launcher}")
+            for number, case in enumerate(CASES)
+            for launcher in LAUNCHERS
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def found() -> set[str]:
+    """The differences that were seen."""
+    return set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.name))
+def test_a_command_line_means_the_same(
+    runs: Mapping[tuple[str, str], Future[Seen]], found: set[str], case: Case
+) -> None:
+    """To workers: environment, arguments, interpreter; to users: console, files, exit code."""
+    torchs, ours = (runs[case.name, launcher].result() for launcher in ("torchrun", "rallypoint"))
+    differences = dict(_differences(torchs, ours))
+    found.update(differences)
+    unknown = {
+        label: detail
+        for label, detail in differences.items()
+        if label not in DIFFERENCES or (DIFFERENCES[label] and case.name not in DIFFERENCES[label])
+    }
+    assert not unknown, f"torchrun:\n{torchs.said}\nrallypoint:\n{ours.said}"
+    expected = {label for label, cases in DIFFERENCES.items() if case.name in cases}
+    assert expected <= differences.keys()
+
+
+def test_the_differences_are_those_of_the_page(found: set[str]) -> None:
+    """Each with its reason, and none that is not one any more."""
+    assert found == DIFFERENCES.keys()
+    section = PAGE.read_text().partition("## Differences")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \|([^|]+)\|([^|]+)\|([^|]+)\|$", section, re.MULTILINE)
+    assert sorted(label for label, *_ in rows) == sorted(DIFFERENCES)
+    assert all(cell.strip() for _, *cells in rows for cell in cells)
+
+
+def test_every_flag_of_torchruns_is_one_here() -> None:
+    """Whatever torchrun's own parser knows, by all the names it has there."""
+    from torch.distributed.run import get_args_parser
+
+    from rallypoint.cli.run import run
+
+    here = {name for parameter in run.params for name in parameter.opts}
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert {name.replace("_", "-") if name[1] == "-" else name for name in theirs} - here == {"-h", "--help"}
+
+
+def test_every_flag_of_torchruns_is_in_the_table() -> None:
+    """One that nobody tries is one that may mean anything."""
+    from torch.distributed.run import get_args_parser
+
+    tried = {_long(flag) for case in CASES for flags in (case.flags, *case.nodes) for flag in flags}
+    tried |= {
+        f"--{name.removeprefix('PET_').lower().replace('_', '-')}"
+        for case in CASES
+        for name in case.environment
+    }
+    theirs = {
+        action.option_strings[-1].replace("_", "-")
+        for action in get_args_parser()._actions
+        if action.option_strings
+    }
+    assert theirs - tried == {"--help"}
+
+
+def _long(flag: str) -> str:
+    short = {"-m": "--module", "-r": "--redirects", "-t": "--tee"}
+    return short.get(flag, flag.partition("=")[0].replace("_", "-"))
+
+
+def _differences(torchs: Seen, ours: Seen) -> Iterator[tuple[str, object]]:
+    """What is not the same, each under a name that the page has, with the values for whoever looks into it."""
+    if torchs.exit_codes != ours.exit_codes:
+        theirs, here = torchs.exit_codes[0], ours.exit_codes[0]
+        yield f"exit code {theirs}, here {here}", (torchs.exit_codes, ours.exit_codes)
+        if not (torchs.workers and ours.workers):
+            return  # one of them refused; that the other went on is the difference
+    for stream in ("stdout", "stderr"):
+        if getattr(torchs, stream) != getattr(ours, stream):
+            yield stream, (getattr(torchs, stream), getattr(ours, stream))
+    if torchs.workers.keys() != ours.workers.keys():
+        yield "workers", (set(torchs.workers), set(ours.workers))
+    for name in torchs.workers.keys() & ours.workers.keys():
+        before, after = torchs.workers[name], ours.workers[name]
+        yield from _of_values(before.environment, after.environment)
+        yield from _of_values(before.rest, after.rest)
+    for file in torchs.files.keys() | ours.files.keys():
+        if torchs.files.get(file) != ours.files.get(file):
+            yield Path(file).name, (file, torchs.files.get(file), ours.files.get(file))
+
+
+def _of_values(theirs: Mapping[str, object], here: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name in theirs.keys() | here.keys():
+        if theirs.get(name) != here.get(name):
+            label = "RALLYPOINT_*" if name.startswith("RALLYPOINT_") else name
+            yield label, (theirs.get(name), here.get(name))

@@ -1,0 +1,130 @@
+"""Command lines that torchrun and `rallypoint run` are both given: one for every flag, and some together.
+
+`{logs}`: a folder; `{port}`: a free port with a free one above it; `{folder}`: where the probe is, which is the
+working directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PROBE = "torchrun_probe.py"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line.
+
+    Attributes:
+        name: What it shows.
+        flags: Before the program.
+        program: The program and its arguments.
+        nodes: Further flags for each node, where there are several.
+        environment: Variables beside the usual ones.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    program: tuple[str, ...] = (PROBE,)
+    nodes: tuple[tuple[str, ...], ...] = ((),)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+TWO = ("--nproc-per-node", "2")
+LOGS = ("--log-dir", "{logs}")
+
+CASES = (
+    Case("defaults"),
+    Case("arguments", TWO, (PROBE, "--lr", "1", "-m", "shard=${local_rank}", "--", "")),
+    Case("nodes and workers", ("--nnodes", "1:1", "--nproc-per-node=3")),
+    Case("nproc-per-node cpu", ("--nproc-per-node", "cpu")),
+    Case("nproc-per-node auto", ("--nproc-per-node", "auto")),
+    Case("nproc-per-node gpu", ("--nproc-per-node", "gpu")),
+    Case(
+        "standalone with what it overrules", ("--standalone", "--rdzv-id", "mine", "--rdzv-backend", "c10d")
+    ),
+    Case("rdzv-id", ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{port}", "--rdzv-id", "job-1")),
+    Case("rdzv-endpoint with port 0", ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")),
+    Case(
+        "rdzv-conf",
+        (
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"),
+            "--rdzv-conf=is_host=1,join_timeout=60,last_call_timeout=1,close_timeout=5,heartbeat_timeout=5,"
+            "keep_alive_interval=5,keep_alive_max_attempt=3,read_timeout=30,timeout=60,store_type=tcp",
+        ),
+    ),
+    Case("max-restarts", ("--max-restarts", "1", *TWO), environment={"PROBE_END": "1:first"}),
+    Case(
+        "what watches",
+        (
+            *("--monitor-interval", "0.05", "--start-method", "fork", "--event-log-handler", "null"),
+            *("--signals-to-handle", "SIGTERM,SIGUSR1", "--shutdown-timeout", "5", "--logs-specs", "default"),
+        ),
+    ),
+    Case("module", ("-m",), (PROBE.removesuffix(".py"), "a")),
+    Case("no-python", ("--no-python",), (f"./{PROBE}", "a")),
+    Case("no-python beside module", ("--no-python", "-m"), ("a",)),
+    Case("run-path", ("--run-path",), (f"{{folder}}/{PROBE}", "a"), environment={"PROBE_END": "0:raise"}),
+    Case("redirects", (*LOGS, *TWO, "-r", "3")),
+    Case("redirects by rank", (*LOGS, *TWO, "--redirects", "0:1,1:2")),
+    Case("tee", (*LOGS, *TWO, "-t", "3", "--role", "trainer")),
+    Case("tee by rank and redirects", (*LOGS, *TWO, "--tee", "0:1", "--redirects", "1:3")),
+    Case("local-ranks-filter", (*LOGS, *TWO, "--tee=3", "--local-ranks-filter", "1")),
+    Case("local-ranks-filter of plain output", (*TWO, "--local-ranks-filter", "1")),
+    Case(
+        "duplicate filters",
+        (
+            *(*LOGS, *TWO, "--tee=3", "--duplicate-stdout-filters", "0 app,none"),
+            *("--duplicate-stderr-filters", "orange"),
+        ),
+    ),
+    Case(
+        "line prefix",
+        ("--tee=3",),
+        environment={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank} ${local_rank}>"},
+    ),
+    Case("static with one node", ("--master-addr", "localhost", "--master-port={port}", "--node-rank", "0")),
+    Case("static with an endpoint", ("--rdzv-backend=static", "--rdzv-endpoint=127.0.0.1:{port}")),
+    Case("local-addr", ("--local-addr", "localhost")),
+    Case("numa-binding", ("--numa-binding", "node")),
+    Case("virtual-local-rank", ("--virtual-local-rank", *TWO), environment={"CUDA_VISIBLE_DEVICES": "5,7"}),
+    Case(
+        "virtual-local-rank without enough devices",
+        ("--virtual-local-rank", *TWO),
+        environment={"CUDA_VISIBLE_DEVICES": "5"},
+    ),
+    Case(
+        "variables for flags",
+        environment={"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r", "PET_TEE": "3", "PET_NO_PYTHON": "0"},
+    ),
+    Case(
+        "flags before variables", ("--role", "flag"), environment={"PET_ROLE": "other", "PET_STANDALONE": "1"}
+    ),
+    Case("underscores and abbreviations", ("--nproc_per_node=2", "--max-r", "2", "--shutdown_timeout=9")),
+    Case(
+        "variables that stay",
+        TWO,
+        environment={
+            "OMP_NUM_THREADS": "3",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "PYTHON_EXEC": "{python}",
+        },
+    ),
+    Case("a worker that fails", (*LOGS, *TWO, "-r", "3"), environment={"PROBE_END": "1:exit:5"}),
+    Case("a worker that is killed", environment={"PROBE_END": "0:signal:9"}),
+    Case("a worker that is out of restarts", ("--max-restarts=1",), environment={"PROBE_END": "0:exit:3"}),
+    Case("a script that is missing", program=("missing.py",)),
+    Case("a flag that does not exist", ("--no-such-flag",)),
+    Case("a value that makes no sense", ("--nnodes", "x")),
+    Case(
+        "two nodes of static",
+        ("--nnodes=2", *TWO, "--master-addr=127.0.0.1", "--master-port={port}"),
+        nodes=(("--node-rank=0",), ("--node-rank=1",)),
+    ),
+    Case(
+        "two nodes of c10d",
+        ("--nnodes=2", *TWO, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}", "--rdzv-id=job-2"),
+        nodes=((), ()),
+    ),
+)

@@ -1,0 +1,162 @@
+"""Runs a command line under torchrun and under `rallypoint run`, and tells what their workers and users saw."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cli.cli_process import clean_environment
+from integration.torchrun_cases import PROBE, Case
+from mortal import mortal
+
+PATIENCE = 120.0
+"""Seconds that a job may take on a machine that is busy with much else."""
+
+_BIN = Path(sys.executable).parent
+LAUNCHERS: Mapping[str, tuple[str, ...]] = {
+    "torchrun": (str(_BIN / "torchrun"),),
+    "rallypoint": (str(_BIN / "rallypoint"), "run"),
+}
+# The probe's lines with what a launcher puts before them. (A report of a failure quotes them, indented.)
+_LINE = re.compile(r"^(?:\S.*?)??(?:out|err) \d+ (?:apple|orange)$", re.MULTILINE)
+_MADE_UP = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|standalone-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What one start of a worker saw.
+
+    Attributes:
+        environment: The variables that were not there before, or had another value.
+        rest: Arguments, interpreter, and where it found itself.
+    """
+
+    environment: Mapping[str, str]
+    rest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a command line came to.
+
+    Attributes:
+        exit_codes: Of each node.
+        workers: By rank and restart count.
+        stdout: Lines of the workers on the console, sorted.
+        stderr: Likewise.
+        files: Path below the folder of logs, and content, with what is random in a name put as `*`.
+        said: All that the launcher said, for whoever looks into a failure.
+    """
+
+    exit_codes: tuple[int, ...]
+    workers: Mapping[str, Worker]
+    stdout: tuple[str, ...]
+    stderr: tuple[str, ...]
+    files: Mapping[str, str]
+    said: str = field(compare=False)
+
+
+def see(case: Case, launcher: str, folder: Path) -> Seen:
+    """Run a case to its end under one launcher, in an empty folder."""
+    for name in ("probe", "logs", "temporary"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name(PROBE), folder)
+    (folder / PROBE).chmod(0o755)
+    with ExitStack() as stack:
+        port, *kept = _ports(stack)
+        places = {"logs": folder / "logs", "port": port, "folder": folder, "python": sys.executable}
+        environment = clean_environment(
+            **{name: _put(value, places) for name, value in case.environment.items()},
+            PROBE_FOLDER=str(folder / "probe"),
+            TMPDIR=str(folder / "temporary"),
+        )
+        for socket_ in kept:
+            socket_.close()
+        nodes = [
+            subprocess.Popen(
+                mortal(
+                    *LAUNCHERS[launcher],
+                    *(_put(argument, places) for argument in (*case.flags, *more, *case.program)),
+                ),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=folder,
+                env=environment,
+            )
+            for more in case.nodes
+        ]
+        said = [node.communicate(timeout=PATIENCE) for node in nodes]
+    probes = sorted((folder / "probe").iterdir())
+    return Seen(
+        exit_codes=tuple(node.returncode for node in nodes),
+        workers={path.name: _worker(path, environment, folder, port) for path in probes},
+        stdout=_lines("".join(stdout for stdout, _ in said)),
+        stderr=_lines("".join(stderr for _, stderr in said)),
+        files=_files(folder / "logs"),
+        said="\n".join(part for pair in said for part in pair),
+    )
+
+
+def _put(argument: str, places: Mapping[str, object]) -> str:
+    for name, place in places.items():
+        argument = argument.replace(f"{{{name}}}", str(place))
+    return argument
+
+
+def _ports(stack: ExitStack) -> tuple[Any, ...]:
+    """A free port above which another one is free, and the sockets that keep them until they are wanted."""
+    while True:
+        first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = first.getsockname()[1]
+        try:
+            second = stack.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+        except OSError:
+            continue
+        return port, first, second
+
+
+def _worker(path: Path, environment: Mapping[str, str], folder: Path, port: int) -> Worker:
+    seen = json.loads(path.read_text())
+    given = seen.pop("environment")
+    changed = {
+        name: _regular(value, folder) for name, value in given.items() if environment.get(name) != value
+    }
+    changed["MASTER_PORT"] = "as given" if given["MASTER_PORT"] == str(port) else "some free port"
+    seen = {name: _regular(value, folder) for name, value in seen.items()}
+    return Worker(changed, seen)
+
+
+def _regular(value: Any, folder: Path) -> Any:
+    """Without what is made up anew for every job."""
+    if not isinstance(value, str):
+        return value
+    value = _MADE_UP.sub("<made up>", value.replace(str(folder), "<folder>"))
+    value = re.sub(r"/temporary/(torchelastic|rallypoint)_\w+", "/temporary/*", value)
+    return re.sub(r"[^/]+_\w{8}/attempt_", "*/attempt_", value)
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(sorted(found.group() for found in _LINE.finditer(text)))
+
+
+def _files(logs: Path) -> dict[str, str]:
+    def name(path: Path) -> str:
+        parts = list(path.relative_to(logs).parts)
+        parts[0] = _MADE_UP.sub("<made up>", re.sub(r"_\w{8}$", "_*", parts[0]))
+        return "/".join(parts)
+
+    return {
+        name(path): "\n".join(_lines(path.read_text(errors="replace")))
+        for path in sorted(logs.rglob("*"))
+        if path.is_file()
+    }

@@ -1,0 +1,142 @@
+"""A job from Python gives results by rank or one error, and leaves the program that has launched it as it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import calls
+from rallypoint.launcher import (
+    CallError,
+    ChildFailedError,
+    LaunchConfig,
+    WorkersFailedError,
+    elastic_launch,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+FRESH = ["spawn", "forkserver"]  # methods that work whatever this process has loaded
+
+
+def config(tmp_path: Path, **more: Any) -> LaunchConfig:
+    return LaunchConfig(1, 1, 2, log_dir=tmp_path, **more)
+
+
+@pytest.mark.parametrize("method", FRESH)
+def test_results_are_by_rank(tmp_path: Path, method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each worker has the arguments, with its local rank where that was asked for; its output is shown."""
+    launch = elastic_launch(
+        config(tmp_path, start_method=method, role="trainer", tee="3", redirects="0"), calls.tell
+    )
+    results = launch("I am ${local_rank}", 5)
+    assert {rank: box.content for rank, box in results.items()} == {
+        rank: (rank, "2", "trainer", f"I am {rank}", 5) for rank in range(2)
+    }
+    assert "rank 1 was told I am 1" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("method", FRESH)
+def test_a_launch_changes_nothing_here(tmp_path: Path, method: str) -> None:
+    """Neither handlers nor environment nor modules, and so a second one works like the first."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    environment, loaded, threads = dict(os.environ), set(sys.modules), threading.active_count()
+    for _ in range(2):
+        assert elastic_launch(config(tmp_path, start_method=method), calls.leave)(0) == {0: None, 1: None}
+    assert handlers == {number: signal.getsignal(number) for number in signal.valid_signals()}
+    assert (environment, threads) == (dict(os.environ), threading.active_count())
+    assert not [name for name in set(sys.modules) - loaded if name.split(".")[0] in ("grpc", "psutil")]
+
+
+@pytest.mark.parametrize("method", FRESH)
+def test_what_an_earlier_round_returned_does_not_count(tmp_path: Path, method: str) -> None:
+    """After a restart the results are of the workers that came last."""
+    launch = elastic_launch(config(tmp_path, start_method=method, max_restarts=1), calls.fail_at_first)
+    assert launch() == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("method", FRESH)
+def test_the_error_carries_the_first_failure(tmp_path: Path, method: str) -> None:
+    """Rank, exit code, traceback; under torch's name too, and it survives pickling."""
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, start_method=method, max_restarts=0), calls.fail)(1)
+    error = caught.value
+    assert isinstance(error, WorkersFailedError)
+    assert error.failure is not None
+    assert (error.exit_code, error.failure.rank, error.failure.exit_code) == (1, 1, 1)
+    assert error.failures == {1: error.failure}
+    assert "ValueError: no good" in str(error)
+    assert "in fail\n" in error.failure.traceback
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (str(again), again.failure) == (str(error), error.failure)
+
+
+def test_a_function_that_can_not_be_pickled_is_refused(tmp_path: Path) -> None:
+    """In one line, with what would help."""
+    with pytest.raises(CallError, match=r"<locals>.<lambda> or its arguments can't be pickled .*'fork'"):
+        elastic_launch(config(tmp_path), lambda: 1)()
+    with pytest.raises(CallError, match="tell or its arguments can't be pickled"):
+        elastic_launch(config(tmp_path), calls.tell)(threading.Lock())
+
+
+@pytest.mark.parametrize("method", FRESH)
+def test_a_result_that_can_not_be_pickled_is_no_reason_to_restart(tmp_path: Path, method: str) -> None:
+    """It would be so again: the job ends with the exit code that says so, and with the type's name."""
+    with pytest.raises(WorkersFailedError, match="of type lock, can't be brought back") as caught:
+        elastic_launch(config(tmp_path, start_method=method, max_restarts=3), calls.return_lock)()
+    assert caught.value.exit_code == 93
+    assert len(list(tmp_path.glob("*/attempt_*"))) == 1
+
+
+def test_a_result_that_can_not_be_loaded_names_its_rank(tmp_path: Path) -> None:
+    """The job has succeeded; what is wrong is on this side."""
+    with pytest.raises(CallError, match=r"what rank 0 returned can't be loaded here \(ValueError"):
+        elastic_launch(config(tmp_path), calls.return_one_way)()
+
+
+def test_programs_are_run_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With arguments that are text or not; there is nothing that they could return."""
+    launch = elastic_launch(config(tmp_path), "sh")
+    assert launch("-c", 'echo "$0 $1 $LOCAL_RANK"', "rank=${local_rank}", 7) == {0: None, 1: None}
+    assert sorted(capfd.readouterr().out.splitlines()) == ["rank=0 7 0", "rank=1 7 1"]
+    with pytest.raises(WorkersFailedError) as caught:
+        elastic_launch(config(tmp_path, max_restarts=0), "sh")("-c", "exit 9")
+    assert caught.value.failure is not None
+    assert caught.value.failure.exit_code == 9
+
+
+async def test_an_event_loop_that_runs_here_is_no_trouble(tmp_path: Path) -> None:
+    """As in a notebook: the call blocks the loop, and returns."""
+    assert elastic_launch(config(tmp_path), calls.leave)(0) == {0: None, 1: None}
+
+
+def test_other_threads_may_launch(tmp_path: Path) -> None:
+    """Without a main thread there are no signals to pass on, and nothing else is missing."""
+    results: list[dict[int, Any]] = []
+    thread = threading.Thread(target=lambda: results.append(elastic_launch(config(tmp_path), calls.leave)(0)))
+    thread.start()
+    thread.join()
+    assert results == [{0: None, 1: None}]
+
+
+def test_a_fork_is_refused_where_it_would_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC in this process: said before anything is forked."""
+    monkeypatch.setitem(sys.modules, "grpc", sys)
+    with pytest.raises(ValueError, match="this process has loaded gRPC"):
+        elastic_launch(config(tmp_path, start_method="fork"), calls.leave)(0)
+
+
+def test_a_job_that_can_not_be_started_as_asked_says_so(tmp_path: Path) -> None:
+    """Wrong values in one line with the field's name; what only the agent finds out as well."""
+    with pytest.raises(ValueError, match=r"^rlimit: 'files' is no limit of this system"):
+        elastic_launch(config(tmp_path, options={"rlimit": "files=3"}), calls.leave)(0)
+    with pytest.raises(ValueError, match="supervisor-address nowhere"):
+        elastic_launch(config(tmp_path, supervisor_address="nowhere:1"), calls.leave)(0)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,137 @@
+"""torchrun's rendezvous flags lead hosts to one place, each backend in its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rallypoint.launcher.backends import Wish, meeting
+from rallypoint.launcher.plan import Embedded, Hosted, Standing
+from rallypoint.serving.settings import SettingError
+
+FIXED = {"nodes": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("wish", "place"),
+    [
+        ({}, Embedded()),
+        ({"standalone": True}, Embedded()),
+        ({"standalone": True, "backend": "c10d", "endpoint": "a:1"}, Embedded()),
+        ({"endpoint": "a:1", "run_id": "x"}, Standing("a:1")),
+        ({"endpoint": "a:1", "run_id": "x", "nodes": (1, 4)}, Standing("a:1")),
+        ({"endpoint": "a:1", "run_id": "x", "backend": "rallypoint", **FIXED}, Standing("a:1")),
+        # An endpoint without a backend is our own kind, whatever else is said.
+        ({"endpoint": "a:1", "run_id": "x", "node_rank": 1, **FIXED}, Standing("a:1")),
+        # torchrun's default, where anything says that it is meant.
+        ({"node_rank": 0, **FIXED}, Hosted("127.0.0.1:29501", here=True)),
+        ({"node_rank": 1, **FIXED}, Hosted("127.0.0.1:29501", here=False)),
+        ({"master_address": "head", **FIXED}, Hosted("head:29501", here=True)),
+        ({"master_port": 7000, **FIXED}, Hosted("127.0.0.1:7001", here=True)),
+        ({"backend": "static", **FIXED}, Hosted("127.0.0.1:29501", here=True)),
+        ({"master_address": "fd00::1", "master_port": 7000, **FIXED}, Hosted("[fd00::1]:7001", here=True)),
+        ({"backend": "static", "endpoint": "head:7000", **FIXED}, Hosted("head:7001", here=True)),
+        (
+            {"backend": "static", "endpoint": "head:7000", "master_port": 9000, **FIXED},
+            Hosted("head:7000", here=True),
+        ),
+        ({"backend": "static"}, Embedded()),
+        ({"master_port": 7000}, Embedded()),
+        ({"master_address": "head"}, Embedded()),
+        ({"backend": "c10d", **FIXED}, Hosted("localhost:29400")),
+        ({"backend": "c10d", "endpoint": "head", **FIXED}, Hosted("head:29400")),
+        ({"backend": "c10d", "endpoint": "[fd00::1]", "nodes": (1, 2)}, Hosted("[fd00::1]:29400")),
+        ({"backend": "c10d", "endpoint": "[fd00::1]:5", "nodes": (1, 2)}, Hosted("[fd00::1]:5")),
+        ({"backend": "c10d", "conf": {"is_host": "True"}, **FIXED}, Hosted("localhost:29400", here=True)),
+        ({"backend": "c10d", "conf": {"is_host": "0"}, **FIXED}, Hosted("localhost:29400", here=False)),
+        ({"backend": "c10d", "endpoint": "localhost:0"}, Embedded()),
+    ],
+)
+def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
+    """The same flags on all hosts lead to the same place."""
+    assert meeting(Wish(**wish)).place == place
+
+
+@pytest.mark.parametrize(
+    ("wish", "master"),
+    [
+        ({}, (None, None)),
+        ({"backend": "c10d"}, (None, None)),
+        ({"node_rank": 1, **FIXED}, ("127.0.0.1", 29500)),
+        ({"master_address": "head", "master_port": 7000, **FIXED}, ("head", 7000)),
+        ({"master_port": 7000}, ("127.0.0.1", 7000)),
+        ({"backend": "static", "endpoint": "head:7000", **FIXED}, ("head", 7000)),
+        ({"backend": "static", "endpoint": "head:7000", "master_port": 9000, **FIXED}, ("127.0.0.1", 9000)),
+    ],
+)
+def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int | None]) -> None:
+    """As given with static; anywhere else each round has a place of its own."""
+    found = meeting(Wish(**wish))
+    assert (found.master_address, found.master_port) == master
+
+
+@pytest.mark.parametrize(
+    ("wish", "names"),
+    [
+        ({"run_id": "job"}, ("job", "")),
+        ({"run_id": "job", "standalone": True}, ("job", "")),
+        ({"backend": "c10d"}, ("none", "")),
+        ({"backend": "static", "node_rank": 1, **FIXED}, ("none", "rank1")),
+        ({"run_id": "job", "node_rank": 1, **FIXED}, ("job", "rank1")),
+    ],
+)
+def test_names_of_run_and_node(wish: dict[str, Any], names: tuple[str, str]) -> None:
+    """A rank that is given is the node's name, so that it has the same place in every round."""
+    found = meeting(Wish(**wish))
+    assert (found.run_id, found.node_id) == names
+
+
+def test_jobs_of_one_host_have_names_of_their_own() -> None:
+    """Unless one is given."""
+    assert len({meeting(Wish()).run_id for _ in range(20)}) == 20
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ({"nodes": (1, 4)}, "Give --rdzv-endpoint HOST:PORT"),
+        (FIXED, "Give --rdzv-endpoint HOST:PORT"),
+        ({"node_rank": 0, "nodes": (1, 4)}, "Give --rdzv-endpoint HOST:PORT"),
+        ({"endpoint": "a:1"}, "Give --rdzv-id NAME"),
+        ({"standalone": True, **FIXED}, "--nnodes: --standalone runs on this host alone"),
+        ({"backend": "static", "nodes": (1, 4)}, "--nnodes: 1:4 is elastic, and the static backend is not"),
+        ({"node_rank": 2, **FIXED}, "--node-rank: 2 is not one of 2 nodes'; expected a number from 0 to 1"),
+        ({"master_port": 65535, **FIXED}, "--master-port: 65535 leaves no port"),
+        ({"backend": "static", "endpoint": "head", **FIXED}, "--rdzv-endpoint: 'head' has no port"),
+        ({"backend": "static", "conf": {"rank_policy": "topology"}, **FIXED}, "--rdzv-conf: rank_policy"),
+        ({"backend": "c10d", "endpoint": "head:0", **FIXED}, "--rdzv-endpoint: 'head:0' has port 0"),
+        ({"backend": "c10d", "endpoint": "head:x"}, "--rdzv-endpoint: 'head:x' has port 'x'"),
+        ({"backend": "c10d", "endpoint": "head:65536"}, "--rdzv-endpoint: 'head:65536' has port '65536'"),
+        ({"backend": "etcd"}, "--rdzv-backend etcd is not there yet"),
+        ({"backend": "etcd-v2"}, "--rdzv-backend etcd-v2 is not there yet"),
+        ({"endpoint": "etcd://a:2379/x"}, "--rdzv-backend etcd is not there yet"),
+        ({"backend": "zeus"}, "--rdzv-backend: 'zeus' is no backend"),
+    ],
+)
+def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) -> None:
+    """With the flag that is wrong or missing."""
+    with pytest.raises(SettingError) as caught:
+        meeting(Wish(**wish))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wish", "flags"),
+    [
+        ({"standalone": True, "backend": "c10d", "endpoint": "a:1"}, ["--rdzv-backend", "--rdzv-endpoint"]),
+        ({"backend": "c10d", "node_rank": 1, "master_port": 1}, ["--node-rank", "--master-port"]),
+        ({"endpoint": "a:1", "run_id": "x", "node_rank": 0}, []),
+        ({"node_rank": 0, "master_address": "a"}, ["--master-addr"]),
+        ({"backend": "static", "node_rank": 1, "master_address": "a", **FIXED}, []),
+    ],
+)
+def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str]) -> None:
+    """torchrun warns too; rank 0 is what everybody has who says nothing."""
+    assert [notice.partition(" ")[0] for notice in meeting(Wish(**wish)).notices] == flags

@@ -1,0 +1,234 @@
+"""An agent that serves its job's rendezvous: who does, who joins, and what the others hear when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from process_probe import until
+from rallypoint.agent.config import Peer
+from rallypoint.launcher import hosting
+from rallypoint.launcher.hosting import Host, answers, is_this_host, rendezvous_at
+from rallypoint.launcher.plan import Hosted
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import ClientTLS, SettingError
+from serving.conftest import make_certificates
+
+RUN = "run-1"
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """An address at which somebody listens who is no service."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0)
+        yield f"localhost:{listening.getsockname()[1]}"
+
+
+class Member:
+    """A node of the run, as its agent would be."""
+
+    def __init__(self, call: object, updates: asyncio.Queue[pb.NodeUpdate]) -> None:
+        """Joined already."""
+        self.call = call
+        self.updates = updates
+
+    async def ends(self) -> pb.RunEnd:
+        """How it hears that the run has ended."""
+        async with asyncio.timeout(20):
+            while True:
+                update = await self.updates.get()
+                if update.phase == pb.PHASE_CLOSED:
+                    return update.run_end
+
+
+@asynccontextmanager
+async def member(endpoint: str, node_id: str = "other") -> AsyncIterator[Member]:
+    """Join a run of one node."""
+    async with open_channel(endpoint) as channel:
+        call = pb_grpc.RendezvousServiceStub(channel).Join()
+        settings = pb.RunSettings(min_nodes=1, max_nodes=2)
+        join = pb.JoinRun(
+            run_id=RUN, node_id=node_id, settings=settings, address="a", local_world_size=1, role="d"
+        )
+        await call.write(pb.JoinRequest(join=join))
+        updates: asyncio.Queue[pb.NodeUpdate] = asyncio.Queue()
+        joined = asyncio.Event()
+
+        async def read() -> None:
+            async for response in call:
+                joined.set()
+                if response.HasField("update"):
+                    updates.put_nowait(response.update)
+                    if response.update.phase == pb.PHASE_CLOSED:
+                        return  # as agents do, which ends the stream
+
+        reading = asyncio.create_task(read())
+        reading.add_done_callback(lambda _: call.cancel())
+        await asyncio.wait_for(joined.wait(), 20)
+        try:
+            yield Member(call, updates)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def close(host: Host) -> None:
+    """End the run, as its nodes do when all is done."""
+    async with open_channel(host.peer.endpoint) as channel:
+        await pb_grpc.RendezvousServiceStub(channel).CloseRun(pb.CloseRunRequest(run_id=RUN, reason="test"))
+
+
+async def test_the_first_agent_on_a_host_serves_and_the_others_join(port: int) -> None:
+    """Several on one host have the same command line."""
+    place = Hosted(f"localhost:{port}")
+    async with rendezvous_at(place, None) as first, rendezvous_at(place, None) as second:
+        assert first is not None
+        assert second is None
+        assert await answers(place.endpoint, None)
+
+
+async def test_an_agent_serves_only_if_it_is_to(port: int) -> None:
+    """Node rank 1, another host's name, or is_host=0: all of them go to where somebody else serves."""
+    for place in (Hosted(f"localhost:{port}", here=False), Hosted(f"192.0.2.7:{port}")):
+        async with rendezvous_at(place, None) as host:
+            assert host is None
+
+
+async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
+    """Node rank 0 twice, for one."""
+    place = Hosted(f"127.0.0.1:{port}", here=True)
+    async with rendezvous_at(place, None):
+        with pytest.raises(SettingError, match="another agent does; is this host given its place twice"):
+            async with rendezvous_at(place, None):
+                pass
+
+
+async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked first: joining something that is no service would take a minute to fail."""
+    monkeypatch.setattr(hosting, "_ANSWER", 0.3)
+    with pytest.raises(SettingError, match=f"can't serve rendezvous at {stranger}: {stranger} is in use"):
+        async with rendezvous_at(Hosted(stranger), None):
+            pass
+
+
+async def test_serving_with_tls_needs_a_certificate(port: int) -> None:
+    """An authority alone is what a client has."""
+    with pytest.raises(SettingError, match="give --tls-cert and --tls-key beside --tls-ca"):
+        async with rendezvous_at(Hosted(f"localhost:{port}"), ClientTLS()):
+            pass
+
+
+async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_path: Path) -> None:
+    """All hosts of a job have the same files: what a server shows is what a client shows."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command (apt install openssl)")
+    files = make_certificates(tmp_path, "ours")
+    tls = ClientTLS(files.ca, files.server, files.server_key)
+    async with rendezvous_at(Hosted(f"localhost:{port}"), tls) as host:
+        assert host is not None
+        assert host.peer == Peer(f"localhost:{port}", tls)
+        assert await answers(host.peer.endpoint, tls)
+        assert not await answers(host.peer.endpoint, ClientTLS(files.ca))
+        assert not await answers(host.peer.endpoint, None)
+        await asyncio.wait_for(host.see_off(RUN, "done", (), succeeded=True), 20)
+
+
+async def test_what_others_can_reach_in_plaintext_is_said(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And served at every address, whatever this host takes its own name for."""
+    async with rendezvous_at(Hosted(f"0.0.0.0:{port}", here=True), None) as host:
+        assert host is not None
+        assert host.peer.endpoint == f"127.0.0.1:{port}"
+        assert await answers(f"127.0.0.2:{port}", None)
+    told = [record.getMessage() for record in caplog.records if "in plaintext" in record.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("192.0.2.7", False),
+        ("no-such-host.invalid", False),
+    ],
+)
+async def test_whether_a_name_is_this_hosts(host: str, here: bool) -> None:
+    """By whether one could listen there: no name of this machine is asked for."""
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    assert await is_this_host(host) is here
+
+
+async def test_this_machines_own_name_is_its(port: int) -> None:
+    """However it is known to itself."""
+    assert await is_this_host(socket.gethostname())
+
+
+async def test_a_host_that_left_closes_the_run(port: int) -> None:
+    """The others can't go on without their rendezvous; they hear why before it is gone."""
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+        assert host is not None
+        async with member(host.peer.endpoint) as other:
+            leaving = asyncio.create_task(host.see_off(RUN, "got SIGTERM", (), succeeded=False))
+            end = await other.ends()
+            assert end.outcome == pb.OUTCOME_CANCELLED
+            assert end.detail.endswith("the host that served the run's rendezvous is gone: got SIGTERM")
+            await asyncio.wait_for(leaving, 20)
+
+
+async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
+    """Their work is not lost because this host's was done first."""
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+        assert host is not None
+        async with member(host.peer.endpoint) as other:
+            waiting = asyncio.create_task(host.see_off(RUN, "done", (signal.SIGTERM,), succeeded=True))
+            await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the wait to begin")
+            assert not waiting.done()
+            await close(host)
+            await other.ends()
+            await asyncio.wait_for(waiting, 20)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_a_signal_ends_that_wait(port: int) -> None:
+    """Whoever wants the host gone need not wait for other hosts' work."""
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+        assert host is not None
+        async with member(host.peer.endpoint) as other:
+            waiting = asyncio.create_task(host.see_off(RUN, "done", (signal.SIGTERM,), succeeded=True))
+            await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the wait to begin")
+            signal.raise_signal(signal.SIGTERM)
+            assert (await other.ends()).detail.endswith("is gone: got SIGTERM")
+            await asyncio.wait_for(waiting, 20)
+
+
+async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> None:
+    """There is nobody to tell."""
+    async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
+        assert host is not None
+        await asyncio.wait_for(host.see_off(RUN, "it failed", (), succeeded=False), 20)
+        async with member(host.peer.endpoint) as other:
+            await close(host)
+            await other.ends()
+        await asyncio.wait_for(host.see_off(RUN, "done", (), succeeded=True), 20)

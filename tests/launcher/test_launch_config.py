@@ -1,0 +1,205 @@
+"""Torch's LaunchConfig comes to the same plan as the flags of the same names, and mistakes name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+from enum import Enum, IntFlag
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.agent.logs import Redirect, Streams
+from rallypoint.launcher.launch_config import LaunchConfig
+from rallypoint.launcher.plan import Embedded, Hosted, LaunchPlan, Standing
+
+
+def plan(**fields: Any) -> LaunchPlan:
+    return LaunchConfig(**{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, **fields}).plan(["train"])
+
+
+def test_defaults_are_torchs() -> None:
+    """Three restarts, no redirects, torch's name of the role; a job of one host needs nothing else."""
+    found = plan()
+    assert found.command == ("train",)
+    assert (found.nodes, found.local_world_size, found.max_restarts) == ((1, 1), 2, 3)
+    assert isinstance(found.place, Embedded)
+    assert found.job["role"] == "default_role"
+    assert found.environment == dict(os.environ)
+    assert found.notices == ()
+    assert set(found.signals) == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+    assert plan().run_id != found.run_id
+    assert pickle.loads(pickle.dumps(found)) == found, "it goes to the agent's process"  # noqa: S301
+
+
+def test_fields_have_torchs_order() -> None:
+    """Whoever passes them by place gets what torch would take them for."""
+    names = [field.name for field in dataclasses.fields(LaunchConfig)]
+    assert names[:6] == ["min_nodes", "max_nodes", "nproc_per_node", "logs_specs", "run_id", "role"]
+    assert names.index("shutdown_timeout") == 22
+
+
+@pytest.mark.torch
+def test_every_field_of_torchs_is_here() -> None:
+    """With its name, and its place, and its default but for the backend."""
+    Torchs = pytest.importorskip("torch.distributed.launcher.api").LaunchConfig
+
+    torchs = {field.name: field.default for field in dataclasses.fields(Torchs)}
+    ours = {field.name: field.default for field in dataclasses.fields(LaunchConfig)}
+    assert list(ours)[: len(torchs)] == list(torchs)
+    assert [name for name in torchs if torchs[name] != ours[name]] == ["rdzv_backend"]
+
+
+def test_every_field_reaches_the_plan() -> None:
+    """What is not about where the hosts meet is an option of the job."""
+    found = plan(
+        min_nodes=2,
+        max_nodes=4,
+        run_id="run",
+        rdzv_endpoint="meet:29400",
+        rdzv_configs={"join_timeout": 60, "last_call_timeout": 1.5},
+        max_restarts=0,
+        log_line_prefix_template="[${rank}]",
+        local_addr="10.0.0.1",
+        numa_options="node",
+        signals_to_handle="SIGTERM,USR1",
+        duplicate_stdout_filters=["loss"],
+        duplicate_stderr_filters=["warn", "error"],
+        shutdown_timeout=7,
+        log_dir="logs",
+        redirects="1",
+        tee="0:2",
+        local_ranks_filter=[1],
+        environment={"A": "b"},
+        node_id="me",
+        timer_endpoint="watch:29410",
+        metrics_address="127.0.0.1:0",
+        options={"rlimit": "core=0", "stop-signal": "USR2"},
+    )
+    assert (found.nodes, found.run_id, found.place) == ((2, 4), "run", Standing("meet:29400"))
+    assert found.conf == {"join_timeout": "60", "last_call_timeout": "1.5"}
+    assert found.max_restarts == 0
+    assert (found.local_address, found.node_id, found.environment) == ("10.0.0.1", "me", {"A": "b"})
+    assert (found.timer_endpoint, found.metrics_address) == ("watch:29410", "127.0.0.1:0")
+    assert found.signals == (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    expected = {
+        "line_prefix": "[${rank}]",
+        "numa_binding": "node",
+        "duplicate_stdout_filters": ("loss",),
+        "duplicate_stderr_filters": ("warn", "error"),
+        "shutdown_timeout": 7.0,
+        "log_dir": Path("logs"),
+        "redirects": Redirect(Streams.STDOUT),
+        "local_ranks_filter": {1},
+        "rlimits": {"core": (0, 0)},
+        "stop_signal": signal.SIGUSR2,
+        "call": False,
+    }
+    assert {name: found.job[name] for name in expected} == expected
+
+
+class Std(IntFlag):
+    """As torch has it."""
+
+    OUT = 1
+    ERR = 2
+
+
+class AffinityMode(str, Enum):  # noqa: UP042
+    """As torch has it."""
+
+    SOCKET = "socket"
+
+
+@dataclasses.dataclass
+class NumaOptions:
+    """As torch has it."""
+
+    affinity_mode: AffinityMode
+    should_fall_back_if_binding_fails: bool = False
+
+
+class LogsSpecs:
+    """As torch has it."""
+
+    root_log_dir = "elsewhere"
+    _redirects = Std.OUT
+    _tee: dict[int, Std] = {0: Std.ERR, 1: Std.OUT}  # noqa: RUF012 (like that)
+    _local_ranks_filter: set[int] = {0}  # noqa: RUF012
+
+
+def test_torchs_own_objects_are_understood() -> None:
+    """A program that makes DefaultLogsSpecs and NumaOptions need not change."""
+    found = plan(logs_specs=LogsSpecs(), numa_options=NumaOptions(AffinityMode.SOCKET))
+    assert found.job["log_dir"] == Path("elsewhere")
+    assert found.job["redirects"] == Redirect(Streams.STDOUT)
+    assert found.job["tee"] == Redirect.parse("0:2,1:1", "tee", 2)
+    assert found.job["local_ranks_filter"] == {0}
+    assert found.job["numa_binding"] == "socket"
+
+
+def test_torchs_static_backend_has_its_rank_in_the_settings() -> None:
+    """As torchrun hands it over."""
+    found = plan(
+        min_nodes=2,
+        max_nodes=2,
+        rdzv_backend="static",
+        rdzv_endpoint="first:29500",
+        run_id="run",
+        rdzv_configs={"rank": 1, "timeout": 900},
+    )
+    assert isinstance(found.place, Hosted)
+    assert found.node_id == "rank1"
+    assert found.job["master_address"] == "first"
+    assert found.job["master_port"] == 29500
+
+
+def test_the_old_names_of_timeouts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's environment variable for the shutdown, torch's first name for the rendezvous'."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "11")
+    assert plan().job["shutdown_timeout"] == 11.0
+    assert plan(shutdown_timeout=3).job["shutdown_timeout"] == 3.0
+    found = plan(rdzv_timeout=5, rdzv_backend="static", rdzv_configs={"rank": 0})
+    assert found.conf["join_timeout"] == "5"
+
+
+def test_what_has_no_meaning_is_said() -> None:
+    """As a notice that the agent logs, and in the names of the fields."""
+    notices = plan(metrics_cfg={"a": "b"}, rdzv_configs={"timeout": 900}).notices
+    assert [notice.split(" has no meaning")[0] for notice in notices] == [
+        "rdzv_configs: timeout",
+        "metrics_cfg",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"min_nodes": 2}, "min_nodes=2: expected 1 to max_nodes, which is 1"),
+        ({"nproc_per_node": 0}, "nproc_per_node=0: expected 1 or more"),
+        ({"max_restarts": -1}, "max_restarts=-1: expected 0 or more"),
+        ({"start_method": "thread"}, "start_method='thread' is none of spawn, fork, forkserver"),
+        ({"shutdown_timeout": -1}, "shutdown_timeout: -1"),
+        ({"signals_to_handle": "SIGTERM,SIGNAL"}, "signals_to_handle: 'SIGNAL' is no signal; expected names"),
+        ({"numa_options": "near"}, "numa_binding: 'near' is none of node, socket"),
+        ({"numa_options": NumaOptions(AffinityMode.SOCKET, True)}, "should_fall_back_if_binding_fails"),
+        ({"rdzv_backend": "zookeeper"}, "rdzv_backend: 'zookeeper' is no backend"),
+        ({"max_nodes": 2}, "Give rdzv_endpoint HOST:PORT"),
+        ({"max_nodes": 2, "rdzv_endpoint": "a:1"}, "Give run_id NAME"),
+        ({"local_ranks_filter": [7]}, "local_ranks_filter: .*has 7, but this host has 2 workers"),
+        ({"options": {"nonsense": 1}}, "nonsense: there is no such option"),
+        (
+            {"rdzv_backend": "static", "rdzv_configs": {"rank": "x"}},
+            "rdzv_configs.'rank'.='x' is not a whole number",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_line(fields: dict[str, Any], expected: str) -> None:
+    """Before anything is started, with the field's name rather than a flag's."""
+    with pytest.raises(ValueError, match=expected) as caught:
+        plan(**fields)
+    assert "\n" not in str(caught.value)
+    assert "--" not in str(caught.value).replace("`rallypoint", "")

@@ -1,0 +1,163 @@
+"""A program that launches: its own functions and classes, its signals, and its death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mortal import mortal
+from process_probe import PATIENCE, all_there, fresh_marker, gone, wait_until
+from rallypoint.agent.spawner import descendants
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TESTS = Path(__file__).parent.parent
+PROGRAM = TESTS / "launcher" / "launching.py"
+METHODS = ["spawn", "fork", "forkserver"]
+
+
+def start(mode: str, folder: Path, method: str, **environment: str) -> subprocess.Popen[str]:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    search_path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        mortal(sys.executable, str(PROGRAM), mode, str(folder), method),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": search_path, "TMPDIR": str(temporary), **environment},
+    )
+
+
+def wait_for_workers(program: subprocess.Popen[str], folder: Path) -> None:
+    def ready() -> bool:
+        return len(list(folder.glob("ready.*"))) == 2
+
+    wait_until(lambda: ready() or program.poll() is not None, "both workers")
+    if not ready():
+        raise AssertionError(program.communicate()[1])
+
+
+def ran(mode: str, folder: Path, method: str) -> str:
+    """Runs it to its end; what it has printed."""
+    with start(mode, folder, method) as program:
+        out, err = program.communicate(timeout=PATIENCE * 3)
+    assert program.returncode == 0, err
+    assert list((folder / "tmp").iterdir()) == [], "nothing is left behind"
+    return out
+
+
+@pytest.fixture
+def marker() -> Iterator[str]:
+    """In the environment of everything that a test starts; whoever has it at the end is killed."""
+    with fresh_marker() as marker:
+        yield marker
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_functions_and_classes_of_the_main_module_work(tmp_path: Path, method: str) -> None:
+    """Twice in one program, which never loads gRPC itself."""
+    lines = ran("results", tmp_path, method).splitlines()
+    name = "__main__" if method == "fork" else "__mp_main__"
+    assert [line for line in lines if line != f"{name} prints"] == ["{0: 7, 1: 8}", "False"]
+    logs = sorted((tmp_path / "logs").glob("*/attempt_0/*/stdout.log"))
+    assert len(logs) == 4 or not logs  # what the console shows has no file
+
+
+def test_a_fork_calls_what_nobody_could_pickle(tmp_path: Path) -> None:
+    """A closure with all it holds; what the workers change stays theirs."""
+    assert ran("closure", tmp_path, "fork") == "not to be printed twice {0: 1, 1: 1}\n[]\n"
+
+
+def test_forking_beside_threads_is_warned_of(tmp_path: Path) -> None:
+    """Once, and where the program calls."""
+    assert ran("threads", tmp_path, "fork").splitlines()[-1] == "[('RuntimeWarning', 'launching.py')]"
+
+
+def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    """A worker that imports it does not launch in its turn."""
+    with start("unguarded", tmp_path, "spawn") as program:
+        _, err = program.communicate(timeout=PATIENCE * 3)
+    assert program.returncode == 1
+    assert "put the launch under `if __name__ == '__main__':`" in err
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ctrl_c_stops_the_workers_and_is_raised(tmp_path: Path, method: str, marker: str) -> None:
+    """The workers get SIGINT, the program KeyboardInterrupt, and its handlers are back."""
+    with start("linger", tmp_path, method, MARKER=marker) as program:
+        wait_for_workers(program, tmp_path)
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=PATIENCE * 2)
+    assert out.splitlines() == ["KeyboardInterrupt ", "restored True"], err
+    assert program.returncode == -signal.SIGINT
+    assert sorted(path.name for path in tmp_path.glob("SIGINT.*")) == ["SIGINT.0", "SIGINT.1"]
+    assert gone(marker)
+
+
+def test_a_signal_without_a_handler_ends_the_program_in_good_order(tmp_path: Path, marker: str) -> None:
+    """The workers get SIGTERM; what the program has to clear up it clears up."""
+    with start("linger", tmp_path, "spawn", MARKER=marker) as program:
+        wait_for_workers(program, tmp_path)
+        program.send_signal(signal.SIGTERM)
+        out, err = program.communicate(timeout=PATIENCE * 2)
+    assert out.splitlines() == ["SystemExit 143", "restored True"], err
+    assert program.returncode == 143
+    assert len(list(tmp_path.glob("SIGTERM.*"))) == 2
+    assert gone(marker)
+
+
+def test_a_signal_that_the_program_handles_is_handled_once_the_workers_are_gone(tmp_path: Path) -> None:
+    """And the launch has failed, for the program to go on."""
+    with start("handled", tmp_path, "spawn") as program:
+        wait_for_workers(program, tmp_path)
+        program.send_signal(signal.SIGTERM)
+        out, err = program.communicate(timeout=PATIENCE * 2)
+    assert out.splitlines() == ["handler: 15", "failed 143 None", "restored True"], err
+    assert program.returncode == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_users_signals_go_to_the_workers(tmp_path: Path, method: str) -> None:
+    """A scheduler warns the program that it has started; to stop is for the workers to decide."""
+    with start("linger", tmp_path, method) as program:
+        wait_for_workers(program, tmp_path)
+        program.send_signal(signal.SIGUSR1)
+        wait_until(lambda: len(list(tmp_path.glob("SIGUSR1.*"))) == 2, "the first signal")
+        program.send_signal(signal.SIGUSR2)
+        wait_until(lambda: len(list(tmp_path.glob("SIGUSR2.*"))) == 2, "the second signal")
+        program.send_signal(signal.SIGINT)
+        program.communicate(timeout=PATIENCE * 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_agent_that_is_killed_is_an_error_and_leaves_nothing(
+    tmp_path: Path, method: str, marker: str
+) -> None:
+    """The launching program is told how its agent ended, once workers and temporary folders are gone."""
+    with start("linger", tmp_path, method, MARKER=marker) as program:
+        wait_for_workers(program, tmp_path)
+        (agent,) = [process.pid for process in descendants(program.pid) if process.parent == program.pid]
+        os.kill(agent, signal.SIGKILL)
+        out, err = program.communicate(timeout=PATIENCE * 2)
+    assert out.splitlines() == ["failed 137 None", "restored True"], err
+    wait_until(lambda: gone(marker), "the end of everything")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_outlives_the_program(tmp_path: Path, method: str, marker: str) -> None:
+    """SIGKILL of the program that has launched ends agent, workers and daemons, and removes temporary folders."""
+    with start("tree", tmp_path, method, MARKER=marker) as program:
+        wait_until(lambda: all_there(tmp_path, 2), "all parts of the stubborn workers")
+        program.kill()
+        program.communicate(timeout=PATIENCE)
+        wait_until(lambda: gone(marker), "the end of everything")
+    # The folder of the call may have come into being only now, and be the program's own.
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == []

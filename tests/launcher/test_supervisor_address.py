@@ -1,0 +1,66 @@
+"""The supervisor of `rallypoint run` is served in plaintext to this host alone, and with TLS to others."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import grpc
+import pytest
+
+from process_probe import PATIENCE, until
+from rallypoint.agent.addresses import free_port
+from rallypoint.agent.processes import Spawner
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+from rallypoint.launcher.launch import launch
+from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import ClientTLS, SettingError
+from serving.conftest import make_certificates
+
+WAIT = ("sh", "-c", "touch $1; exec sleep 60", "worker")
+
+
+def plan(folder: Path, address: str, tls: ClientTLS | None) -> LaunchPlan:
+    """A job whose worker touches a file and stays."""
+    return LaunchPlan(
+        command=(*WAIT, str(folder / "started")),
+        environment={"PATH": "/usr/bin:/bin"},
+        run_id="run-1",
+        supervisor_address=address,
+        tls=tls,
+        signals=(),
+        job={"log_dir": folder / "logs", "shutdown_timeout": 1.0},
+    )
+
+
+async def test_others_need_a_certificate_of_the_same_authority(tmp_path: Path) -> None:
+    """Who shows one can look and steer; who shows none can't."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command (apt install openssl)")
+    files = make_certificates(tmp_path / "tls", "ours")
+    port = free_port("127.0.0.1")
+    here = ClientTLS(files.ca, files.server, files.server_key)
+    running = asyncio.create_task(launch(plan(tmp_path, f"0.0.0.0:{port}", here), Spawner.start()))
+    await until((tmp_path / "started").exists, "the worker")
+    for stranger in (None, ClientTLS(files.ca)):
+        async with open_channel(f"127.0.0.1:{port}", stranger) as channel:
+            stub = pb_grpc.SupervisorServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.GetJob(pb.GetJobRequest(), timeout=PATIENCE)
+    async with open_channel(
+        f"127.0.0.1:{port}", ClientTLS(files.ca, files.client, files.client_key)
+    ) as channel:
+        stub = pb_grpc.SupervisorServiceStub(channel)
+        assert (await stub.GetJob(pb.GetJobRequest(), timeout=PATIENCE)).job.run_id == "run-1"
+        await stub.StopJob(pb.StopJobRequest(now=True), timeout=PATIENCE)
+    assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143
+
+
+async def test_without_certificates_only_this_host_is_served(tmp_path: Path) -> None:
+    """Whoever reaches it can kill the job."""
+    for tls in (None, ClientTLS(tmp_path / "ca.pem")):
+        with pytest.raises(SettingError, match=r"only on loopback.*--tls-ca, --tls-cert and --tls-key"):
+            await launch(plan(tmp_path, "0.0.0.0:0", tls), Spawner.start())

@@ -1,0 +1,59 @@
+"""Each key of torch's --rdzv-conf has its meaning here, or a line that says that it has none."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.launcher.torch_conf import TorchConf, split_conf
+from rallypoint.serving.settings import SettingError
+
+
+@pytest.mark.parametrize("key", ["heartbeat_timeout", "use_libuv", "rank"])
+@pytest.mark.parametrize("backend", ["rallypoint", "c10d"])
+def test_what_has_no_meaning_here_is_told(backend: str, key: str) -> None:
+    """And gone, so that our own service is not asked for it."""
+    conf, notices = split_conf({key: "5", "join_timeout": "60"}, backend)
+    assert conf == TorchConf({"join_timeout": "60"})
+    assert [notice.startswith(f"--rdzv-conf: {key} has no meaning here: ") for notice in notices] == [True]
+
+
+def test_static_waits_as_long_as_torchs() -> None:
+    """For its service as for the other nodes; what is said of one of them alone holds for that one."""
+    assert split_conf({}, "static")[0].settings == {"read_timeout": "900", "join_timeout": "900"}
+    conf, notices = split_conf({"timeout": "60", "join_timeout": "5"}, "static")
+    assert conf.settings == {"read_timeout": "60", "join_timeout": "5"}
+    assert not notices
+
+
+@pytest.mark.parametrize(
+    ("backend", "key"),
+    [("c10d", "timeout"), ("rallypoint", "timeout"), ("rallypoint", "is_host"), ("static", "is_host")],
+)
+def test_a_key_of_another_backend_is_told(backend: str, key: str) -> None:
+    """With whose it is, or what to say instead."""
+    conf, notices = split_conf({key: "1"}, backend)
+    assert conf.is_host is None
+    assert key not in conf.settings
+    assert len(notices) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "host"), [("1", True), ("True", True), ("y", True), ("0", False), ("no", False)]
+)
+def test_whether_this_host_serves_can_be_said(text: str, host: bool) -> None:
+    """In all the words that torch takes."""
+    assert split_conf({"is_host": text}, "c10d") == (TorchConf({}, is_host=host), ())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "told"),
+    [
+        ({"is_host": "maybe"}, "is_host='maybe' is neither true nor false"),
+        ({"store_type": "file"}, "store_type=file is not possible"),
+    ],
+)
+def test_what_can_not_be_is_told_in_one_line(pairs: dict[str, str], told: str) -> None:
+    """A file that hosts would share is no service."""
+    with pytest.raises(SettingError, match=told):
+        split_conf(pairs, "c10d")
+    assert split_conf({"store_type": "tcp"}, "c10d") == (TorchConf({}), ())

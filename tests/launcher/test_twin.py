@@ -1,0 +1,55 @@
+"""A node whose name can rightly be only its own is refused where another one is at work under it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from agent.test_environment import CONFIG
+from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.launcher.services import embedded_rendezvous
+from rallypoint.launcher.twin import refuse_twin
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import SettingError
+
+
+def node(endpoint: str, node_id: str = "rank1") -> JobConfig:
+    """A node of the run."""
+    return replace(CONFIG, node_id=node_id, rendezvous=Peer(endpoint), connect_timeout=20.0)
+
+
+async def test_the_second_of_two_is_refused() -> None:
+    """While the first is at work; who comes after it is gone takes its place, and other names are free."""
+    async with embedded_rendezvous() as endpoint, open_channel(endpoint) as channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        await refuse_twin(node(endpoint))
+        first = stub.Join()
+        join = pb.JoinRun(
+            run_id=CONFIG.run_id,
+            node_id="rank1",
+            settings=CONFIG.settings,
+            address="10.0.0.2",
+            local_world_size=1,
+            role="d",
+        )
+        await first.write(pb.JoinRequest(join=join))
+        await first.read()
+        with pytest.raises(
+            SettingError, match=r"the node rank1 is in run 'run-7' already, on 10\.0\.0\.2: give every"
+        ):
+            await refuse_twin(node(endpoint))
+        await refuse_twin(node(endpoint, "rank2"))
+        first.cancel()
+        async with asyncio.timeout(20):
+            while (await stub.GetRun(pb.GetRunRequest(run_id=CONFIG.run_id))).run.nodes[0].connected:
+                pass
+        await refuse_twin(node(endpoint))
+
+
+async def test_a_service_that_is_away_is_not_this_ones_business() -> None:
+    """Whoever joins says what is wrong with it."""
+    await refuse_twin(replace(node("127.0.0.1:1"), connect_timeout=0.2))
