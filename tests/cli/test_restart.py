@@ -13,14 +13,24 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
 @pytest.mark.parametrize(
-    ("ended_round", "told"),
+    ("answer", "told"),
     [
-        (7, "run digits: round 7 ended, all workers are started anew\n"),
-        (0, "run digits has no round at present, so there was nothing to restart\n"),
+        (
+            pb.RestartRunResponse(ended_round=7),
+            "run digits: round 7 ended, all workers are started anew\n",
+        ),
+        (
+            pb.RestartRunResponse(hurried=True),
+            "run digits: the restart that was held back comes at once\n",
+        ),
+        (
+            pb.RestartRunResponse(),
+            "run digits has no round at present, so there was nothing to restart\n",
+        ),
     ],
 )
 def test_a_run_is_restarted_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch, ended_round: int, told: str
+    monkeypatch: pytest.MonkeyPatch, answer: pb.RestartRunResponse, told: str
 ) -> None:
     """The service is asked what was said, where and for how long it was said."""
     asked: list[pb.RestartRunRequest] = []
@@ -28,7 +38,7 @@ def test_a_run_is_restarted_with_a_reason(
     class Stub:
         def RestartRun(self, request: pb.RestartRunRequest) -> pb.RestartRunResponse:
             asked.append(request)
-            return pb.RestartRunResponse(ended_round=ended_round)
+            return answer
 
     def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
         assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)

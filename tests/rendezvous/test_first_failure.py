@@ -55,6 +55,31 @@ async def test_the_end_of_a_run_settles_by_itself(stage: Stage) -> None:
         assert (update.phase, update.run_end.failure.message) == (pb.PHASE_CLOSED, "CUDA error")
 
 
+async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None:
+    """Whoever has a worker that takes its time to end can report it yet; further failures tell nobody anything."""
+    a, b = await stage.running("a", "b")
+    await stage.later(5.0)
+    await stage.engine.execute(RUN, report(b))
+    for member in (a, b):
+        update = await taken(member)
+        assert (update.phase, update.settling, update.assignment.round) == (pb.PHASE_FINAL, True, 1)
+    second = report(b, "its neighbour")
+    await stage.engine.execute(RUN, replace(second, failure=replace(second.failure, local_rank=1)))
+    await stage.later(SETTLING)
+    for member in (a, b):
+        update = await taken(member)
+        assert (update.phase, update.settling) == (pb.PHASE_CLOSED, False)
+
+
+async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage) -> None:
+    """Its stream broke before it heard of that."""
+    a, b = await stage.running("a", "b")
+    before = (await stage.engine.get_run(RUN)).revision
+    await stage.engine.execute(RUN, report(b))
+    again = await stage.engine.resume(RUN, "a", a.lease.lease, before)
+    assert (await taken(again)).settling
+
+
 async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -> None:
     """It counts from when it came: a disk that is slow must not make the last failure of the first."""
     a, b = await stage.running("a", "b")

@@ -655,6 +655,17 @@ async def test_a_stream_that_opens_while_the_server_drains_ends_with_the_others(
     await draining
 
 
+async def test_a_stream_that_says_nothing_holds_up_no_draining_server(served: Served) -> None:
+    """Its client was cut off before it could say what it wants: it hears the same as all others."""
+    stub = served.stub()
+    silent = stub.Join(timeout=PATIENCE)
+    await stub.ListRuns(pb.ListRunsRequest())  # comes after it
+    draining = asyncio.create_task(served.server.drain(PATIENCE))
+    error = await refused(silent.read())
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+    await draining
+
+
 async def test_reflection_and_health_are_served(served: Served) -> None:
     """grpcurl finds the service, and whoever asks for its health hears SERVING."""
     channel = served.channel()

@@ -317,7 +317,7 @@ _ALONE = "trouble of the server alone"
 
 # With words of the invariants that each is seen to break.
 PLANTS: dict[Plant, str] = {
-    skip_the_fence: "workers run on a participant|holder|durable",
+    skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}",
     tell_before_commit: "durable",
     forget_round_numbers_in_a_crash: "a round number is never given out twice",
     reuse_the_number_of_a_burnt_round: "a round number is never given out twice",

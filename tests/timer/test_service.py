@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
 from rallypoint.serving.server import Server, ServerOptions
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.service import timer_service, translate
@@ -90,3 +93,21 @@ async def test_without_a_file_it_is_kept_in_memory(tmp_path: Path) -> None:
         assert await counts(stub) == [("step", 60)]
     async with serving(tmp_path, None) as stub:
         assert await counts(stub) == []
+
+
+async def test_a_stream_that_says_nothing_holds_up_no_draining_server(tmp_path: Path) -> None:
+    """Its agent was cut off before it could subscribe: it hears the same as all others."""
+    async with timer_service(learned=None) as service:
+        server = Server(
+            ServerOptions(host=f"unix:{tmp_path / 'timer'}"), services=[service], translate=translate
+        )
+        await server.start()
+        async with open_channel(server.address) as channel:
+            stub = pb_grpc.TimerServiceStub(channel)
+            silent = stub.Supervise(timeout=30)
+            await counts(stub)  # comes after it
+            draining = asyncio.create_task(server.drain(60.0))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await silent.read()
+            await draining
+    assert decode(error.value).reason == "DRAINING"

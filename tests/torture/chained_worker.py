@@ -1,7 +1,7 @@
 """A worker that dies when another does: chained_worker.py FOLDER UNWINDING DEATH.
 
-Rank 3 raises as soon as the others are connected to it, and takes UNWINDING seconds more to end; they notice, and die
-of it 50 ms later: by DEATH `raise`, `record`, `exit` or `abort`.
+The last rank raises as soon as the others are connected to it, and takes UNWINDING seconds more to end; they notice,
+and die of it 50 ms later: by DEATH `raise`, `record`, `exit` or `abort`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rallypoint.worker import record
 
 FOLDER, UNWINDING, DEATH = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-FIRST = 3
+FIRST = WORLD_SIZE - 1
 PORT = FOLDER / "port"
 CONNECTED: list[socket.socket] = []
 
@@ -43,7 +43,7 @@ def unwind() -> None:
 
 
 def wait_for_the_end() -> None:
-    """Until rank 3 is gone, as a collective would notice."""
+    """Until the last rank is gone, as a collective would notice."""
     while not PORT.exists():
         time.sleep(0.01)
     peer = socket.create_connection(("127.0.0.1", int(PORT.read_text())))

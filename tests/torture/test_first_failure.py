@@ -57,32 +57,47 @@ async def test_rank_3_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
                 await one_run(cluster, folder, f"run-{number}", unwinding, death)
 
 
+@pytest.mark.timeout(4 * PATIENCE)
+async def test_a_host_s_only_worker_raises_and_all_hosts_say_so(tmp_path: Path) -> None:
+    """Nobody dies beside it, and its agent looks into its error file only since the end of the run settles."""
+    async with LocalCluster(tmp_path / "cluster") as cluster:
+        await cluster.start_rendezvous()
+        for death in ("record", "exit"):
+            folder = tmp_path / death
+            folder.mkdir()
+            await one_run(cluster, folder, death, "3600", death, workers=1)
+
+
 def failure_files(folder: Path) -> list[dict[str, Any]]:
     """What agents left for programs."""
     return [json.loads(path.read_text()) for path in folder.glob("logs/*/failure.json")]
 
 
-async def one_run(cluster: LocalCluster, folder: Path, run_id: str, unwinding: str, death: str) -> None:
-    """A job of two hosts, whose worker of rank 3 fails first."""
-    job = Job(run_id, (str(WORKER), str(folder), unwinding, death), nodes="2", log_dir=folder / "logs")
+async def one_run(
+    cluster: LocalCluster, folder: Path, run_id: str, unwinding: str, death: str, *, workers: int = 2
+) -> None:
+    """A job of two hosts, whose worker of the last rank fails first."""
+    command = (str(WORKER), str(folder), unwinding, death)
+    job = Job(run_id, command, nodes="2", workers=workers, log_dir=folder / "logs")
+    last = 2 * workers - 1
     names = [f"{run_id}-{name}" for name in "ab"]
     agents = [await cluster.start_agent(name, job) for name in names]
     assert [await agent.ended(PATIENCE) for agent in agents] == [1, 1]
     run = await cluster.get_run(run_id)
     told = f"unwinding {unwinding} s, others die by {death}: {run.run_end}"
-    assert run.run_end.failure.rank == 3, told
+    assert run.run_end.failure.rank == last, told
     assert run.run_end.failure.kind == pb.FAILURE_KIND_EXCEPTION, told
-    assert run.run_end.detail.startswith("worker of rank 3 on node "), told
+    assert run.run_end.detail.startswith(f"worker of rank {last} on node "), told
     for agent in agents:
         rows = dict(re.findall(r"^  (rank|reason|exit code) +(.+)$", agent.report, re.MULTILINE))
-        assert rows["rank"].split()[0] == "3"
+        assert rows["rank"].split()[0] == str(last)
         assert rows["exit code"] == "1"
         assert rows["reason"] == "ValueError: batch 7 is empty"
     documents = failure_files(folder)
     assert sorted(document["node_id"] for document in documents) == names
     for document in documents:
         first = document["first_failure"]
-        assert (first["rank"], first["kind"], first["exit_code"]) == (3, "exception", 1)
+        assert (first["rank"], first["kind"], first["exit_code"]) == (last, "exception", 1)
         assert first["node"] == run.run_end.failure.node_id
         assert (document["outcome"], document["exit_code"], document["retry"]) == ("failed", 1, "here")
-        assert {failure["rank"] for failure in document["local_failures"]} <= {0, 1, 2, 3}
+        assert {failure["rank"] for failure in document["local_failures"]} <= {*range(last + 1)}

@@ -87,6 +87,10 @@ class PostMortem:
         self._failures.note(failure)
         self._tell(others)
 
+    def look(self, others: Mapping[int, int]) -> None:
+        """A worker elsewhere has failed: whoever has raised here has failed too, and may have before. See `note`."""
+        self._tell(others)
+
     def stopping(self, others: Mapping[int, int]) -> None:
         """Workers are about to be stopped, or have been: whoever had raised before that, had failed. See `note`."""
         if self._stopped_at is None:

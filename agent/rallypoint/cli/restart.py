@@ -22,5 +22,7 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: C
     response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request))
     if response.ended_round:
         click.echo(f"run {run_id}: round {response.ended_round} ended, all workers are started anew")
+    elif response.hurried:
+        click.echo(f"run {run_id}: the restart that was held back comes at once")
     else:
         click.echo(f"run {run_id} has no round at present, so there was nothing to restart")

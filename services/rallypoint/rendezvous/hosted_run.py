@@ -58,6 +58,8 @@ class HostedRun:
     _tell_at: float = -math.inf
     # The revision that followers were told last.
     _followed: int = 0
+    # Whether members were told that the round settles, which they are once: failures may come by the thousand.
+    _settling: bool = False
 
     def expires(self, time_to_live: float) -> float:
         """When the run is to be forgotten; infinity while it has nodes."""
@@ -123,6 +125,11 @@ class HostedRun:
         node = self.state.nodes.get(loss.node_id)
         detail = explain_loss(loss.node_id, loss.reason, settings)
         return LeaseLost(run_id, loss.node_id, member.lease.lease, node.lease if node else None, detail)
+
+    def begins_to_settle(self) -> bool:
+        """Whether members must be told that the round settles; asked once for each change."""
+        before, self._settling = self._settling, self.state.settling
+        return self._settling and not before
 
     def tell_members(self) -> None:
         """Tell every node the present state, and end their streams once the run is closed."""

@@ -275,6 +275,7 @@ class DurableRuns:
             if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                 run.end_stale_member(fact)
         self._histories.keep_within()
+        told |= {run_id: run for run_id, run in step.changed.items() if run.begins_to_settle()}
         for run in told.values():
             run.tell_members()
         for run in step.changed.values():

@@ -20,9 +20,9 @@ from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_p
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.bounded import bounded
 from rallypoint.serving.errors import invalid
 from rallypoint.serving.fields import SENTENCE_BYTES, count, name, text
+from rallypoint.serving.openings import Openings, ServerGoes
 from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
 
 # How long a stream may take to say what it is for, seconds.
@@ -40,11 +40,13 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._engine = engine
         self._write_timeout = write_timeout
         self._draining = False
+        self._openings = Openings(_FIRST_MESSAGE_TIMEOUT)
         self._events = EventServicer(engine, self._check_not_draining)
 
     async def drain(self) -> None:
         """Tell every stream that the server is going away, and take no more."""
         self._draining = True
+        self._openings.end()
         self._engine.drain(Draining())
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.
@@ -54,7 +56,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> None:
         """One node's stream; see the contract."""
-        member = await self._admit(await _first(request_iterator))
+        member = await self._admit(await self._first(request_iterator))
         self._end_if_draining(member.updates)
         listener = asyncio.create_task(self._listen(member, request_iterator))
         revision = member.lease.revision
@@ -74,6 +76,14 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         finally:
             listener.cancel()
             self._engine.disconnect(member)
+
+    async def _first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
+        try:
+            return await self._openings.first(requests)
+        except ServerGoes:
+            raise Draining from None
+        except (TimeoutError, StopAsyncIteration):
+            raise invalid("message", f"expected join or resume within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
 
     async def _admit(self, first: pb.JoinRequest) -> Member:
         self._check_not_draining()
@@ -160,7 +170,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         command = commands.Restart(request.reason or NO_REASON)
         happened = await self._engine.execute(request.run_id, command, _operator(context))
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
-        return pb.RestartRunResponse(ended_round=ended[0] if ended else 0)
+        taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
+        return pb.RestartRunResponse(ended_round=ended[0] if ended else 0, hurried=taken and not ended)
 
     async def EvictNode(
         self,
@@ -236,10 +247,3 @@ def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     for name_ in context.auth_context().get("x509_common_name", ()):
         return f"operator {name_.decode(errors='replace')}"
     return f"operator {context.peer()}"
-
-
-async def _first(requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
-    try:
-        return await bounded(anext(requests), _FIRST_MESSAGE_TIMEOUT)
-    except (TimeoutError, StopAsyncIteration):
-        raise invalid("message", f"expected join or resume within {_FIRST_MESSAGE_TIMEOUT:g} s") from None

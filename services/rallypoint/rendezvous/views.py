@@ -28,6 +28,8 @@ def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
         _fill_assignment(update.assignment, state, seat)
     if state.exit_barrier_passed:
         update.exit_barrier_passed = True
+    if state.settling:
+        update.settling = True
     _fill_ends(update, state)
     _fill_hold(update, state)
     return update

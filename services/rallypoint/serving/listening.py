@@ -8,7 +8,7 @@ import os
 import socket
 
 from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.settings import ServiceStartError
+from rallypoint.serving.settings import PortInUseError, ServiceStartError
 
 
 async def check_free(endpoint: Endpoint) -> None:
@@ -33,7 +33,7 @@ async def check_free(endpoint: Endpoint) -> None:
         ) from None
     failures = [_attempt(family, place) for family, _, _, _, place in found]
     if errno.EADDRINUSE in failures:
-        raise ServiceStartError(f"{endpoint} is in use: choose another --port, or stop what listens there")
+        raise PortInUseError(f"{endpoint} is in use: choose another --port, or stop what listens there")
     if errno.EACCES in failures:
         raise ServiceStartError(f"no permission to listen on {endpoint}: choose a --port from 1024 up")
     if None not in failures:

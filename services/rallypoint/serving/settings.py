@@ -14,6 +14,10 @@ class ServiceStartError(SettingError):
     """A server cannot start as it was told to: port in use, TLS files unusable, plaintext refused."""
 
 
+class PortInUseError(ServiceStartError):
+    """Another program listens where a server is to."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """How one server process listens, logs and ends. Field `tls_cert` is the flag `--tls-cert`, and so on."""

@@ -67,9 +67,6 @@ def timer_registration(
 def registration_of(watchdog: Watchdog) -> Registration:
     """The service of a watchdog that the caller keeps in hand."""
 
-    async def drain() -> None:
-        watchdog.drain()
-
     servicer = TimerServicer(watchdog)
     add = partial(timer_service_pb2_grpc.add_TimerServiceServicer_to_server, servicer)
-    return Registration(SERVICE_NAME, add, drain)
+    return Registration(SERVICE_NAME, add, servicer.drain)

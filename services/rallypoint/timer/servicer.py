@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from rallypoint.serving.openings import Openings, ServerGoes
 from rallypoint.timer import answers
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.mailbox import Refusal
@@ -24,6 +25,8 @@ from rallypoint.timer.watchdog import Watchdog
 _MAX_PAGE = 1000
 _MAX_WORKERS = 1000
 _DEFAULT_WORKERS = 10
+# How long a stream may take to say what it is for, seconds.
+_FIRST_MESSAGE_TIMEOUT = 10.0
 _STATES: dict[int, TimerState] = {number: state for state, number in answers.STATES.items()}
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,14 +38,25 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._table = watchdog.table
+        self._openings = Openings(_FIRST_MESSAGE_TIMEOUT)
+
+    async def drain(self) -> None:
+        """Tell every stream that the server is going away."""
+        self._openings.end()
+        self._watchdog.drain()
 
     async def Supervise(
         self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: _Context
     ) -> AsyncIterator[pb.SuperviseResponse]:
         """See timer_service.proto."""
-        first = await anext(request_iterator, None)
-        if first is None:
+        try:
+            first = await self._openings.first(request_iterator)
+        except StopAsyncIteration:
             return
+        except ServerGoes:
+            raise Draining from None
+        except TimeoutError:
+            raise InvalidField("actions", f"must come within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
         self._refuse_if_draining()
         supervision = Supervision(self._watchdog, first)
         reading = asyncio.create_task(supervision.read(request_iterator))

@@ -56,6 +56,8 @@ class Server:
     answers: list[Callable[[], None]] = field(default_factory=list)
     members: dict[str, Agent] = field(default_factory=dict)
     watchers: list[Watcher] = field(default_factory=list)
+    # Whether members were told that the end of the round settles.
+    settling: bool = False
 
 
 class History:
@@ -156,7 +158,9 @@ class History:
         for fact in happened:
             if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
                 self._end_stale_stream(fact.node_id)
-        if any(isinstance(fact, TOLD_TO_NODES) for fact in happened):
+        begins_to_settle = server.state.settling and not server.settling
+        server.settling = server.state.settling
+        if begins_to_settle or any(isinstance(fact, TOLD_TO_NODES) for fact in happened):
             for agent in list(server.members.values()):
                 self._tell(agent)
         if happened:

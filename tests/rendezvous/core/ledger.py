@@ -109,6 +109,8 @@ class Ledger:
         self._quick = 0
         self._unmendable: WorkerFailure | None = None
         self._last_end: facts.RoundEnded | None = None
+        # Whether an operator would not have the next round held back.
+        self._hurried = False
         self._ended_at = -math.inf
         self._phase = Phase.JOINABLE
         # (phase, round) after every revision.
@@ -187,8 +189,13 @@ class Ledger:
         ]
 
     def _RestartRequested(self, fact: facts.RestartRequested) -> None:
-        require(self._phase in (Phase.FROZEN, Phase.FINAL), "only a round that is there can be restarted")
         require(fact.round == self._round, "the round to be restarted is the present one")
+        if self._phase in (Phase.FROZEN, Phase.FINAL):
+            return
+        last = self._last_end
+        held_back = last is not None and hold(self.settings, self._quick) > 0
+        require(held_back, "only a round that is there can be restarted, or a restart that is held back")
+        self._quick, self._hurried = 0, True
 
     def _ExitBarrierPassed(self, fact: facts.ExitBarrierPassed) -> None:
         require(self._phase is Phase.FINAL and fact.round == self._round, "a barrier is of the FINAL round")
@@ -298,7 +305,7 @@ class Ledger:
         require(fact.restart_count == self._restarts, "restarts are counted, and nothing else is")
         if fact.end.cause is RoundEndCause.NODE_JOINED:
             self._check_scale_up()
-        self._last_end, self._ended_at = fact, self._now
+        self._last_end, self._ended_at, self._hurried = fact, self._now, False
         self._phase = Phase.JOINABLE
         self._at_work = self._current.seats.keys() - self._current.succeeded
 
@@ -350,7 +357,7 @@ class Ledger:
     def _check_hold(self) -> None:
         """The restart is held back, if it is to be."""
         last = self._last_end
-        if last is None or last.end.cause is not RoundEndCause.WORKER_FAILED:
+        if last is None or last.end.cause is not RoundEndCause.WORKER_FAILED or self._hurried:
             return
         held_back = hold(self.settings, last.quick_restarts)
         require(

@@ -8,8 +8,9 @@ from rallypoint.rendezvous.core import commands, facts, failures
 from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
 from rallypoint.rendezvous.core.failures import MOST_FAILURES, SETTLING
 from rallypoint.rendezvous.core.leases import restart_leases
+from rallypoint.rendezvous.core.refusals import NodeIsEvicted
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
-from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause, RunEnd
+from rallypoint.rendezvous.core.state import LossReason, Outcome, Phase, RoundEndCause, RunEnd
 from rendezvous.core.scripted_run import ScriptedRun
 
 
@@ -120,6 +121,24 @@ class TestTheEndOfARun:
         assert run.restart() == []
         run.later(SETTLING)
         assert run.phase is Phase.CLOSED
+
+    def test_an_operator_may_close_it_meanwhile(self) -> None:
+        """Then it was that, and nothing is settled any more."""
+        run = running("a", "b")
+        run.fail("a")
+        run.do(commands.Close("enough"))
+        assert (end_of(run).outcome, next_deadline(run.state)) == (Outcome.CANCELLED, None)
+        assert run.later(SETTLING) == []
+
+    def test_a_newcomer_changes_nothing_meanwhile(self) -> None:
+        """Not even one that the round has room for: it would be let into a run that is over."""
+        run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=1.0)
+        run.start("a", "b")
+        run.fail("a")
+        run.join("c")
+        assert run.phase is Phase.FINAL
+        run.later(SETTLING)
+        assert first_of(run) == "a"
 
     def test_many_failures_are_not_all_kept(self) -> None:
         """When one worker of thousands fails, all may follow: the first is found, and the journal stays short."""
@@ -277,6 +296,42 @@ class TestANodeThatFailsTooOften:
         run.later(1.0)
         assert run.phase is Phase.FROZEN
         assert run.ranks == ["a", "c"]
+
+    def test_without_enough_nodes_the_others_wait_for_another(self) -> None:
+        """For the join timeout, with the reason at hand; the one that was taken out is none of them."""
+        settings = {"max_restarts": 9, "max_restarts_per_node": 1, "join_timeout": 600.0}
+        run = ScriptedRun(min_nodes=2, max_nodes=2, **settings)
+        run.start("a", "b")
+        run.fail("b")
+        run.run_round()
+        run.fail("b", "bad memory")
+        run.later(SETTLING)
+        end = run.state.last_round_end
+        assert end is not None
+        assert (run.phase, end.cause) == (Phase.JOINABLE, RoundEndCause.NODE_EVICTED)
+        assert (
+            end.detail == "node b was taken out: its workers failed 2 times, last that of rank 1: bad memory"
+        )
+        with pytest.raises(NodeIsEvicted):
+            run.join("b")
+        run.later(599.0)
+        assert run.waiting == ["a"]
+        run.join("c")
+        assert (run.phase, run.ranks) == (Phase.FROZEN, ["a", "c"])
+        run.lose("c")
+        run.later(600.0)
+        assert run.of_type(facts.NodeLost)[-1] == facts.NodeLost("a", LossReason.JOIN_TIMED_OUT)
+
+    def test_the_last_node_may_be_taken_out_too(self) -> None:
+        """The run has no node then, is not over, and goes on with the next that comes."""
+        run = running("a", max_restarts=9, max_restarts_per_node=1)
+        run.fail("a")
+        run.run_round()
+        run.fail("a")
+        assert (run.phase, run.state.nodes) == (Phase.JOINABLE, {})
+        assert run.later(3600) == []
+        run.join("b")
+        assert run.ranks == ["b"]
 
     def test_the_node_that_failed_first_is_blamed(self) -> None:
         """Its end takes as long to settle as the end of a run: what follows from another's failure must not count."""

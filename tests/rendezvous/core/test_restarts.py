@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.core import facts, restarts
+from rallypoint.rendezvous.core import commands, facts, restarts
 from rallypoint.rendezvous.core.execute import next_deadline
 from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
@@ -175,6 +175,35 @@ class TestHoldingBack:
         run.fail("a")
         assert run.phase is Phase.FROZEN
 
+    def test_an_operator_may_end_the_pause(self) -> None:
+        """Whoever has mended something need not wait for it to end; the budget is none the wiser."""
+        run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        run.fail("a")
+        assert run.state.hold_until is not None
+        happened = run.restart("the storage is back")
+        assert happened[0] == facts.RestartRequested(2, "the storage is back")
+        assert (run.phase, run.round, run.state.restart_count) == (Phase.FROZEN, 3, 2)
+        run.run_round()
+        run.fail("a")
+        assert run.phase is Phase.FROZEN
+
+    def test_a_pause_that_an_operator_has_ended_does_not_come_again(self) -> None:
+        """Not with a server that starts again while too few nodes are there."""
+        settings = {"restart_backoff": 30.0, "disconnect_grace": 0.25}
+        run = ScriptedRun(min_nodes=2, max_nodes=2, max_restarts=9, **settings)
+        run.start("a", "b")
+        fail_again(run)
+        run.fail("a")
+        run.lose("b")
+        assert len(run.restart()) == 1
+        assert run.restart() == []
+        assert (run.phase, run.state.hold_until) == (Phase.JOINABLE, None)
+        assert restore(take_snapshot(run.state), 500.0).hold_until is None
+        run.join("b")
+        assert run.phase is Phase.FROZEN
+
     def test_a_run_whose_budget_is_used_up_ends_without_a_pause(self) -> None:
         """There is nothing to wait for."""
         run = ScriptedRun(max_restarts=2, restart_backoff=30.0)
@@ -196,6 +225,29 @@ class TestHoldingBack:
         assert run.phase is Phase.JOINABLE
         run.later(0.75)
         assert run.ranks == ["a", "c"]
+
+    def test_it_ends_although_everybody_has_gone(self) -> None:
+        """Nothing is waited for once it is over, and whoever comes then has a round at once."""
+        run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        run.fail("a")
+        run.leave("a")
+        assert next_deadline(run.state) == run.now + 1.0
+        run.later(1.0)
+        assert (run.phase, run.state.hold_until) == (Phase.JOINABLE, None)
+        run.join("b")
+        assert run.ranks == ["b"]
+
+    def test_it_may_be_closed_meanwhile(self) -> None:
+        """No round comes of it."""
+        run = ScriptedRun(max_restarts=9, restart_backoff=30.0)
+        run.start("a")
+        fail_again(run)
+        run.fail("a")
+        run.do(commands.Close("enough"))
+        assert run.state.hold_until is None
+        assert run.later(60.0) == []
 
     def test_it_is_held_back_anew_by_a_server_that_starts_again(self) -> None:
         """Like every deadline."""

@@ -47,6 +47,7 @@ class Service:
         self._on_exit = on_exit
         self._calls = CallInterceptor(translate, new_incident=self._incident, clock=process.time)
         self._handlers: dict[str, Any] = {}
+        self._servicer = TimerServicer(self.watchdog)
         process.create_task(self._main())
 
     def _incident(self) -> str:
@@ -54,9 +55,8 @@ class Service:
         return "simulated"
 
     async def _main(self) -> None:
-        servicer = TimerServicer(self.watchdog)
         self._handlers = await handlers_of(
-            partial(pb_grpc.add_TimerServiceServicer_to_server, servicer), self._calls
+            partial(pb_grpc.add_TimerServiceServicer_to_server, self._servicer), self._calls
         )
         self._on_ready(self)
 
@@ -73,7 +73,7 @@ class Service:
         self._calls.refuse(
             ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is about to end")
         )
-        self.watchdog.drain()
+        await self._servicer.drain()
         try:
             async with asyncio.timeout(_GRACE):
                 await self._calls.idle()

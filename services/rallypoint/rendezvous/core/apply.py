@@ -226,7 +226,10 @@ def _exit_barrier_passed(fact: facts.ExitBarrierPassed, state: RunState, now: fl
 
 @_apply.register
 def _restart_requested(fact: facts.RestartRequested, state: RunState, now: float) -> None:
-    if state.breach is None:
+    if state.phase is Phase.JOINABLE:
+        # It is held back no longer: something may have been mended.
+        state.quick_restarts, state.hold_until = 0, None
+    elif state.breach is None:
         detail = f"an operator asked for a restart: {fact.reason}"
         state.breach = RoundEnd(state.round, RoundEndCause.RESTART_REQUESTED, "", detail)
 

@@ -133,8 +133,9 @@ def _close(command: commands.Close, state: RunState) -> list[facts.Fact]:
 
 @_decide.register
 def _restart(command: commands.Restart, state: RunState) -> list[facts.Fact]:
-    if state.phase is Phase.JOINABLE or state.breach is not None:
-        return []  # no round, or one that ends anyway
+    no_round = state.phase is Phase.JOINABLE and state.hold_until is None
+    if no_round or state.breach is not None:
+        return []  # nothing to restart, or what ends anyway
     return [facts.RestartRequested(state.round, command.reason)]
 
 

@@ -324,6 +324,11 @@ class RunState:
         return any(node_id in self.former_ranks for node_id in self.departing)
 
     @property
+    def settling(self) -> bool:
+        """Whether the round has failed, and is kept until it is settled whose failure was the first."""
+        return self.settle_deadline is not None
+
+    @property
     def has_room(self) -> bool:
         """Whether nodes wait that the round could hold."""
         return len(self.seats) < self.settings.max_nodes and self.present > len(self.seats)

@@ -639,14 +639,14 @@ Global___NodeReadmitted: _TypeAlias = NodeReadmitted  # noqa: Y015
 
 @_typing.final
 class RestartRequested(_message.Message):
-    """RestartRequested: an operator asked for a restart of the round."""
+    """RestartRequested: an operator asked for a restart of the round, or, in JOINABLE, for the one that was held back."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """The round."""
+    """The round; in JOINABLE the latest, which has ended."""
     reason: _builtins.str
     """Why, in the operator's words."""
     def __init__(

@@ -951,6 +951,7 @@ class NodeUpdate(_message.Message):
     RUN_END_FIELD_NUMBER: _builtins.int
     EXIT_BARRIER_PASSED_FIELD_NUMBER: _builtins.int
     HELD_BACK_FIELD_NUMBER: _builtins.int
+    SETTLING_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the run."""
     phase: Global___Phase.ValueType
@@ -959,6 +960,11 @@ class NodeUpdate(_message.Message):
     """Times that workers were restarted for a failure, over the whole run."""
     exit_barrier_passed: _builtins.bool
     """The exit barrier is over: a node whose workers succeeded need wait for the others no longer, and leaves."""
+    settling: _builtins.bool
+    """In FINAL: a worker failed, and what follows can't be taken back: the run's end, or that a node is taken out. For
+    half a second it is settled whose failure was the first. A node reports now what it would otherwise report when
+    its worker has ended: one that has raised, and takes its time to go.
+    """
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """The node's place in the round, in FROZEN and FINAL, if it has one."""
@@ -988,10 +994,11 @@ class NodeUpdate(_message.Message):
         run_end: Global___RunEnd | None = ...,
         exit_barrier_passed: _builtins.bool = ...,
         held_back: _duration_pb2.Duration | None = ...,
+        settling: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "held_back", b"held_back", "last_round_end", b"last_round_end", "run_end", b"run_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "run_end", b"run_end", "settling", b"settling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1532,16 +1539,20 @@ class RestartRunResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDED_ROUND_FIELD_NUMBER: _builtins.int
+    HURRIED_FIELD_NUMBER: _builtins.int
     ended_round: _builtins.int
     """The round that ended; 0: there was none."""
+    hurried: _builtins.bool
+    """A restart was held back, and comes at once."""
     def __init__(
         self,
         *,
         ended_round: _builtins.int = ...,
+        hurried: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_round", b"ended_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_round", b"ended_round", "hurried", b"hurried"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

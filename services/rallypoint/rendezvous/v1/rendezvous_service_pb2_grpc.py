@@ -189,7 +189,8 @@ class RendezvousServiceServicer(object):
 
     def RestartRun(self, request, context):
         """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
-        started anew. It uses up no restart of the budget. A run without a round stays as it is.
+        started anew. It uses up no restart of the budget. A run without a round stays as it is, but for a restart that
+        is held back: that comes at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -90,7 +90,8 @@ class RendezvousServiceStub:
     """
     RestartRun: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.RestartRunRequest, _rendezvous_service_pb2.RestartRunResponse]
     """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
-    started anew. It uses up no restart of the budget. A run without a round stays as it is.
+    started anew. It uses up no restart of the budget. A run without a round stays as it is, but for a restart that
+    is held back: that comes at once.
     """
     EvictNode: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.EvictNodeRequest, _rendezvous_service_pb2.EvictNodeResponse]
     """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
@@ -168,7 +169,8 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """
     RestartRun: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.RestartRunRequest, _rendezvous_service_pb2.RestartRunResponse]  # type: ignore[assignment]
     """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
-    started anew. It uses up no restart of the budget. A run without a round stays as it is.
+    started anew. It uses up no restart of the budget. A run without a round stays as it is, but for a restart that
+    is held back: that comes at once.
     """
     EvictNode: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.EvictNodeRequest, _rendezvous_service_pb2.EvictNodeResponse]  # type: ignore[assignment]
     """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
@@ -279,7 +281,8 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_service_pb2.RestartRunResponse, _abc.Awaitable[_rendezvous_service_pb2.RestartRunResponse]]:
         """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
-        started anew. It uses up no restart of the budget. A run without a round stays as it is.
+        started anew. It uses up no restart of the budget. A run without a round stays as it is, but for a restart that
+        is held back: that comes at once.
         """
 
     @_abc_1.abstractmethod
