@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from rallypoint.rendezvous.journal.sqlite_reading import reading
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Ledger, require
+from torture.mortal_server import MortalServer
 from torture.tormented_node import RUN, Told
 
 
@@ -28,9 +29,16 @@ class Entry:
 
 @dataclass(slots=True)
 class Chronicle:
-    """A run's durable facts, from the first one on, of which the ledger has approved."""
+    """A run's durable facts, from the first one on, of which the ledger has approved.
+
+    Attributes:
+        entries: The facts.
+        starts: When each server that wrote them was started, Unix seconds; the one before was dead by then.
+        ledger: What has approved.
+    """
 
     entries: Sequence[Entry]
+    starts: Sequence[float] = ()
     ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
@@ -39,7 +47,12 @@ class Chronicle:
         Raises:
             Violation: They break an invariant by themselves: a round number given out twice, for one.
         """
+        # Servers tell durations by another clock than the one that dates the facts.
+        self.ledger.inexact = 0.01
+        starts = deque(self.starts)
         for entry in self.entries:
+            while starts and starts[0] <= entry.time:
+                self.ledger.server_started(starts.popleft())
             self.ledger.record(entry.revision, entry.fact, entry.time)
 
     def check_told(self, node_id: str, told: Iterable[Told]) -> None:
@@ -156,14 +169,14 @@ def last_revision(journal: Path) -> int:
     return int(revision or 0)
 
 
-async def read_chronicle(journal: Path) -> Chronicle:
-    """The run of the nodes, as a journal has it that no process holds.
+async def read_chronicle(server: MortalServer) -> Chronicle:
+    """The run of the nodes, as the journal of a server has it that does not run.
 
     Raises:
         JournalError: It can't be opened.
         Violation: It breaks an invariant by itself.
     """
-    file = SqliteJournal(journal)
+    file = SqliteJournal(server.journal)
     recovered = await file.open()
     await file.close()
     entries = []
@@ -171,4 +184,4 @@ async def read_chronicle(journal: Path) -> Chronicle:
         if record.run_id == RUN:
             message = journal_pb2.JournalRecord.FromString(record.content)
             entries.append(Entry(record.revision, message.time.ToNanoseconds() / 1e9, decode_record(message)))
-    return Chronicle(entries)
+    return Chronicle(entries, server.starts)

@@ -47,7 +47,8 @@ class MortalServer:
         self._reservation.bind(("127.0.0.1", 0))
         self._address = self._reservation.getsockname()
         self._folder = folder
-        self._starts = 0
+        # When each of its processes was started, Unix seconds.
+        self.starts: list[float] = []
         self._process: subprocess.Popen[str] | None = None
         self.endpoint = f"127.0.0.1:{self._address[1]}"
         self.journal = folder / "journal.db"
@@ -69,7 +70,7 @@ class MortalServer:
 
     def spawn(self) -> None:
         """Start a process, and don't wait until it listens."""
-        self._starts += 1
+        self.starts.append(time.time())
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 mortal(str(RALLYPOINT), *self._arguments),
@@ -121,7 +122,7 @@ class MortalServer:
 
     @property
     def _log(self) -> Path:
-        return self._folder / f"server-{self._starts}.log"
+        return self._folder / f"server-{len(self.starts)}.log"
 
     def _gone(self) -> int:
         """Wait for the end of the process; returns its exit code, or minus the signal that ended it."""
@@ -150,7 +151,7 @@ class QuickServer(MortalServer):
                 env=clean_environment(),
             )
         assert self._process.stdin is not None
-        self._starts += 1
+        self.starts.append(time.time())
         self._process.stdin.write(f"{self._log}\n")
         self._process.stdin.flush()
         self.pid = int(self._told())

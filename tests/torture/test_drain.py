@@ -73,7 +73,7 @@ async def test_a_restart_in_good_order_is_no_event(tmp_path: Path) -> None:
         assert set(places) == {round_}
         phases = [update.phase for _, update in node.told]
         assert pb.PHASE_JOINABLE not in phases[phases.index(pb.PHASE_FINAL) :], "no worker was to stop"
-    chronicle = await read_chronicle(server.journal)
+    chronicle = await read_chronicle(server)
     assert chronicle.counts()["NodeJoined"] == NODES + 1  # the spare
     assert server.complaints() == []
     print(  # noqa: T201

@@ -135,7 +135,7 @@ async def test_a_server_killed_again_and_again_tells_no_lie(tmp_path: Path) -> N
             operator = pb_grpc.RendezvousServiceStub(channel)
             run = (await operator.GetRun(pb.GetRunRequest(run_id=RUN))).run
             await asyncio.to_thread(server.kill)
-        chronicle = await read_chronicle(server.journal)
+        chronicle = await read_chronicle(server)
     assert server.complaints() == []
     assert (run.phase, run.round, run.world_size) == (pb.PHASE_FINAL, last, 2 * NODES)
     check_one_membership_a_round((node.name, told) for node in nodes.nodes for told in node.told)

@@ -131,7 +131,7 @@ async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) 
         if spares:
             assert updates[0].update.phase == pb.PHASE_FROZEN, "there is nobody to wait for"
     check_one_membership_a_round(everything)
-    chronicle = await read_chronicle(server.journal)
+    chronicle = await read_chronicle(server)
     for name, each in everything:
         chronicle.check_told(name, [each])
     assert server.complaints() == []
