@@ -84,8 +84,10 @@ def test_the_folders_of_a_killed_agent_are_removed(
     agent: Agent, tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     """Whoever buries the tree removes them, whatever their names, and nothing that only a link leads to."""
-    for name in victims:
-        os.kill(agent.pids[name], signal.SIGKILL)
+    # At once means that none of them sees another die: who has begun to clear up can't hand that on.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for name in victims:
+            os.kill(agent.pids[name], number)
     wait_until(lambda: list((tmp_path / "folders").iterdir()) == [], "the removal of the folders")
     assert (tmp_path / "kept" / "file").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -295,3 +296,17 @@ async def test_one_spawner_dies_without_the_other() -> None:
         assert other_child.returncode is None
     other_child.kill()
     await other_child.wait()
+
+
+async def test_a_spawner_ends_although_no_descriptor_is_left() -> None:
+    """What its end is seen by is there from the start: a job that has used up all others must not hang on it."""
+    spawner = Spawner.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        spawner.attach()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    async with asyncio.timeout(30):
+        await spawner.close()
+    assert spawner.dead

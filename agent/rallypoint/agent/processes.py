@@ -70,7 +70,16 @@ class Spawner:
             on_death: called on the loop when the process is found dead without `close` having been called.
             spare: pids of the agent's own children in other sessions. After a death, all descendants of this
                 process that are in another session than its own are killed, except these and other spawners.
+
+        Raises:
+            SpawnError: there is no descriptor left to watch the process by.
         """
+        try:
+            # Not when the loop runs: with no descriptor left by then, its end could not be waited for.
+            self._guard_pidfd = os.pidfd_open(process.guard.pid)
+        except OSError as error:
+            process.connection.close()  # which ends it
+            raise SpawnError(f"cannot watch the spawner process: {error.strerror}") from error
         self._guards.add(process.guard.pid)
         self._process = process
         self._guard = process.guard
@@ -92,7 +101,6 @@ class Spawner:
         self._attached = False
         self._ready: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
-        self._guard_pidfd: int
         self._guard_gone: asyncio.Future[None]
         # Set with _dead.
         self._burial: asyncio.Task[Killed]
@@ -265,7 +273,6 @@ class Spawner:
             self._loop.add_reader(self._socket, self._receive)
             self._ready = self._loop.create_future()
             self._guard_gone = self._loop.create_future()
-            self._guard_pidfd = os.pidfd_open(self._guard.pid)
             self._loop.add_reader(self._guard_pidfd, self._guard_has_gone)
 
     # -- the socket

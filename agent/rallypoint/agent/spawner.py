@@ -704,6 +704,26 @@ def _stand_guard(spawner: int, agent: int) -> bool:
     return not kill_descendants(LAST_SWEEP)
 
 
+def _has_lost(guard: int) -> bool:
+    """Whether the spawner's guard is dead: else that clears up, once it has killed the spawner."""
+    try:
+        fd = os.pidfd_open(guard)
+    except ProcessLookupError:
+        return True
+    try:
+        if os.getppid() != guard:
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        # One in the middle of its end still looks alive. One that lives has better things to do than to die.
+        return bool(poll.poll(_LAST_MOMENT * 1000))
+    finally:
+        os.close(fd)
+
+
+_LAST_MOMENT = 1.0  # seconds for a guard to be dead, or to kill the spawner
+
+
 def _clear_up(folders: int) -> None:
     """Removes what an agent that is dead can't remove any more; one that lives says that it does so itself.
 
@@ -772,7 +792,7 @@ def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> No
         _Spawner(agent, guard, call, (folders,)).run()
     finally:
         kill_descendants(LAST_SWEEP)
-        if os.getppid() != guard:  # else that will do it
+        if _has_lost(guard):
             _clear_up(folders)
 
 
