@@ -82,6 +82,19 @@ def test_nvidias_library_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == ["init", "shutdown"]
 
 
+def test_a_driver_that_fails_in_the_middle_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter that it can't be let go of either."""
+
+    def fail() -> None:
+        raise RuntimeError("GPU is lost")
+
+    library = SimpleNamespace(
+        NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlDeviceGetCount=fail, nvmlShutdown=fail
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
 def test_a_library_without_a_driver_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the devices are counted; the shutdown of what was not begun would raise."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client import CollectorRegistry
 
 from rallypoint.agent.chronicle import AgentEvent, Source, Subject
@@ -16,6 +18,7 @@ class Scraped:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._metrics = AgentMetrics(self._registry)
+        self.subject = SUBJECT
 
     def hears(
         self,
@@ -28,7 +31,7 @@ class Scraped:
         **details: object,
     ) -> None:
         """Something happened in round 2."""
-        self._metrics(AgentEvent(name, source, 1e6, SUBJECT, 2, restart_count, duration, details))
+        self._metrics(AgentEvent(name, source, 1e6, self.subject, 2, restart_count, duration, details))
 
     def figure(self, name: str, /, **labels: str) -> float | None:
         """What Prometheus would be told; None: nothing."""
@@ -86,6 +89,15 @@ def test_states_health_drains_and_what_is_left_of_the_budget() -> None:
     assert scraped.figure("agent_health_failures_total") == 1
     scraped.hears("DRAINING")
     assert scraped.figure("agent_drains_total") == 1
+
+
+def test_what_is_left_of_a_budget_that_comes_back_with_time_is_not_known_here() -> None:
+    """A month's job would seem to have nothing left, though all its restarts were weeks ago."""
+    scraped = Scraped()
+    scraped.subject = replace(SUBJECT, max_restarts=None)
+    scraped.hears("AGENT_STATE", restart_count=20, state="HEALTHY")
+    scraped.hears("RENDEZVOUS", restart_count=20, duration=0.1)
+    assert scraped.figure("agent_remaining_restarts", run_id="run-1") is None
 
 
 def test_ends_of_jobs_are_counted_as_torchelastic_does_and_their_gauges_go() -> None:

@@ -55,12 +55,12 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whose events they are."""
+    """Whose events they are; `max_restarts`: over the whole run, None if they come back with time."""
 
     run_id: str
     node_id: str
     role: str
-    max_restarts: int
+    max_restarts: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +286,11 @@ class Chronicle:
             self._failed_at = how.at
         return self._ended("FAILED", rank, how, at, **_exit(how), kind=kind, reason=reason)
 
-    def worker_lost(self, rank: int, local_rank: int, pid: int, reason: str, at: Moment) -> list[AgentEvent]:
+    def worker_lost(
+        self, rank: int, local_rank: int, pid: int, reason: str, at: Moment, *, kind: str
+    ) -> list[AgentEvent]:
         """A worker could not be started (`pid` 0), or can't be brought to its end."""
         where: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid or None}
-        kind = "unkillable" if pid else "not-started"
         return [self._event("FAILED", at, None, Source.WORKER, **where, kind=kind, reason=reason)]
 
     def happened(self, name: str, at: Moment, duration: float | None = None, **details: Any) -> AgentEvent:

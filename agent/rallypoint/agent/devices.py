@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from rallypoint.agent.nvml import GpuLibraryError, NoDriverError, driver, gpu_library
+
 _INTEL = "0x8086"
 
 
@@ -39,19 +41,14 @@ def count_xpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
 def _count_by_nvml() -> int | None:
     """What NVIDIA's library says; None where it, or its driver, is not there."""
     try:
-        import pynvml  # noqa: PLC0415 (only for a flag that asks)
-    except ImportError:
+        nvml = gpu_library()
+    except GpuLibraryError:
         return None
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        with driver(nvml):
+            return int(nvml.nvmlDeviceGetCount())
+    except (NoDriverError, nvml.NVMLError):
         return None
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _count_amd(root: Path) -> int:

@@ -65,7 +65,9 @@ class JobEvents:
             deliver = EventDelivery([*([log] if log is not None else []), *config.event_sinks])
         self._clock = clock
         self._deliver = deliver
-        subject = Subject(config.run_id, config.node_id, config.role, config.settings.max_restarts)
+        settings = config.settings
+        most = None if settings.restart_window.ToNanoseconds() else settings.max_restarts
+        subject = Subject(config.run_id, config.node_id, config.role, most)
         self._chronicle = Chronicle(subject, clock())
 
     @property
@@ -98,11 +100,12 @@ class JobEvents:
 
     def worker_failed(self, failure: WorkerFailure, how: WorkerExit | None) -> None:
         """A worker has failed by itself; `how` it ended, None if it never started, or does not end."""
-        rank, reason, at = failure.rank, failure.message, self._clock()
+        rank, kind, reason, at = failure.rank, failure.kind.value, failure.message, self._clock()
         if how is None:
-            self._tell(self._chronicle.worker_lost(rank, failure.local_rank, failure.pid, reason, at))
+            pid = failure.pid
+            self._tell(self._chronicle.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))
         else:
-            self._tell(self._chronicle.worker_failed(rank, how, kind_of(failure), reason, at))
+            self._tell(self._chronicle.worker_failed(rank, how, kind, reason, at))
 
     def record(self, name: str, duration: float | None = None, **details: Any) -> None:
         """Something else happened, as that the host is drained.
@@ -136,11 +139,3 @@ class JobEvents:
             if event.name == "RESTARTED":
                 _log.info(restart_line(event), round=event.round)
             self._deliver(event)
-
-
-def kind_of(failure: WorkerFailure) -> str:
-    """What kind of failure it was, in one word, for a label of a metric."""
-    kind = getattr(failure, "kind", None)
-    if kind:
-        return str(getattr(kind, "value", kind)).lower().replace("_", "-")
-    return "signal" if failure.exit_code < 0 else "exit"

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import suppress
 from typing import Any
 
-
-class GpuLibraryError(Exception):
-    """The library that looks at GPUs is not there; one line."""
-
-
-def gpu_library() -> Any:
-    """NVML's Python binding. It asks no driver yet: that may hang, where a GPU is sick.
-
-    Raises:
-        GpuLibraryError: It is not installed.
-    """
-    try:
-        return importlib.import_module("pynvml")
-    except ImportError:
-        raise GpuLibraryError(
-            "the library that looks at GPUs is not installed; pip install nvidia-ml-py"
-        ) from None
+from rallypoint.agent.nvml import NoDriverError, driver
 
 
 def look_at_gpus(nvml: Any, visible: str | None) -> str | None:
@@ -33,19 +16,14 @@ def look_at_gpus(nvml: Any, visible: str | None) -> str | None:
         visible: CUDA_VISIBLE_DEVICES; None: all count.
     """
     try:
-        # Anew each time: what a driver found before it was loaded again, or lost a GPU, says nothing.
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
+        with driver(nvml):
+            for index in range(nvml.nvmlDeviceGetCount()):
+                if (why := _look_at(nvml, index, visible)) is not None:
+                    return f"GPU {index} {why}"
+    except NoDriverError as error:
         return f"no driver answers ({error})"
-    try:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            if (why := _look_at(nvml, index, visible)) is not None:
-                return f"GPU {index} {why}"
     except nvml.NVMLError as error:
         return f"the driver does not say how many there are ({error})"
-    finally:
-        with suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
     return None
 
 

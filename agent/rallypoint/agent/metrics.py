@@ -165,6 +165,8 @@ class AgentMetrics:
         self._budget(event)
 
     def _budget(self, event: AgentEvent) -> None:
+        if event.subject.max_restarts is None:
+            return  # the rendezvous service alone knows which of them count still
         left = max(0, event.subject.max_restarts - event.restart_count)
         self._remaining.labels(event.subject.run_id, event.subject.role).set(left)
 
