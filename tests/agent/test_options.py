@@ -55,7 +55,7 @@ from rallypoint.agent.options import OPTIONS, OptionError, job_fields, parse_sig
         ("health-check", "disk:2%,command:true b", "health_checks", ("disk:2%", "command:true b")),
         ("maintenance-command", "/opt/check --of 'a b'", "maintenance_command", ("/opt/check", "--of", "a b")),
         ("maintenance-command", ["/opt/check"], "maintenance_command", ("/opt/check",)),
-        ("drain-grace", "90", "drain_grace", 90.0),
+        ("drain-timeout", "90", "drain_grace", 90.0),
         ("stall-after", "0", "stall_after", 0.0),
     ],
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: obje
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("no-such", "1", "--no-such: there is no such option; known: drain-grace, "),
+        ("no-such", "1", "--no-such: there is no such option; known: drain-timeout, "),
         ("role", "", "--role: '' is empty"),
         ("role", b"a\xff".decode(errors="surrogateescape"), "--role: 'a\\udcff' is not valid UTF-8"),
         ("tee", "4", "--tee 4: '4' names no stream"),
@@ -93,6 +93,7 @@ def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: obje
         ("numa-binding", "chip", "'chip' is none of node, socket, exclusive, core-complex"),
         ("rlimit", "nofile", "--rlimit: 'nofile' is no limit"),
         ("rlimit", {"nofile": (5, 4)}, "--rlimit: nofile=5:4: the soft limit must not be above the hard one"),
+        ("rlimit", ["core=0", "nofile=9", "core=1"], "--rlimit: core is there 2 times; name it once"),
         ("event-log-handler", "scuba", "--event-log-handler: 'scuba' is none of"),
         ("health-check", ["disk:lots"], "--health-check: health check 'disk:lots': "),
         ("maintenance-command", "a 'b", "can't be read as a command (no closing quotation)"),

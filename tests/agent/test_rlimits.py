@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
-from rallypoint.agent.rlimits import KNOWN, RlimitError, check_rlimits, parse_rlimit
+from rallypoint.agent.rlimits import KNOWN, RlimitError, check_allowed, check_rlimits, parse_rlimit
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,13 @@ def test_limits_from_a_program_are_checked_as_well() -> None:
         check_rlimits({"nofile": (-7, 10)})
     assert {"nofile", "core", "as", "memlock", "nproc", "stack"} <= set(KNOWN)
     assert "ofile" not in KNOWN
+
+
+def test_what_the_kernel_would_refuse_each_worker_is_refused_at_once() -> None:
+    """A hard limit past this process's own, which nobody may have; and this process keeps what it has."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(RlimitError, match=f"nofile=1000000000000: .* its hard limit, which is {before[1]};"):
+        check_allowed({"nofile": (10, 10**12)})
+    check_allowed({"nofile": (10, 20), "core": (0, 0)})
+    check_allowed({"nofile": (before[0], before[1])})
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,65 @@ def test_the_kernel_knows_whom_a_signal_would_end(preparation: str, fatal: bool)
         assert would_end(process.pid, signal.SIGUSR1) is fatal
         process.kill()
     assert not would_end(process.pid, signal.SIGUSR1), "nothing ends whoever is gone"
+
+
+def status(folder: Path, *threads: int, caught: int = 0, state: str = "S (sleeping)") -> Path:
+    """What the kernel would show of a process, and of its threads, that block these signals."""
+    process = folder / "7"
+    for number, blocked in enumerate(threads, 7):
+        text = f"Name:\tworker\nState:\t{state}\nSigBlk:\t{blocked:016x}\nSigIgn:\t{0:016x}\nSigCgt:\t{caught:016x}\n"
+        thread = process / "task" / str(number)
+        thread.mkdir(parents=True)
+        (thread / "status").write_text(text)
+    (process / "status").write_text((process / "task/7/status").read_text())
+    return folder
+
+
+USR1 = 1 << (signal.SIGUSR1 - 1)
+WHILE_FORKING = 0xFFFF_FFFF_FFFB_FEFF
+BY_THE_PROGRAM = 0xFFFF_FFFE_7FFB_FEFF
+
+
+@pytest.mark.parametrize(
+    ("threads", "fatal"),
+    [
+        ((USR1, USR1), False),
+        ((USR1, 0), True),
+        ((0, USR1), True),
+        # The C library blocks everything, its own two signals too, for as long as a fork takes.
+        ((WHILE_FORKING,), True),
+        ((USR1, WHILE_FORKING), True),
+        # A program can't: sigfillset(3) leaves those two out. One that blocks the rest waits for signals.
+        ((BY_THE_PROGRAM,), False),
+    ],
+)
+def test_blocked_is_what_every_thread_blocks_for_good(
+    tmp_path: Path, threads: tuple[int, ...], fatal: bool
+) -> None:
+    """A signal to a process takes any thread that does not block it, and waits for one that will not for long."""
+    assert would_end(7, signal.SIGUSR1, proc=status(tmp_path, *threads)) is fatal
+
+
+@pytest.mark.parametrize("state", ["R (running)", "D (disk sleep)"])
+def test_a_shell_that_forks_does_not_block_for_good(tmp_path: Path, state: str) -> None:
+    """It blocks what a program can block; while it forks it runs, or the kernel makes it wait for its child's exec."""
+    assert would_end(7, signal.SIGUSR1, proc=status(tmp_path, BY_THE_PROGRAM, state=state))
+
+
+def test_a_handler_counts_whatever_is_blocked(tmp_path: Path) -> None:
+    """A worker that forks all the time gets the signals that it handles."""
+    assert not would_end(7, signal.SIGUSR1, proc=status(tmp_path, WHILE_FORKING, caught=USR1))
+
+
+def test_a_worker_in_the_middle_of_a_fork_is_looked_at_again(tmp_path: Path) -> None:
+    """So that one that blocks the signal for good is not taken for one that it would end."""
+    proc = status(tmp_path, WHILE_FORKING)
+    looks = iter([WHILE_FORKING, USR1])
+
+    class Forking(type(tmp_path)):  # type: ignore[misc]
+        def read_text(self, *arguments: Any, **attributes: Any) -> str:
+            if self.parent.name == "7" and self.parent.parent.name == "task":
+                return f"State:\tR (running)\nSigBlk:\t{next(looks):016x}\n"
+            return str(super().read_text(*arguments, **attributes))
+
+    assert not would_end(7, signal.SIGUSR1, proc=Forking(proc))

@@ -26,6 +26,7 @@ def script(tmp_path: Path) -> Path:
     """A script that can be run."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
+    path.chmod(0o755)
     return path
 
 
@@ -118,6 +119,8 @@ def test_flags_may_have_dashes_or_underscores(understood: Understood, script: Pa
         (["--node", "0"], ["--node-rank", "0"]),
         (["--log-d", "x"], ["--log-dir", "x"]),
         (["--keep", "2"], ["--keep-attempts", "2"]),
+        (["-t=3", "-r=0:1"], ["--tee", "3", "--redirects", "0:1"]),
+        (["-t3"], ["--tee=3"]),
     ],
 )
 def test_flags_may_be_abbreviated(
@@ -202,6 +205,26 @@ def test_a_flag_without_a_meaning_is_told(understood: Understood, script: Path) 
     assert understood.of("--start-method=spawn", script).notices == ()
 
 
+def test_a_flag_that_needs_another_is_told(understood: Understood, script: Path) -> None:
+    """Unless it is a variable's: one that is set for all jobs of a site means those with the other."""
+    notices = understood.of("--log-keep-files=3", "--log-line-prefix=x", script).notices
+    assert [notice.split(":")[0] for notice in notices] == [
+        "--log-line-prefix has no meaning without --tee",
+        "--log-keep-files has no meaning without --log-max-size",
+    ]
+    assert understood.of("--log-keep-files=3", "--log-max-size=1MB", script).notices == ()
+    assert understood.of("--log-line-prefix=x", "-t=0:1", script).notices == ()
+    for variables in ({"RALLYPOINT_LOG_KEEP_FILES": "3"}, {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "x"}):
+        assert understood.of(script, environment=variables).notices == ()
+
+
+def test_a_setting_of_services_is_none_of_a_job(understood: Understood, script: Path) -> None:
+    """Images and sites set RALLYPOINT_DRAIN_GRACE, seconds that a server's open calls get, for all they run."""
+    assert "drain_grace" not in understood.of(script, environment={"RALLYPOINT_DRAIN_GRACE": "3"}).job
+    plan = understood.of(script, environment={"RALLYPOINT_DRAIN_TIMEOUT": "120"})
+    assert plan.job["drain_grace"] == 120
+
+
 def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, script: Path) -> None:
     """And fixes where workers meet."""
     flags = ["--nnodes=2", "--node-rank=1", "--master-addr=head", "--master-port=29500"]
@@ -234,7 +257,12 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
         (["--tee", "3:1"], "--tee 3:1: there is no local rank 3"),
         (["--rlimit", "nofile"], "--rlimit: 'nofile' is no limit"),
         (["--event-log-handler", "scuba"], "--event-log-handler: 'scuba' is none of null, console"),
-        (["--rdzv", "x"], "No such option '--rdzv'"),
+        (["--rdzv", "x"], "--rdzv could be --rdzv-backend, --rdzv-endpoint, --rdzv-id or --rdzv-conf"),
+        (["--log-l=x"], "--log-l could be --log-line-prefix or --log-level"),
+        (
+            ["--log-max", "1MB", "--d"],
+            "--d could be --duplicate-stdout-filters or --duplicate-stderr-filters",
+        ),
         (["--standalone", "--max-restarts", "-1"], "'--max-restarts': .*-1 is not in the range"),
         (["--standalone", "--max-restarts", "9999999999"], "'--max-restarts': .*is not in the range"),
         (["--standalone", "-m", "--no-python"], "--module and --no-python contradict each other"),
@@ -277,6 +305,23 @@ def test_a_missing_script_is_told_in_one_line(understood: Understood, program: s
     result = CliRunner().invoke(main, ["run", "--standalone", program])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert told in result.stderr
+
+
+def test_a_program_that_can_not_run_is_told_before_anything_starts(
+    understood: Understood, tmp_path: Path
+) -> None:
+    """No restart would find it; one whose name depends on the worker is left to the worker."""
+    blank = tmp_path / "blank"
+    blank.touch()
+    for program, told in (
+        ("no-such-program", "'no-such-program' is no program in PATH"),
+        ("/no/such/program", "'/no/such/program' does not exist"),
+        (str(blank), "may not be executed; chmod +x it"),
+    ):
+        result = CliRunner().invoke(main, ["run", "--no-python", program])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert told in result.stderr
+    assert understood.command_of("--no-python", "./train-${local_rank}") == ["./train-${local_rank}"]
 
 
 def test_the_help_has_sections(understood: Understood) -> None:

@@ -41,6 +41,12 @@ DIFFERENCES: Mapping[str, frozenset[str]] = {
 """Every difference, with the cases in which it shows; empty: in any. The page has them all, with the reason."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def torch() -> None:
+    """There is nothing to compare with without it."""
+    pytest.importorskip("torch")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[tuple[str, str], Future[Seen]]]:
     """All cases under both launchers, two at a time: they don't disturb one another, and torchrun takes its time."""

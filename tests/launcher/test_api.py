@@ -137,6 +137,10 @@ def test_a_job_that_can_not_be_started_as_asked_says_so(tmp_path: Path) -> None:
     """Wrong values in one line with the field's name; what only the agent finds out as well."""
     with pytest.raises(ValueError, match=r"^rlimit: 'files' is no limit of this system"):
         elastic_launch(config(tmp_path, options={"rlimit": "files=3"}), calls.leave)(0)
-    with pytest.raises(ValueError, match="supervisor-address nowhere"):
+    with pytest.raises(ValueError, match=r"^supervisor_address nowhere"):
         elastic_launch(config(tmp_path, supervisor_address="nowhere:1"), calls.leave)(0)
+    with pytest.raises(ValueError, match=r"^rlimit: nofile=1000000000000: the agent may not raise"):
+        elastic_launch(config(tmp_path, options={"rlimit": "nofile=1000000000000"}), calls.leave)(0)
+    with pytest.raises(ValueError, match="entrypoint: 42 is neither a function nor a program's name"):
+        elastic_launch(config(tmp_path), 42)()  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())

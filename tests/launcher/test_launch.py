@@ -74,6 +74,18 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             },
             "--virtual-local-rank: CUDA_VISIBLE_DEVICES=3 names 1 device for 2 workers",
         ),
+        (
+            {"job": job_fields({"rlimit": "nofile=1000000000000"}, 1)},
+            "--rlimit: nofile=1000000000000: the agent may not raise its hard limit",
+        ),
+        (
+            {"local_world_size": 10_000, "job": {"numa_binding": "exclusive"}},
+            "--numa-binding: NUMA node 0 has .* they can't have one each",
+        ),
+        (
+            {"place": Standing("nowhere.invalid:29400")},
+            "can't find the way to nowhere.invalid:29400: .*asked again for 0.2 s",
+        ),
     ],
 )
 async def test_what_can_not_be_done_is_told_in_one_line(

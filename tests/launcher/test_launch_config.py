@@ -173,6 +173,13 @@ def test_what_has_no_meaning_is_said() -> None:
         "rdzv_configs: timeout",
         "metrics_cfg",
     ]
+    assert plan(options={"log-keep-files": 3}).notices == (
+        "log_keep_files has no meaning without log_max_size: files of any size are not rotated",
+    )
+    assert plan(log_line_prefix_template="x", tee="0").notices == (
+        "log_line_prefix has no meaning without tee: only lines that are teed have a prefix",
+    )
+    assert plan(log_line_prefix_template="x", tee="1", options={"log_max_size": 9999}).notices == ()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +194,22 @@ def test_what_has_no_meaning_is_said() -> None:
         ({"numa_options": "near"}, "numa_binding: 'near' is none of node, socket"),
         ({"numa_options": NumaOptions(AffinityMode.SOCKET, True)}, "should_fall_back_if_binding_fails"),
         ({"rdzv_backend": "zookeeper"}, "rdzv_backend: 'zookeeper' is no backend"),
-        ({"max_nodes": 2}, "Give rdzv_endpoint HOST:PORT"),
+        (
+            {"max_nodes": 2},
+            "rdzv_endpoint: a job of several hosts needs one.*; or take rdzv_backend='static'",
+        ),
+        ({"nproc_per_node": "2"}, "nproc_per_node='2' is not a whole number"),
+        ({"max_restarts": True}, "max_restarts=True is not a whole number"),
+        ({"nproc_per_node": 100_000}, "nproc_per_node=100000: the most there can be is 16384"),
+        ({"max_nodes": 10**9}, "max_nodes=1000000000: the most there can be is"),
+        ({"max_restarts": 10**9}, "max_restarts=1000000000: the most there can be is 1000000"),
+        (
+            {"signals_to_handle": "SIGTERM,SIGKILL"},
+            "signals_to_handle: SIGKILL can't be handled by any program",
+        ),
+        ({"log_level": "loud"}, "log_level='loud' is none of debug, info, warning, error"),
+        ({"environment": {"STEPS": 1}}, "environment: STEPS=1 is not text"),
+        ({"environment": {1: "a"}}, "environment: 1='a' is not text"),
         ({"max_nodes": 2, "rdzv_endpoint": "a:1"}, "Give run_id NAME"),
         ({"local_ranks_filter": [7]}, "local_ranks_filter: .*has 7, but this host has 2 workers"),
         ({"options": {"nonsense": 1}}, "nonsense: there is no such option"),

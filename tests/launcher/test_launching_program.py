@@ -88,6 +88,38 @@ def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert "put the launch under `if __name__ == '__main__':`" in err
 
 
+def test_a_program_from_standard_input_launches_what_it_imports(tmp_path: Path) -> None:
+    """There is no file of it that workers could import; what is defined there is refused where it can't work."""
+    program = (
+        "import sys\n"
+        "from launcher import calls\n"
+        "from rallypoint.launcher import CallError, LaunchConfig, elastic_launch\n"
+        "def own(): return 3\n"
+        "def launch(method, function, *args):\n"
+        "    config = LaunchConfig(1, 1, 1, start_method=method, log_dir=sys.argv[1])\n"
+        "    return elastic_launch(config, function)(*args)\n"
+        "print(launch('spawn', calls.leave, 0), launch('forkserver', calls.leave, 0), launch('fork', own))\n"
+        "try:\n"
+        "    launch('spawn', own)\n"
+        "except CallError as error:\n"
+        "    print(error)\n"
+    )
+    search_path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    ran = subprocess.run(
+        mortal(sys.executable, "-", str(tmp_path)),
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 3,
+        env={**os.environ, "PYTHONPATH": search_path, "TMPDIR": str(tmp_path)},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    results, refusal = ran.stdout.splitlines()
+    assert results == "{0: None} {0: None} {0: 3}"
+    assert refusal.startswith("own is defined where no worker finds it")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_ctrl_c_stops_the_workers_and_is_raised(tmp_path: Path, method: str, marker: str) -> None:
     """The workers get SIGINT, the program KeyboardInterrupt, and its handlers are back."""

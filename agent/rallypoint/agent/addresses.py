@@ -29,8 +29,8 @@ def local_address_towards(endpoint: str) -> str:
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise SettingError(
-            f"can't find the way to {endpoint}: {error.strerror or error}; check --rdzv-endpoint, or give this "
-            "host's address with --local-addr"
+            f"can't find the way to {endpoint}: {error.strerror or error}; check --rdzv-endpoint or --master-addr, "
+            "or give this host's address with --local-addr"
         ) from None
     # It is this host's own name, and here it leads to an address that only this host can reach, as Debian has it.
     return place.host if ipaddress.ip_address(own).is_loopback else own

@@ -81,7 +81,8 @@ def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
             look = look_at_disks if name == "disk" else look_at_memory
             return HealthCheck(text, look=lambda where: look(where, least))
         case "gpu" if not colon:
-            from rallypoint.agent.health_gpu import GpuLibraryError, gpu_library, look_at_gpus  # noqa: PLC0415
+            from rallypoint.agent.health_gpu import look_at_gpus  # noqa: PLC0415
+            from rallypoint.agent.nvml import GpuLibraryError, gpu_library  # noqa: PLC0415
 
             try:
                 nvml = gpu_library()

@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,27 @@ def job_fields(
         if value is not None:
             fields[option.field] = option.parse(_Given(value, label(name), workers))
     return fields
+
+
+def idle_options(
+    given: Mapping[str, Value | None],
+    fields: Mapping[str, Any],
+    label: Callable[[str], str] = lambda name: f"--{name}",
+) -> list[str]:
+    """Say which options do nothing, for want of another one.
+
+    Args:
+        given: Options by name, with dashes or underscores.
+        fields: What `job_fields` has made of all of them.
+        label: How lines name an option.
+    """
+    names = {name.replace("_", "-") for name, value in given.items() if value is not None}
+    lines = []
+    if "log-line-prefix" in names and fields.get("tee", Redirect()) == Redirect():
+        lines.append(("log-line-prefix", "tee", "only lines that are teed have a prefix"))
+    if "log-keep-files" in names and fields.get("log_max_bytes") is None:
+        lines.append(("log-keep-files", "log-max-size", "files of any size are not rotated"))
+    return [f"{label(name)} has no meaning without {label(other)}: {why}" for name, other, why in lines]
 
 
 def split_commas(text: str) -> tuple[str, ...]:
@@ -279,7 +301,11 @@ def _resource_limits(given: _Given) -> dict[str, tuple[int, int]]:
         if isinstance(given.value, Mapping):
             check_rlimits(given.value)
             return dict(given.value)
-        return dict(parse_rlimit(part) for part in given.parts)
+        limits = [parse_rlimit(part) for part in given.parts]
+        for name, count in Counter(name for name, _ in limits).items():
+            if count > 1:
+                raise RlimitError(f"{name} is there {count} times; name it once")
+        return dict(limits)
     except RlimitError as error:
         raise OptionError(f"{given.label}: {error}") from None
 
@@ -331,7 +357,7 @@ OPTIONS: Mapping[str, Option] = {
     "health-check": Option("health_checks", _health_checks, repeatable=True),
     "health-timeout": Option("health_timeout", _seconds),
     "maintenance-command": Option("maintenance_command", _command),
-    "drain-grace": Option("drain_grace", _seconds),
+    "drain-timeout": Option("drain_grace", _seconds),
     "warn-signal": Option("warn_signal", _signal),
 }
 """Every option of a job, by its name with dashes."""

@@ -61,6 +61,24 @@ def check_rlimits(limits: Mapping[str, tuple[int, int]]) -> None:
             )
 
 
+def check_allowed(limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raises RlimitError for a hard limit that this process may not give to its children; all are known ones."""
+    for name, (_, hard) in limits.items():
+        number = getattr(resource, f"RLIMIT_{name.upper()}")
+        own = resource.getrlimit(number)
+        if own[1] == UNLIMITED or UNLIMITED < hard <= own[1]:
+            continue
+        # Who may raise it depends on more than the user (capabilities, namespaces, sysctl): the kernel is asked.
+        try:
+            resource.setrlimit(number, (own[0], hard))
+        except (OSError, ValueError):
+            raise RlimitError(
+                f"{name}={_text(hard)}: the agent may not raise its hard limit, which is {_text(own[1])}; ask for "
+                "less, or raise the agent's own (ulimit -H, as root)"
+            ) from None
+        resource.setrlimit(number, own)
+
+
 def _value(text: str, value: str) -> int:
     value = value.strip().upper()
     if value in ("UNLIMITED", "INFINITY", "-1"):

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+
+# All that a program can block through its C library, which keeps the lowest two or three of the real-time signals to
+# itself: those it blocks too, with all others, for as long as it forks or makes a thread.
+_EVERY = sum(
+    1 << (number - 1)
+    for number in (*range(1, 32), *range(35, 65))
+    if number not in (signal.SIGKILL, signal.SIGSTOP)
+)
+_OF_THE_LIBRARY = 1 << 31 | 1 << 32
+_LOOKS = 50
 
 
 def would_end(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
@@ -17,9 +28,39 @@ def would_end(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
         proc: where the kernel shows its processes.
     """
     bit = 1 << (number - 1)
-    try:
-        lines = proc.joinpath(str(pid), "status").read_text().splitlines()
-    except OSError:
+    process = proc / str(pid)
+    status = _status(process)
+    if not status:
         return False  # it is gone, and nothing will reach it
-    masks = dict(line.split(":", 1) for line in lines if line.startswith(("SigCgt:", "SigIgn:", "SigBlk:")))
-    return bool(masks) and not any(int(mask, 16) & bit for mask in masks.values())
+    if (int(status["SigCgt"], 16) | int(status["SigIgn"], 16)) & bit:
+        return False
+    # One thread that does not block it is enough for it to be taken.
+    return not int(status["SigBlk"], 16) & bit or not all(
+        _blocks(thread, bit) for thread in process.glob("task/*")
+    )
+
+
+def _blocks(thread: Path, bit: int) -> bool:
+    """Whether a thread blocks a signal for good, or is gone.
+
+    Who forks blocks all signals for a moment, and gets what came when it is over: the C library does it, and shells
+    do it as well. Who blocks all of them to wait for one (dumb-init does it) sleeps meanwhile, and forks don't.
+    """
+    for _ in range(_LOOKS):
+        status = _status(thread)
+        if not status:
+            return True
+        blocked = int(status["SigBlk"], 16)
+        if blocked & _EVERY != _EVERY:
+            return bool(blocked & bit)
+        if not blocked & _OF_THE_LIBRARY and status["State"].startswith("S"):
+            return True
+    return False  # it forks a large process, or one after the other
+
+
+def _status(folder: Path) -> dict[str, str]:
+    try:
+        lines = folder.joinpath("status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from rallypoint.agent.options import OPTIONS, job_fields
+from rallypoint.agent.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand
 from rallypoint.cli.run_flags import run_flags
@@ -55,7 +57,8 @@ def run(**flags: Any) -> None:
 
 def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
     where = _meeting(flags)
-    job = job_fields(_job_options(flags), flags["nproc_per_node"])
+    options = _job_options(flags)
+    job = job_fields(options, flags["nproc_per_node"])
     return LaunchPlan(
         command=command,
         environment=ENVIRONMENT,
@@ -74,7 +77,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         tls=flags["tls"],
         signals=flags["signals_to_handle"],
         job={**job, "master_address": where.master_address, "master_port": where.master_port},
-        notices=(*where.notices, *_notices(flags)),
+        notices=(*where.notices, *_notices(flags), *_idle(options, job)),
     )
 
 
@@ -98,6 +101,17 @@ def _job_options(flags: Mapping[str, Any]) -> dict[str, Any]:
     """What was given of the job's options; a flag that may be repeated is an empty list where it was not."""
     given = {name: flags.get(name.replace("-", "_")) for name in OPTIONS if name not in _OF_THE_BACKEND}
     return {name: value for name, value in given.items() if value not in (None, ())}
+
+
+def _idle(options: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
+    # A variable may be set for all jobs of a site; what stands in the command line is meant for this one.
+    source = click.get_current_context().get_parameter_source
+    written = {
+        name: value
+        for name, value in options.items()
+        if source(name.replace("-", "_")) is ParameterSource.COMMANDLINE
+    }
+    return idle_options(written, job)
 
 
 def _notices(flags: Mapping[str, Any]) -> list[str]:
@@ -154,6 +168,7 @@ def _worker_command(
     if no_python:
         if module:
             raise click.UsageError("--module and --no-python contradict each other; leave one out")
+        _check_executable(program)
         return (program, *arguments)
     if module:
         return (_python(), "-u", "-m", program, *arguments)
@@ -171,6 +186,20 @@ def _check_readable(program: str, program_may_be_folder: bool = False) -> None:
         )
     if not os.access(path, os.R_OK):
         raise click.BadParameter(f"{program!r} can't be read by this user", param_hint="PROGRAM")
+
+
+def _check_executable(program: str) -> None:
+    if "${local_rank}" in program or shutil.which(program) is not None:
+        return
+    if os.path.isfile(program) and "/" in program:
+        problem = "may not be executed; chmod +x it, or run it through its interpreter"
+    else:
+        problem = (
+            "does not exist; check the path"
+            if "/" in program
+            else "is no program in PATH; give its whole path"
+        )
+    raise click.BadParameter(f"{program!r} {problem}", param_hint="PROGRAM")
 
 
 def _python() -> str:

@@ -32,6 +32,12 @@ class Flag(Setting):
         self.section = section
         self.torchrun = torchrun
 
+    def type_cast_value(self, context: click.Context, value: Any) -> Any:
+        """Read a value; after a short name it may follow "=", as argparse has it, where click leaves the sign in."""
+        if isinstance(value, str) and any(not name.startswith("--") for name in self.opts):
+            value = value.removeprefix("=")
+        return super().type_cast_value(context, value)
+
     def get_help_extra(self, context: click.Context) -> click.types.OptionHelpExtra:
         """What the help says beside the text: the default, also of what is read elsewhere, and no range."""
         extra = super().get_help_extra(context)
@@ -60,23 +66,39 @@ class RunCommand(click.Command):
         attributes["token_normalize_func"] = self._whole_name
         return super().make_context(*arguments, **attributes)
 
+    def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
+        """Parse; the beginning of several flags is refused with all of them."""
+        try:
+            return super().parse_args(context, arguments)
+        except click.NoSuchOption as error:
+            begun = self._begun(error.option_name.lstrip("-")) if error.option_name.startswith("--") else []
+            if len(begun) < 2:
+                raise
+            *names, last = (f"--{name}" for name in begun)
+            raise click.UsageError(
+                f"{error.option_name} could be {', '.join(names)} or {last}; say which", context
+            ) from None
+
+    def _begun(self, name: str) -> list[str]:
+        """The flags that begin so; torchrun's alone if there are any."""
+        flags = [flag for flag in self.params if isinstance(flag, Flag)]
+        for among in ([flag for flag in flags if flag.torchrun], flags):
+            names = [part.lstrip("-") for flag in among for part in flag.opts if part.startswith("--")]
+            if begun := [each for each in names if each.startswith(name)]:
+                return begun
+        return []
+
     def _whole_name(self, name: str) -> str:
         """A flag's name with dashes, completed if it is the beginning of one; without its own leading dashes.
 
         What is the beginning of several is left as it is, and refused by click, which names them.
         """
         name = name.replace("_", "-")
-        flags = [flag for flag in self.params if isinstance(flag, Flag)]
-        for among in ([flag for flag in flags if flag.torchrun], flags):
-            names = {part.lstrip("-") for flag in among for part in flag.opts if part.startswith("--")}
-            if name in names:
-                return name
-            begun = [each for each in names if each.startswith(name)] if len(name) > 1 else []
-            if len(begun) == 1:
-                return begun[0]
-            if begun:
-                return name
-        return name
+        begun = self._begun(name) if len(name) > 1 else []
+        return begun[0] if len(begun) == 1 and not self._is_whole(name) else name
+
+    def _is_whole(self, name: str) -> bool:
+        return any(f"--{name}" in flag.opts for flag in self.params)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the flags by section, in the order in which sections first occur."""

@@ -242,7 +242,7 @@ _SUPERVISION = flags(
         help="Ends with exit code 0 when this host is about to go down; then it is drained.",
     ),
     flag(
-        "--drain-grace",
+        "--drain-timeout",
         metavar="SECONDS",
         show_default="90",
         help="How long workers get to finish or to save when this host is drained.",

@@ -14,7 +14,7 @@ from typing import Any
 
 from rallypoint.agent.errors import WorkerFailure
 from rallypoint.launcher.agent_process import AgentProcess, Order, Outcome
-from rallypoint.launcher.launch_config import LaunchConfig, python_command
+from rallypoint.launcher.launch_config import LaunchConfig, in_our_names, python_command
 from rallypoint.launcher.passed_signals import PassedSignals
 from rallypoint.worker.call import (
     CallError,
@@ -105,6 +105,8 @@ class elastic_launch:
                 "a worker imports the main module, and that launches again: put the launch under "
                 "`if __name__ == '__main__':`"
             )
+        if not (isinstance(self._entrypoint, str) or callable(self._entrypoint)):
+            raise ValueError(f"entrypoint: {self._entrypoint!r} is neither a function nor a program's name")
         if isinstance(self._entrypoint, str):
             plan = self._config.plan([self._entrypoint, *(str(each) for each in args)])
             outcome = _run(
@@ -150,7 +152,7 @@ def _check_forkable() -> None:
 
 def _check(name: str, outcome: Outcome) -> None:
     if outcome.refused:
-        raise ValueError(outcome.detail)
+        raise ValueError(in_our_names(outcome.detail))
     if outcome.exit_code != 0:
         raise WorkersFailedError(name, outcome.exit_code, outcome.detail, outcome.failure, outcome.report)
 

@@ -21,7 +21,13 @@ from rallypoint.serving.channel import open_channel
 from rallypoint.serving.endpoint import Endpoint, parse_endpoint
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, ServerOptions, ServiceStartError, SettingError
+from rallypoint.serving.settings import (
+    ClientTLS,
+    PortInUseError,
+    ServerOptions,
+    ServiceStartError,
+    SettingError,
+)
 
 # Seconds in which whoever has a port must say that it is a rendezvous service. One that is just starting, in an
 # agent on this host that was a moment earlier, may need some of them.
@@ -91,7 +97,11 @@ async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[H
             if taken and place.here is None:
                 yield None  # an agent on this host was first
                 return
-            why = "another agent does; is this host given its place twice?" if taken else error
+            why: object = error
+            if taken:
+                why = "another agent does; is this host given its place twice?"
+            elif isinstance(error, PortInUseError):
+                why = "another program listens there; stop it, or choose another --master-port or --rdzv-endpoint"
             raise SettingError(f"can't serve rendezvous at {place.endpoint}: {why}") from None
         if tls is None and not endpoint.loopback:
             _log.warning(

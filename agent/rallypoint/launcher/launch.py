@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config import JobConfig, Peer, new_node_id
 from rallypoint.agent.environment import check_devices
 from rallypoint.agent.job import Job
@@ -20,6 +21,7 @@ from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
 from rallypoint.agent.settings import SHUTDOWN_TIMEOUT, RendezvousConf, RunSettingError, rendezvous_conf
+from rallypoint.launcher.own_address import own_address_towards
 from rallypoint.launcher.plan import Embedded, LaunchPlan, Standing
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
@@ -60,6 +62,7 @@ async def launch(
         meeting = await _meet(plan, conf, stack)
         config = await _config(plan, conf, meeting, stack)
         check_devices(config)
+        await _check_bounds(config)
         config = await _with_metrics(plan.metrics_address, config, stack)
         if plan.node_id_is_ours and not isinstance(plan.place, Embedded):
             await refuse_twin(config)
@@ -87,16 +90,16 @@ class _Meeting:
 
 
 async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _Meeting:
-    def address(endpoint: str) -> str:
-        return plan.local_address or local_address_towards(endpoint)
+    async def address(endpoint: str) -> str:
+        return plan.local_address or await own_address_towards(endpoint, conf.read_timeout)
 
     place = plan.place
     if isinstance(place, Embedded):
         peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
-        return _Meeting(peer, address(peer.endpoint))
+        return _Meeting(peer, await address(peer.endpoint))
     _check_endpoint("--rdzv-endpoint", place.endpoint)
     if isinstance(place, Standing):
-        return _Meeting(Peer(place.endpoint, plan.tls), address(place.endpoint))
+        return _Meeting(Peer(place.endpoint, plan.tls), await address(place.endpoint))
     # What only these backends need is loaded only for them.
     from rallypoint.launcher.hosting import rendezvous_at  # noqa: PLC0415
 
@@ -104,8 +107,8 @@ async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -
     if host is None:
         # Whoever serves it may be gone for good, and with it what this node waits for.
         lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
-        return _Meeting(Peer(place.endpoint, plan.tls), address(place.endpoint), lost_timeout)
-    return _Meeting(host.peer, address(place.endpoint), host=host)
+        return _Meeting(Peer(place.endpoint, plan.tls), await address(place.endpoint), lost_timeout)
+    return _Meeting(host.peer, await address(place.endpoint), host=host)
 
 
 async def _config(
@@ -130,6 +133,26 @@ async def _config(
         close_timeout=conf.close_timeout,
     )
     return dataclasses.replace(config, **plan.job)
+
+
+async def _check_bounds(config: JobConfig) -> None:
+    """Refuse what would be refused for each worker of each round."""
+    if config.rlimits:
+        from rallypoint.agent.rlimits import RlimitError, check_allowed  # noqa: PLC0415 (for these flags only)
+
+        try:
+            check_allowed(config.rlimits)
+        except RlimitError as error:
+            raise SettingError(f"--rlimit: {error}") from None
+    if config.numa_binding is not None:
+        from rallypoint.agent.numa import NumaError, bind  # noqa: PLC0415
+        from rallypoint.agent.topology import read_topology  # noqa: PLC0415
+
+        try:
+            topology = await asyncio.to_thread(read_topology, config.environment)
+            bind(config.numa_binding, topology, os.sched_getaffinity(0), config.local_world_size)
+        except NumaError as error:
+            raise SettingError(f"--numa-binding: {error}") from None
 
 
 def _conf(plan: LaunchPlan) -> RendezvousConf:

@@ -11,12 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.options import job_fields, parse_signal
+from rallypoint.agent.bounds import MOST_NODES, MOST_RESTARTS, MOST_WORKERS
+from rallypoint.agent.options import idle_options, job_fields, parse_signal
 from rallypoint.launcher.backends import Wish, meeting
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.serving.settings import ClientTLS, SettingError
 
 START_METHODS = ("spawn", "fork", "forkserver")
+
+_BOUNDS = {
+    "min_nodes": (1, MOST_NODES),
+    "max_nodes": (1, MOST_NODES),
+    "nproc_per_node": (1, MOST_WORKERS),
+    "max_restarts": (0, MOST_RESTARTS),
+}
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass
@@ -113,7 +122,7 @@ class LaunchConfig:
         try:
             return self._plan(tuple(command), call)
         except SettingError as error:
-            raise ValueError(_in_our_names(str(error))) from None
+            raise ValueError(in_our_names(str(error))) from None
 
     @property
     def handled_signals(self) -> tuple[int, ...]:
@@ -127,6 +136,11 @@ class LaunchConfig:
             numbers = [parse_signal(name) for name in names if name]
         except ValueError as error:
             raise ValueError(f"signals_to_handle: {error}; expected names, as in SIGTERM,SIGINT") from None
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            if number in numbers:
+                raise ValueError(
+                    f"signals_to_handle: {number.name} can't be handled by any program; leave it out"
+                )
         return tuple(dict.fromkeys((*numbers, signal.SIGINT)))
 
     def _plan(self, command: tuple[str, ...], call: bool) -> LaunchPlan:
@@ -145,7 +159,9 @@ class LaunchConfig:
                 node_rank=_whole("rdzv_configs['rank']", rank) if rank is not None else None,
             )
         )
-        job = job_fields(self._options(), self.nproc_per_node, label=lambda name: name.replace("-", "_"))
+        options = self._options()
+        job = job_fields(options, self.nproc_per_node, label=_field)
+        idle = idle_options(options, job, label=_field)
         master = {"master_address": where.master_address, "master_port": where.master_port}
         return LaunchPlan(
             command=command,
@@ -164,19 +180,27 @@ class LaunchConfig:
             metrics_address=self.metrics_address,
             tls=self.tls,
             signals=self.handled_signals,
-            notices=(*(_in_our_names(notice) for notice in where.notices), *self._notices()),
+            notices=(*(in_our_names(notice) for notice in where.notices), *self._notices(), *idle),
             job={**job, **{name: value for name, value in master.items() if value is not None}, "call": call},
         )
 
     def _check(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
+        for name, (least, most) in _BOUNDS.items():
+            _check_number(name, getattr(self, name), least, most)
+        if self.min_nodes > self.max_nodes:
             raise SettingError(
                 f"min_nodes={self.min_nodes}: expected 1 to max_nodes, which is {self.max_nodes}"
             )
-        if self.nproc_per_node < 1:
-            raise SettingError(f"nproc_per_node={self.nproc_per_node}: expected 1 or more")
-        if self.max_restarts < 0:
-            raise SettingError(f"max_restarts={self.max_restarts}: expected 0 or more")
+        if self.max_nodes > 1 and not self.rdzv_endpoint and self.rdzv_backend in ("", "rallypoint"):
+            raise SettingError(
+                "rdzv_endpoint: a job of several hosts needs one (start it with `rallypoint serve rendezvous`); or "
+                "take rdzv_backend='static' or 'c10d', whose service is in the agent of one of them"
+            )
+        if self.log_level not in _LOG_LEVELS:
+            raise SettingError(f"log_level={self.log_level!r} is none of {', '.join(_LOG_LEVELS)}")
+        for key, value in (self.environment or {}).items():
+            if not (isinstance(key, str) and isinstance(value, str)):
+                raise SettingError(f"environment: {_name(key)}={value!r} is not text")
         if self.start_method not in START_METHODS:
             raise SettingError(f"start_method={self.start_method!r} is none of {', '.join(START_METHODS)}")
         if getattr(self.numa_options, "should_fall_back_if_binding_fails", False):
@@ -231,6 +255,23 @@ def _streams(value: Any) -> str:
     return str(int(value))
 
 
+def _check_number(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SettingError(f"{name}={value!r} is not a whole number")
+    if value < least:
+        raise SettingError(f"{name}={value}: expected {least} or more")
+    if value > most:
+        raise SettingError(f"{name}={value}: the most there can be is {most}")
+
+
+def _field(option: str) -> str:
+    return option.replace("-", "_")
+
+
+def _name(key: object) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
 def _whole(name: str, text: str) -> int:
     if not text.isdecimal():
         raise SettingError(f"{name}={text!r} is not a whole number")
@@ -240,7 +281,7 @@ def _whole(name: str, text: str) -> int:
 _NAMES = {"rdzv-id": "run_id", "rdzv-conf": "rdzv_configs", "node-rank": "rdzv_configs['rank']"}
 
 
-def _in_our_names(sentence: str) -> str:
+def in_our_names(sentence: str) -> str:
     """A sentence about flags as one about fields."""
     return re.sub(
         r"--([a-z][a-z0-9-]*)", lambda flag: _NAMES.get(flag[1], flag[1].replace("-", "_")), sentence

@@ -204,7 +204,7 @@ def _preparation() -> Mapping[str, Any]:
     if specification is not None:
         if not specification.name.endswith("__main__"):  # what such a module does it does at its top level
             preparation["init_main_from_name"] = specification.name
-    elif path is not None:
+    elif path is not None and os.path.isfile(path):  # a program from standard input has "<stdin>"
         preparation["init_main_from_path"] = os.path.abspath(path)
     return preparation
 
