@@ -263,10 +263,10 @@ def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> No
     """There is no program, or no process can be made."""
     tale.runs()
     at = Moment(5.0, EPOCH + 5)
-    (event,) = tale.chronicle.worker_lost(1, 1, 0, "there is no program", at)
-    assert (event.name, event.duration, event.details["kind"]) == ("FAILED", None, "not-started")
-    (event,) = tale.chronicle.worker_lost(1, 1, 77, "it outlived SIGKILL", at)
-    assert (event.details["pid"], event.details["kind"]) == (77, "unkillable")
+    (event,) = tale.chronicle.worker_lost(1, 1, 0, "there is no program", at, kind="not_started")
+    assert (event.name, event.duration, event.details["kind"]) == ("FAILED", None, "not_started")
+    (event,) = tale.chronicle.worker_lost(1, 1, 77, "it outlived SIGKILL", at, kind="hung")
+    assert (event.details["pid"], event.details["kind"]) == (77, "hung")
 
 
 @pytest.mark.parametrize(

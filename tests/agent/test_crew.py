@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from process_probe import until, wait_until
+from rallypoint.agent import crew as crew_module
 from rallypoint.agent import post_mortem, reaping
 from rallypoint.agent.config import JobConfig, Peer
 from rallypoint.agent.console import Console
@@ -24,6 +26,7 @@ from rallypoint.agent.errors import COULD_NOT_START, FailureKind, WorkerFailure
 from rallypoint.agent.events import JobEvents
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.logs import LogDirectory, Redirect, Streams
+from rallypoint.agent.numa import Cpus
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.spawn_protocol import Killed
 from rallypoint.agent.spawner import look_up
@@ -291,6 +294,28 @@ async def test_a_crew_that_was_stopped_starts_nothing(
     await asyncio.sleep(0.05)
     assert not (tmp_path / "started").exists()
     assert (told.failures, told.successes, crew.workers) == ([], 0, {})
+
+
+async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_nothing(
+    make: Callable[..., Crew], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """start() waits for the host's map, stop() has nothing to stop yet, and start() goes on: nobody minds it then."""
+    looking, go_on = threading.Event(), threading.Event()
+
+    def look(_: JobConfig) -> list[Cpus]:
+        looking.set()
+        assert go_on.wait(30.0)
+        return [frozenset(os.sched_getaffinity(0))]
+
+    monkeypatch.setattr(crew_module, "_processors", look)
+    crew = make("touch $1/started; sleep 60", 1, numa_binding="node")
+    starting = asyncio.create_task(crew.start())
+    await until(looking.is_set, "the look at the processors")
+    await crew.stop(signal.SIGTERM, 1.0)
+    go_on.set()
+    await starting
+    assert (crew.workers, crew.attempt, told.failures) == ({}, None, [])
+    assert not (tmp_path / "started").exists()
 
 
 async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(

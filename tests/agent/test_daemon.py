@@ -230,6 +230,15 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ({"launch_id": "x" * 257}, "launch_id", "at most 256 bytes"),
         ({"timer_endpoint": "here"}, "spec.timer_endpoint", "has no port"),
         ({"shutdown_timeout": {"seconds": -1}}, "spec.shutdown_timeout", "must not be negative"),
+        (
+            {
+                "local_world_size": 2,
+                "options": {"virtual-local-rank": "true"},
+                "environment": {"CUDA_VISIBLE_DEVICES": "3"},
+            },
+            "spec.local_world_size",
+            "CUDA_VISIBLE_DEVICES=3 names 1 device for 2 workers",
+        ),
     ],
 )
 async def test_a_job_that_can_not_be_run_is_refused_by_the_field(

@@ -21,6 +21,7 @@ from rallypoint.agent import job as job_module
 from rallypoint.agent import reaping
 from rallypoint.agent.config import JobConfig, Peer
 from rallypoint.agent.crew import Crew
+from rallypoint.agent.errors import failure_to_start
 from rallypoint.agent.job import Job
 from rallypoint.agent.job_result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobResult
 from rallypoint.agent.logs import LogError, Redirect, Streams
@@ -478,3 +479,21 @@ async def test_without_a_place_for_temporary_files_nothing_is_joined(
         SettingError, match=r"can't make a temporary folder: .*No space left.*; set TMPDIR to another"
     ):
         await bench.run(bench.job("exit 0"))
+
+
+@pytest.mark.parametrize(("going", "told"), [("stays", [1]), ("is drained", []), ("was asked to stop", [])])
+async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their_host_goes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, going: str, told: list[int]
+) -> None:
+    """One that had raised before: a host that stays must tell it, one that goes takes its workers away in any case."""
+    job = bench.job("touch $1/up.$RANK; sleep 60")
+    bench.start(job)
+    await bench.has("up.1")
+    reported: list[int] = []
+    monkeypatch.setattr(job._membership, "report_failure", lambda _, round_: reported.append(round_))
+    if going == "is drained":
+        job.drain(60.0, "maintenance")
+    elif going == "was asked to stop":
+        job.request_stop("got SIGTERM")
+    job._on_earlier_failure(failure_to_start("no such layer", local_rank=0, rank=0, role="", host=""))
+    assert reported == told

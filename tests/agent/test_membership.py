@@ -9,8 +9,14 @@ import pytest
 from agent.test_job import PATIENCE, Bench
 from agent.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from process_probe import until
-from rallypoint.agent.membership import sentence
+from rallypoint.agent import core
+from rallypoint.agent import membership as membership_module
+from rallypoint.agent.background import Background
+from rallypoint.agent.crew import Crew
+from rallypoint.agent.membership import NodeMembership, sentence
+from rallypoint.agent.workers import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.channel import open_channel
 
 
 @pytest.mark.parametrize(
@@ -55,3 +61,63 @@ async def test_a_restart_that_is_held_back_is_in_the_log(
     held = [record.getMessage() for record in caplog.records if "the restart waits" in record.getMessage()]
     assert len(held) == 1
     assert "exited with code 7" in held[0]
+
+
+async def test_a_membership_that_is_given_up_before_it_began_is_over_too(bench: Bench) -> None:
+    """Asked to stop twice in its first moment, a job would wait for ever for an end that nobody tells."""
+    told: list[core.Event] = []
+    job = bench.job("exit 0")
+    await job._crews.close(unfit=False)
+    config = job.config
+    async with open_channel(config.rendezvous.endpoint) as channel:
+        membership = NodeMembership(config, channel, told.append, ran=lambda: False, going=lambda: True)
+        membership.join(Background(lambda error: None).begin)
+        membership.abandon()
+        await until(lambda: bool(told), "the end")
+    assert told == [core.MembershipEnded()]
+
+
+async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other hosts fail for want of them: heard of first, that would use up a restart."""
+    monkeypatch.setattr(membership_module, "HEARD_TIMEOUT", PATIENCE)
+    job = bench.job("touch $1/up; sleep 60")
+    running = bench.start(job)
+    await bench.has("up")
+    seen: list[str] = []
+    say, stop = job._membership.depart, Crew.stop
+
+    def say_late(reason: str) -> None:
+        def say_it() -> None:
+            seen.append("said")
+            say(reason)
+
+        asyncio.get_running_loop().call_later(0.3, say_it)
+
+    async def note_stop(crew: Crew, number: int, timeout: float) -> StopReport:
+        seen.append("stopped")
+        return await stop(crew, number, timeout)
+
+    monkeypatch.setattr(job._membership, "depart", say_late)
+    monkeypatch.setattr(Crew, "stop", note_stop)
+    job.request_stop("got SIGTERM")
+    assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143
+    assert seen[:2] == ["said", "stopped"]
+
+
+@pytest.mark.parametrize("in_a_hurry", [False, True])
+async def test_a_run_that_does_not_hear_of_it_keeps_no_host_for_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, in_a_hurry: bool
+) -> None:
+    """Whoever asks a second time waits for nobody at all."""
+    monkeypatch.setattr(membership_module, "HEARD_TIMEOUT", 3600.0 if in_a_hurry else 0.1)
+    job = bench.job("touch $1/up; sleep 60")
+    running = bench.start(job)
+    await bench.has("up")
+    monkeypatch.setattr(job._membership, "depart", lambda reason: None)
+    job.request_stop("got SIGTERM")
+    if in_a_hurry:
+        await until(lambda: job.state.leaving is not None, "the first request")
+        job.request_stop("got SIGTERM again", at_once=True)
+    assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 import pytest
 
 from agent.fake_job import FakeJob, as_job, config, crew, ended, running
-from process_probe import PATIENCE
+from process_probe import PATIENCE, until
 from rallypoint.agent import servicer
 from rallypoint.agent.core import AgentState, Workers
 from rallypoint.agent.job_result import JobResult
@@ -122,6 +123,26 @@ async def test_streams_are_bounded_and_given_back(agent: Agent, monkeypatch: pyt
         while not isinstance(told, pb.WatchJobResponse):  # the agent hears of it a moment later
             with suppress(grpc.aio.AioRpcError):
                 told = await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()
+
+
+async def test_readers_of_logs_leave_an_agent_the_files_that_it_needs_itself(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any left it could start no worker: half of what the system lets it open is for readers."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (128, 4096))
+    job = FakeJob(config=config(workers=16))
+    stub = await agent.serve(job)
+    everything = pb.StreamLogsRequest(follow=True)
+    streams = [stub.StreamLogs(everything), stub.StreamLogs(everything)]
+    await until(lambda: len(job.changed._watchers) == 2, "the streams")
+    one_stream = pb.StreamLogsRequest(follow=True, stream=pb.LOG_STREAM_STDERR)
+    error = await refusal(stub.StreamLogs(one_stream, timeout=PATIENCE).read())
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHERS")
+    assert "keep 64 log files open, and 16 more would be above 64, half of" in error.message
+    assert error.retry_after
+    await stub.WatchJob(pb.WatchJobRequest(), timeout=PATIENCE).read()  # which needs none
+    for stream in streams:
+        stream.cancel()
 
 
 async def test_workers_are_told_with_their_progress(agent: Agent) -> None:

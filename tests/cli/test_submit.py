@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -19,6 +20,10 @@ class NeverRun:
     """In the place of a session: notes what it would carry out."""
 
     submissions: list[Submission]
+    launches: tuple[pb.LaunchJobResponse, ...] = (
+        pb.LaunchJobResponse(node_id="node-a", rendezvous_endpoint="a:1"),
+        pb.LaunchJobResponse(node_id="node-b", rendezvous_endpoint="a:1"),
+    )
 
     def __init__(self, submission: Submission, *_: Any) -> None:
         """Note it."""
@@ -56,6 +61,18 @@ def test_a_command_line_becomes_one_launch_for_all_agents(submissions: list[Subm
     assert (spec.min_nodes, spec.max_nodes, spec.local_world_size) == (2, 2, 1)
     assert (spec.rendezvous_endpoint, spec.timer_endpoint, dict(spec.options)) == ("a:1", "", {})
     assert not spec.HasField("shutdown_timeout")
+
+
+def test_a_script_gets_what_was_launched_where(submissions: list[Submission]) -> None:
+    """As JSON; without it the name of the run alone, as a shell's variable takes it."""
+    order = ("submit", "--agents", "a:1,b:2", "--rdzv-id", "run-7", "--detach")
+    assert CliRunner().invoke(main, [*order, "train.py"]).output == "run-7\n"
+    assert json.loads(CliRunner().invoke(main, [*order, "--json", "train.py"]).output) == {
+        "run_id": "run-7",
+        "rendezvous_endpoint": "a:1",
+        "agents": [{"endpoint": "a:1", "node_id": "node-a"}, {"endpoint": "b:2", "node_id": "node-b"}],
+    }
+    assert "add --detach" in refusal(rallypoint("submit", "--agents", "a:1", "--json", "train.py"))
 
 
 def test_every_flag_finds_its_place(submissions: list[Submission]) -> None:

@@ -80,7 +80,7 @@ async def test_an_announced_maintenance_does_the_same(
         watch.chmod(0o755)
         with_flags(stage, "--maintenance-command", f"{watch} never")
         await stage.start_agents("b")
-        with_flags(stage, "--maintenance-command", f"{watch} announced", "--drain-grace", "600")
+        with_flags(stage, "--maintenance-command", f"{watch} announced", "--drain-timeout", "600")
         await stage.start_agents("a")
         await stage.started(4)
         (tmp_path / "announced").touch()

@@ -123,6 +123,8 @@ def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
             *(("FAILED", 1, 1), ("TERMINATED", 1, 0), ("SUCCEEDED", 2, 0), ("SUCCEEDED", 2, 1)),
         ]
     )
+    (failed,) = [each for each in told if each["event"] == "FAILED"]
+    assert failed["kind"] == "exit_code"  # in the words of failure.json
     (restarted,) = [each for each in told if each["event"] == "RESTARTED"]
     assert tuple(restarted["parts"]) == parts
     assert restarted["restart_count"] == 1

@@ -104,6 +104,25 @@ async def test_an_agent_that_knows_the_job_no_more_is_lost_at_once(
         assert why in str(following.lost)
 
 
+async def test_certificates_are_not_suspected_once_an_agent_has_answered() -> None:
+    """A connection that was closed in the midst of a job is the host's end: to look at flags would lead astray."""
+    closed = refusal("UNAVAILABLE", grpc.StatusCode.UNAVAILABLE)
+    closed.message = "Stream removed (Socket closed)"
+    async with agents("a") as ((fake,), (remote,)):
+        for told in (state(pb.JOB_STATE_RUNNING), closed, state(pb.JOB_STATE_ENDED)):
+            fake.states.put_nowait(told)
+        _, _, notes = await watched(fake, remote)
+        assert notes[0] == "a: lost the connection (Stream removed (Socket closed)); trying again"
+        pieces = Pieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
+        fake.output.put_nowait(closed)
+        with pytest.raises(Lost, match="give --tls-ca"):
+            await anext(pieces.read())
+        fake.output.put_nowait(piece(b"a line", 6))
+        fake.output.put_nowait(closed)
+        with pytest.raises(Lost, match=r"Socket closed\)$"):
+            [each async for each in pieces.read()]
+
+
 async def test_output_is_read_on_where_it_was() -> None:
     """Every break brings a request with the places that were reached."""
     async with agents("a") as ((fake,), (remote,)):

@@ -43,7 +43,7 @@ async def test_if_one_refuses_the_others_stop() -> None:
         assert f"agent {fakes[1].address} did not take the job on: the agent will not (JOB_RUNNING)" in str(
             caught.value
         )
-        assert "it runs nowhere now" in str(caught.value)
+        assert "this launch runs nowhere now" in str(caught.value)
         for fake in (fakes[0], fakes[2]):
             taken = fake.job is not None
             assert [(stop.run_id, stop.now) for stop in fake.stops] == [("run-1", True)] * taken

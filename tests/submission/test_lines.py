@@ -22,11 +22,11 @@ class Screen:
 async def shown(*pieces: tuple[str, bytes], finish: bool = True) -> list[bytes]:
     """What is written of pieces of output of sources, by the name of the source."""
     screen = Screen()
-    lines = Lines({1: screen})
+    lines: Lines[str] = Lines({1: screen})
     for source, data in pieces:
         await lines.add(source, 1, f"[{source}]: ".encode(), data)
     if finish:
-        for source in sorted(map(str, lines.sources)):
+        for source in sorted(lines.sources):
             await lines.finish(source)
     return screen.writes
 

@@ -21,6 +21,7 @@ from rallypoint.agent.core_words import (
     Finish,
     LeaseEnded,
     Leave,
+    LookForFailures,
     MembershipEnded,
     NodeUnfit,
     Phase,
@@ -52,6 +53,7 @@ __all__ = [
     "Health",
     "LeaseEnded",
     "Leave",
+    "LookForFailures",
     "MembershipEnded",
     "NodeUnfit",
     "Phase",
@@ -128,14 +130,7 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
     """What an event says, and what it calls for whatever else is the case."""
     match event:
         case Updated():
-            return replace(
-                state,
-                phase=event.phase,
-                assignment=event.assignment,
-                restart_count=event.restart_count,
-                detail=event.detail,
-                exit_barrier_passed=event.exit_barrier_passed,
-            ), []
+            return _note_update(state, event)
         case LeaseEnded():
             # As a newcomer the node has confirmed and started nothing.
             newcomer = replace(state, phase=Phase.JOINABLE, assignment=None, detail=event.detail)
@@ -160,9 +155,27 @@ def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
             return replace(state, out=True, detail=event.detail or state.detail), []
 
 
+def _note_update(state: AgentState, event: Updated) -> tuple[AgentState, list[Effect]]:
+    updated = replace(
+        state,
+        phase=event.phase,
+        assignment=event.assignment,
+        restart_count=event.restart_count,
+        detail=event.detail,
+        exit_barrier_passed=event.exit_barrier_passed,
+    )
+    concerned = event.settling and state.workers is Workers.RUNNING and _reason_to_stop(updated) is None
+    return updated, [LookForFailures()] if concerned else []
+
+
 def _goes(state: AgentState) -> bool:
     """Whether this node is on its way out, or is out."""
     return state.leaving is not None or state.left or state.out
+
+
+def _parts(state: AgentState) -> bool:
+    """Whether what becomes of this node's workers is the run's matter no longer."""
+    return _goes(state) or state.draining is not None or state.phase is Phase.CLOSED
 
 
 def _depart(state: AgentState, detail: str) -> tuple[AgentState, list[Effect]]:
@@ -187,8 +200,11 @@ def _note_parting(
 
 
 def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
+    if state.workers is Workers.STOPPING and state.started and not _parts(state):
+        # The end of the round was told while this was on its way. What it caused elsewhere was heard of first.
+        return replace(state, health=Health.SUSPECT), [ReportFailure(state.started)]
     if state.workers is not Workers.RUNNING:
-        return state, []  # it died of being stopped
+        return state, []
     stopping = replace(state, workers=Workers.STOPPING, health=Health.SUSPECT)
     if state.draining is not None and not _goes(state):
         # The node takes its workers away in any case: that must not cost the run a restart of its budget.

@@ -42,13 +42,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The run changed; `detail` says how the round before ended."""
+    """The run changed; `detail` says how the round before ended.
+
+    `settling`: a worker failed somewhere, and before that ends the run it is to be known which failure was the first.
+    """
 
     phase: Phase
     assignment: Assignment | None = None
     restart_count: int = 0
     detail: str = ""
     exit_barrier_passed: bool = False
+    settling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker of the running group failed, or could not be started."""
+    """A worker of the latest group failed, or could not be started; never for being stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,11 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class LookForFailures:
+    """Look whether a worker has raised that has not ended yet; if so, WorkerFailed follows."""
+
+
+@dataclass(frozen=True, slots=True)
 class WarnWorkers:
     """Tell the workers that this node is going to leave, and why. DrainOver follows, in time."""
 
@@ -203,6 +212,7 @@ class Finish:
 Effect: TypeAlias = (
     StartWorkers
     | StopWorkers
+    | LookForFailures
     | WarnWorkers
     | Examine
     | Confirm

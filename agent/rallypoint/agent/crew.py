@@ -135,6 +135,8 @@ class Crew:
             if self._config.numa_binding is not None:
                 # A large host has thousands of small files to say how it is built.
                 self._cpus = await asyncio.to_thread(_processors, self._config)
+                if self._stopped:
+                    return
             attempt = self._log_directory.new_attempt(local_ranks, self.assignment.base_rank)
             self._logs, self.attempt = attempt.workers, attempt.number
             self._on_change()
@@ -175,6 +177,11 @@ class Crew:
     def failures(self) -> list[WorkerFailure]:
         """The workers that have failed, the first first; whoever was stopped before that is not among them."""
         return self._post_mortem.failures
+
+    def look_for_failures(self) -> None:
+        """Report a worker that has raised and not ended yet as failed, as one of another host's has failed."""
+        if not self._stopped:
+            self._post_mortem.look(self._unfinished())
 
     def pass_on(self, number: int) -> None:
         """Send a signal to the workers, not to their children; to those of them that it wouldn't kill."""

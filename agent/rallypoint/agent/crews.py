@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,7 @@ class Crews:
         self.equipment: Equipment
         self._config = config
         self._callbacks = callbacks
+        self._stopped: Crew | None = None
 
     @property
     def workers(self) -> list[Worker]:
@@ -140,17 +141,21 @@ class Crews:
         )
         callbacks.begin(self._start(crew, lease))
 
-    def stop(self, detail: str, number: int, timeout: float) -> None:
+    def stop(
+        self, detail: str, number: int, timeout: float, after: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Stop the latest group; the core is told when nothing of it is left.
 
         Args:
             detail: Why, for people.
             number: What to send first.
             timeout: Seconds until SIGKILL.
+            after: What to wait for before that; None: nothing.
         """
         assert self.crew is not None, "workers that run are a crew's"
         self.stop_reason = detail
-        self._callbacks.begin(self._stop(self.crew, detail, number, timeout))
+        self._stopped = self.crew
+        self._callbacks.begin(self._stop(self.crew, detail, number, timeout, after))
 
     def kill(self) -> None:
         """Kill workers that are being stopped; who stops them says what became of them."""
@@ -190,7 +195,16 @@ class Crews:
         sockets.introduce()
         self._callbacks.on_change()
 
-    async def _stop(self, crew: Crew, detail: str, number: int, timeout: float) -> None:
+    async def _stop(
+        self,
+        crew: Crew,
+        detail: str,
+        number: int,
+        timeout: float,
+        after: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        if after is not None:
+            await after()
         _log.info("stopping workers", round=crew.assignment.round, reason=detail)
         report = await crew.stop(number, timeout)
         if report.killed:
@@ -210,7 +224,8 @@ class Crews:
         report = await crew.stop(signal.SIGKILL, 0.0)
         left = await who_outlives(report.left)
         unfit = await describe_left(left) if left else None
-        self._callbacks.tell(core.WorkersSucceeded())
+        if crew is not self._stopped:  # or else the next may run by now, which this would be taken for
+            self._callbacks.tell(core.WorkersSucceeded())
         if unfit is not None:
             self._callbacks.on_unfit(unfit)
 

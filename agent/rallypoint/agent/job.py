@@ -233,6 +233,7 @@ class Job:
             _log.warning("stopping at once", reason=detail)
             self._hurried = True
             self._crews.kill()
+            self._membership.hurry()
             if self._state.left:
                 self._membership.abandon()
 
@@ -277,7 +278,13 @@ class Job:
         timeout = self._config.shutdown_timeout
         if self._hurried:
             number, timeout = signal.SIGKILL, 0.0
-        self._crews.stop(effect.detail, number, timeout)
+        goes = self._state.leaving is not None and not self._hurried
+        self._crews.stop(effect.detail, number, timeout, self._membership.round_over if goes else None)
+
+    @_carry_out.register
+    def _look_for_failures(self, effect: core.LookForFailures) -> None:
+        if self.crew is not None:
+            self.crew.look_for_failures()
 
     @_carry_out.register
     def _warn_workers(self, effect: core.WarnWorkers) -> None:

@@ -14,6 +14,7 @@ from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.bounds import MOST_NODES, MOST_RESTARTS, MOST_SECONDS, MOST_WORKERS
 from rallypoint.agent.config import JobConfig, Peer, new_node_id
 from rallypoint.agent.devices import count_gpus, count_xpus
+from rallypoint.agent.environment import check_devices
 from rallypoint.agent.options import OptionError, job_fields
 from rallypoint.agent.settings import (
     SHUTDOWN_TIMEOUT,
@@ -93,7 +94,12 @@ def job_config(spec: pb.JobSpec, host: Host) -> JobConfig:
         close_timeout=conf.close_timeout,
         shutdown_timeout=shutdown_timeout,
     )
-    return dataclasses.replace(config, **_options(spec, workers))
+    config = dataclasses.replace(config, **_options(spec, workers))
+    try:
+        check_devices(config)
+    except SettingError as error:
+        raise invalid("spec.local_world_size", str(error)) from None
+    return config
 
 
 def _check(spec: pb.JobSpec) -> None:

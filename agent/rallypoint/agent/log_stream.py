@@ -25,7 +25,7 @@ PIECE_BYTES = 256 * 1024
 GATHER = 0.05
 """Seconds that what workers write waits for more of it: one message then has what would be a message a line."""
 
-_STREAMS: dict[pb.LogStream.ValueType, str] = {
+LOG_STREAMS: dict[pb.LogStream.ValueType, str] = {
     pb.LOG_STREAM_STDOUT: STDOUT_FILE,
     pb.LOG_STREAM_STDERR: STDERR_FILE,
 }
@@ -105,7 +105,7 @@ class _Reader:
         else:
             attempt, offset = (latest if self._tail else attempt + 1), 0
         while attempt <= latest:
-            path = folder / f"attempt_{attempt}" / str(self._local_rank) / _STREAMS[self._stream]
+            path = folder / f"attempt_{attempt}" / str(self._local_rank) / LOG_STREAMS[self._stream]
             if path.exists():
                 self._file, self._attempt, self._offset = LogFile(path), attempt, offset
                 self._begin_at_tail()
@@ -196,9 +196,9 @@ async def _grown(wake: asyncio.Event, readers: Sequence[_Reader], *, all_watched
 def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_Reader]:
     if request.tail_bytes < 0:
         raise invalid("tail_bytes", "must not be negative")
-    if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *_STREAMS):
+    if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *LOG_STREAMS):
         raise invalid("stream", f"there is no stream {request.stream}")
-    streams = [request.stream] if request.stream else list(_STREAMS)
+    streams = [request.stream] if request.stream else list(LOG_STREAMS)
     local_ranks = list(range(job.config.local_world_size))
     if request.ranks:
         local_ranks = [worker.local_rank for worker in workers_of(job, request.ranks)]
@@ -216,7 +216,7 @@ def _places(job: Job, request: pb.StreamLogsRequest) -> dict[tuple[int, pb.LogSt
         field = f"cursors[{index}]"
         if not 0 <= cursor.local_rank < job.config.local_world_size:
             raise invalid(f"{field}.local_rank", f"there is no worker {cursor.local_rank} on this host")
-        if cursor.stream not in _STREAMS:
+        if cursor.stream not in LOG_STREAMS:
             raise invalid(f"{field}.stream", "must be standard output or standard error")
         if cursor.attempt not in job.base_ranks:
             raise invalid(f"{field}.attempt", f"there was no attempt {cursor.attempt}")

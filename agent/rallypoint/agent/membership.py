@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -21,6 +22,9 @@ from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.fields import SENTENCE_BYTES
 from rallypoint.serving.logs import get_logger
+
+HEARD_TIMEOUT = 1.0
+"""Seconds that a node runs on for its run to hear that it goes, which takes a millisecond where nothing is broken."""
 
 _log = get_logger("rallypoint.agent")
 
@@ -60,6 +64,8 @@ class NodeMembership:
         self._ran = ran
         self._going = going
         self._being_member: asyncio.Task[None] | None = None
+        # Whether the run need not be waited for any more: its round has ended, or this node is out.
+        self._round_over = asyncio.Event()
         self._membership = Membership(
             channel,
             config.rendezvous.endpoint,
@@ -72,6 +78,12 @@ class NodeMembership:
     def join(self, begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Join, in the background; be a member until that is over. The core hears of it then."""
         self._being_member = begin(self._run())
+        # Not by the task itself: one that is cancelled before its first step has no last one either.
+        self._being_member.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._round_over.set()
+        self._tell(core.MembershipEnded(self.refusal or ""))
 
     def abandon(self) -> None:
         """Be a member no longer, without telling anybody: the lease ends by itself."""
@@ -95,8 +107,6 @@ class NodeMembership:
                 if error.reason == "NODE_EVICTED" and error.metadata.get("by") == "service":
                     # Its workers failed too often, and those of other nodes did not: elsewhere they may do better.
                     self._tell(core.NodeUnfit(self.refusal))
-        finally:
-            self._tell(core.MembershipEnded(self.refusal or ""))
 
     def confirm(self, round_: int) -> None:
         """Say that no worker of an earlier round is alive here."""
@@ -113,6 +123,19 @@ class NodeMembership:
     def depart(self, reason: str) -> None:
         """Say that the node stops its workers in order to leave."""
         self._membership.depart(sentence(reason))
+
+    async def round_over(self) -> None:
+        """Returns when the run has ended the round of this node, which has said that it goes; or after a moment.
+
+        Workers that are stopped before make those of other nodes fail, and the run would take that for the cause.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_TIMEOUT):
+                await self._round_over.wait()
+
+    def hurry(self) -> None:
+        """Nobody waits for `round_over` any more."""
+        self._round_over.set()
 
     async def leave(self, reason: str, timeout: float) -> None:
         """Give the lease back; returns when the service has taken it, or can't be reached in time.
@@ -151,6 +174,10 @@ class NodeMembership:
         return {"min_nodes": settings.min_nodes, "max_nodes": settings.max_nodes}
 
     def _on_update(self, update: pb.NodeUpdate) -> None:
+        if update.phase == pb.PHASE_FINAL and update.HasField("assignment"):
+            self._round_over.clear()
+        else:
+            self._round_over.set()
         if update.HasField("run_end"):
             self.run_end = update.run_end
         # Where no worker runs, whoever looks must find out what for.
@@ -171,6 +198,7 @@ class NodeMembership:
                 restart_count=update.restart_count,
                 detail=update.last_round_end.detail,
                 exit_barrier_passed=update.exit_barrier_passed,
+                settling=update.settling,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from rallypoint.agent.bounds import MOST_SECONDS
 from rallypoint.agent.job import Job
 from rallypoint.agent.job_messages import job_message, worker_message
 from rallypoint.agent.jobs import MOST_ENDED, Jobs
-from rallypoint.agent.log_stream import stream_logs
+from rallypoint.agent.log_stream import LOG_STREAMS, stream_logs
 from rallypoint.agent.steering import dump_stacks, reap_worker, restart_workers
 from rallypoint.agent.usage import UsageMeter
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
@@ -27,7 +28,8 @@ from rallypoint.serving.server import Registration
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
 
 MOST_STREAMS = 256
-"""Streams of WatchJob and StreamLogs at a time. One of logs keeps two files of each worker open."""
+"""Streams of WatchJob and StreamLogs at a time. One of logs keeps up to two files of each worker open; all of them
+together have half of what the system lets this process open."""
 
 NO_REASON = "no reason given"
 
@@ -55,7 +57,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         self._jobs = jobs
         self._launch = launch
         self._write_timeout = write_timeout
-        self._streams = 0
+        self._streams = self._files = 0
         self._meter = UsageMeter()
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
@@ -98,7 +100,9 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
     async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> None:  # type: ignore[override]
         """What workers wrote, and write."""
         job = self._jobs.find(_run_id(request.run_id)).job
-        with self._stream():
+        workers = len(set(request.ranks)) or job.config.local_world_size
+        of_each = len(LOG_STREAMS) if request.stream == pb.LOG_STREAM_UNSPECIFIED else 1
+        with self._stream(), self._open_files(of_each * workers):
             async with aclosing(stream_logs(job, request)) as pieces:
                 async for piece in pieces:
                     await self._write(context, piece)
@@ -179,6 +183,23 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             yield
         finally:
             self._streams -= 1
+
+    @contextmanager
+    def _open_files(self, count: int) -> Iterator[None]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and self._files + count > limit // 2:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_WATCHERS",
+                f"readers keep {self._files} log files open, and {count} more would be above {limit // 2}, half of "
+                "what the agent may open (ulimit -n); read fewer ranks, or start it with a higher limit",
+                retry_after=5.0,
+            )
+        self._files += count
+        try:
+            yield
+        finally:
+            self._files -= count
 
     async def _write(self, context: _Context, message: Message) -> None:
         await in_time(context.write(message), self._write_timeout)

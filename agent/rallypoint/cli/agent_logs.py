@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 
 
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMG", start=1)
+    for end, base in (("", 1000), ("B", 1000), ("iB", 1024))
+}
+
+
 class ByteCount(click.ParamType[int]):
     """A size: a number of bytes, or as in 64KiB."""
 
@@ -22,8 +29,7 @@ class ByteCount(click.ParamType[int]):
         """Parse and check."""
         text = str(value).strip()
         number = text.rstrip("KMGiB")
-        unit = {"": 1, "B": 1, "K": 1000, "KB": 1000, "KiB": 1024, "M": 10**6, "MB": 10**6, "MiB": 1024**2}
-        factor = unit.get(text[len(number) :].strip())
+        factor = _UNITS.get(text[len(number) :].strip())
         if not (number.strip().isascii() and number.strip().isdigit()) or factor is None or len(number) > 15:
             self.fail(f"{text!r} is no size; expected bytes, or as in 64KiB or 1MB", param, ctx)
         return int(number) * factor
@@ -81,23 +87,26 @@ async def _print_logs(
     from rallypoint.serving.channel import open_channel  # noqa: PLC0415
     from rallypoint.submission.following import Lost, Pieces  # noqa: PLC0415
     from rallypoint.submission.lines import Lines  # noqa: PLC0415
+    from rallypoint.submission.story import lost_in_words  # noqa: PLC0415
 
     outputs = {1: OutputThread(1), 2: OutputThread(2)}
-    lines = Lines(outputs)
+    lines: Lines[int] = Lines(outputs)
     async with open_channel(endpoint, tls) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         # Who follows waits for an agent that was there; one that never was is told at once.
         pieces = Pieces(stub, request, tls, lambda: timeout if pieces.begun else 0.0)
         try:
             async for piece in pieces.read():
+                if piece.lost_bytes:
+                    click.echo(lost_in_words(piece), err=True)
                 if prefixed:
                     await lines.add(piece.rank, piece.cursor.stream, f"[{piece.rank}]: ".encode(), piece.data)
                 else:
                     await outputs[piece.cursor.stream].write(piece.data)
-            for rank in lines.sources:
-                await lines.finish(rank)
         except Lost as loss:
             raise SettingError(f"{endpoint}: {loss}") from None
         finally:
+            for rank in sorted(lines.sources):
+                await lines.finish(rank)
             for output in outputs.values():
                 await output.close(5.0)

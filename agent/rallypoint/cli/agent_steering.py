@@ -46,7 +46,7 @@ def reap(*, run_id: str, rank: int, agent: str, reason: str, timeout: float, tls
     "--grace",
     type=Seconds(0, MOST_SECONDS),
     metavar="SECONDS",
-    help="How long workers may take; without it, as the job was told (--drain-grace).",
+    help="How long workers may take; without it, as the job was told (--drain-timeout).",
 )
 @reason_option
 @agent_options
@@ -77,6 +77,11 @@ def stop(*, run_id: str, now: bool, agent: str, reason: str, timeout: float, tls
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
 
-    request = pb.StopJobRequest(run_id=run_id, reason=reason, now=now)
+    which = pb.GetJobRequest(run_id=run_id)
+    job = ask_agent(agent, tls, timeout, lambda stub: stub.GetJob(which)).job
+    if job.state == pb.JOB_STATE_ENDED:
+        click.echo(f"the job of run {job.run_id} has ended here already, with exit code {job.exit_code}")
+        return
+    request = pb.StopJobRequest(run_id=job.run_id, reason=reason, now=now)
     ask_agent(agent, tls, timeout, lambda stub: stub.StopJob(request))
     click.echo("the host is leaving the run" + (", and its workers are killed" if now else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import sys
@@ -132,6 +133,12 @@ _SUBMISSION = flags(
     flag("--cwd", type=Text(), default="", metavar="FOLDER", help="Where workers run; the agent's folder."),
     flag("--detach", is_flag=True, help="Return once all agents have the job."),
     flag(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="With --detach: print the run, where it meets, and its nodes as JSON.",
+    ),
+    flag(
         "--reconnect-timeout",
         type=Seconds(0, MOST_SECONDS),
         default=60.0,
@@ -166,16 +173,20 @@ def submit(**given: Any) -> None:
     and the rank before each line. Ctrl-C stops the job everywhere, a second one kills its workers at once. The exit
     code is that of `rallypoint run`; 130 after Ctrl-C. With --detach, follow it with `rallypoint agent logs`.
     """
+    if given["as_json"] and not given["detach"]:
+        raise click.UsageError("--json is for launches: what follows on is the workers' output; add --detach")
     submission = _submission(given)
     from rallypoint.agent.console import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.serving.loop import run as run_loop  # noqa: PLC0415
     from rallypoint.submission.launching import NotLaunched  # noqa: PLC0415
     from rallypoint.submission.session import Session  # noqa: PLC0415
 
+    outputs = {1: OutputThread(1), 2: OutputThread(2)}
+    session = Session(submission, outputs, lambda line: click.echo(line, err=True))
+
     async def carry_out() -> int:
-        outputs = {1: OutputThread(1), 2: OutputThread(2)}
         try:
-            return await Session(submission, outputs, lambda line: click.echo(line, err=True)).run()
+            return await session.run()
         finally:
             for output in outputs.values():
                 await output.close(5.0)
@@ -185,8 +196,22 @@ def submit(**given: Any) -> None:
     except NotLaunched as error:
         raise SettingError(str(error)) from None
     if submission.detach and not exit_code:
-        click.echo(submission.launch.spec.run_id)
+        click.echo(
+            _launched(submission, session.launches) if given["as_json"] else submission.launch.spec.run_id
+        )
     sys.exit(exit_code)
+
+
+def _launched(submission: Submission, launches: Sequence[pb.LaunchJobResponse]) -> str:
+    agents = zip(submission.endpoints, launches, strict=True)
+    return json.dumps(
+        {
+            "run_id": submission.launch.spec.run_id,
+            "rendezvous_endpoint": launches[0].rendezvous_endpoint,
+            "agents": [{"endpoint": endpoint, "node_id": launch.node_id} for endpoint, launch in agents],
+        },
+        indent=2,
+    )
 
 
 def _submission(given: Mapping[str, Any]) -> Submission:

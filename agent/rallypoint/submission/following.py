@@ -114,9 +114,10 @@ class Pieces:
                 error = decode(rpc_error)
             finally:
                 call.cancel()
+            why = in_words(error, self._tls, answered=self.begun)
             if not is_lost(error) and error.reason != "DRAINING":
-                raise Lost(in_words(error, self._tls))
-            await retries.failed(in_words(error, self._tls))
+                raise Lost(why)
+            await retries.failed(why)
 
 
 class Followed:
@@ -171,7 +172,7 @@ class Followed:
                     await self._watch_once(on_change, retries)
                     continue
                 except ServiceError as error:
-                    why = in_words(error, self._tls)
+                    why = in_words(error, self._tls, answered=True)
                     if not is_lost(error) and error.reason != "DRAINING":
                         raise Lost(why) from None
                 if not retries.away:
@@ -214,6 +215,7 @@ class Followed:
         """Call `take` with each piece of output, in order and once each; returns at the end of it, or if lost."""
         request = pb.StreamLogsRequest(run_id=self._launch.spec.run_id, follow=True)
         pieces = Pieces(self.agent.stub, request, self._tls, self._patience_for_logs, self._pace)
+        pieces.begun = True  # it has answered the launch
         try:
             async for piece in pieces.read():
                 await take(self, piece)
@@ -238,9 +240,10 @@ class Followed:
                 return None
             if self.ended or error.reason == "NO_JOB":
                 return None
+            why = in_words(error, self._tls, answered=True)
             try:
                 if not is_lost(error):
-                    raise Lost(in_words(error, self._tls))
-                await retries.failed(in_words(error, self._tls))
+                    raise Lost(why)
+                await retries.failed(why)
             except Lost as loss:
                 return str(loss)

@@ -69,7 +69,7 @@ async def launch_everywhere(
     perhaps = f"; it may still run on {', '.join(left)}: look there" if left else ""
     raise NotLaunched(
         f"agent {refused.endpoint} did not take the job on: {in_words(error, tls)}; "
-        f"it runs nowhere now{perhaps}"
+        f"this launch runs nowhere now{perhaps}"
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 LONGEST = 128 * 1024
 """Bytes of a line without an end that are kept back; a longer one goes out in pieces."""
+
+
+_Source = TypeVar("_Source", bound=Hashable)
 
 
 class Output(Protocol):
@@ -16,21 +19,21 @@ class Output(Protocol):
         """Returns when all of it is taken; one write's bytes are never mixed with another's."""
 
 
-class Lines:
+class Lines(Generic[_Source]):
     """Puts pieces of output together to lines. Bytes are never decoded."""
 
     def __init__(self, outputs: Mapping[int, Output]) -> None:
         """`outputs`: by the number of the stream."""
         self._outputs = outputs
         # By whose output it is: the line that has no end yet, its prefix, and whether its beginning is out.
-        self._unfinished: dict[tuple[Hashable, int], tuple[bytes, bytes, bool]] = {}
+        self._unfinished: dict[tuple[_Source, int], tuple[bytes, bytes, bool]] = {}
 
     @property
-    def sources(self) -> set[Hashable]:
+    def sources(self) -> set[_Source]:
         """Whose last line has no end yet."""
         return {source for source, _ in self._unfinished}
 
-    async def add(self, source: Hashable, stream: int, prefix: bytes, data: bytes) -> None:
+    async def add(self, source: _Source, stream: int, prefix: bytes, data: bytes) -> None:
         """Output of a worker.
 
         Args:
@@ -56,7 +59,7 @@ class Lines:
         if out:
             await self._outputs[stream].write(out)
 
-    async def finish(self, source: Hashable) -> None:
+    async def finish(self, source: _Source) -> None:
         """Nothing more comes of a worker: its last line goes out, whether or not it has an end."""
         for key in [key for key in self._unfinished if key[0] == source]:
             rest, prefix, in_line = self._unfinished.pop(key)

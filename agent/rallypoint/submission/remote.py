@@ -49,11 +49,17 @@ def is_lost(error: ServiceError) -> bool:
     return error.reason == error.code.name and error.code in (*GONE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-def in_words(error: ServiceError, tls: ClientTLS | None) -> str:
-    """Why an agent could not be asked, or refused."""
+def in_words(error: ServiceError, tls: ClientTLS | None, *, answered: bool = False) -> str:
+    """Why an agent could not be asked, or refused.
+
+    Args:
+        error: What came of the call.
+        tls: What is spoken with it; None for plaintext.
+        answered: Whether it ever has: then nothing is wrong with the certificates.
+    """
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:
         return f"no agent answers there ({error.message})"
     if error.reason != error.code.name:
         return f"{error.message} ({error.reason})"
-    advice = tls_advice(error.message, tls)
+    advice = tls_advice(error.message, tls) if not answered else None
     return error.message + (f"; {advice}" if advice else "")

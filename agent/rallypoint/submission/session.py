@@ -22,7 +22,7 @@ from rallypoint.submission.launching import launch_everywhere
 from rallypoint.submission.lines import Lines, Output
 from rallypoint.submission.outcome import exit_code_of
 from rallypoint.submission.remote import RemoteAgent, labels
-from rallypoint.submission.story import Story
+from rallypoint.submission.story import Story, lost_in_words
 
 STOP_TIMEOUT = 10.0
 """Seconds in which agents are to be told that the job is to stop."""
@@ -57,7 +57,11 @@ class Submission:
 
 
 class Session:
-    """Carries a submission out. Lives once."""
+    """Carries a submission out. Lives once.
+
+    Attributes:
+        launches: What each agent answered when it took the job on; empty before all have.
+    """
 
     def __init__(
         self, submission: Submission, outputs: Mapping[int, Output], say: Callable[[str], None]
@@ -69,8 +73,10 @@ class Session:
             outputs: Where the workers' output goes, by stream.
             say: Takes what is told of the job itself, a line at a time.
         """
+        self.launches: Sequence[pb.LaunchJobResponse] = ()
         self._submission = submission
-        self._lines = Lines(outputs)
+        # By whose output it is: an agent, and the rank of a worker there.
+        self._lines: Lines[tuple[Followed, int]] = Lines(outputs)
         self._say = say
         self._story = Story(submission.launch.spec.max_restarts)
         self._agents: list[RemoteAgent] = []
@@ -95,6 +101,7 @@ class Session:
             launches = await self._launch()
             if launches is None:
                 return 128 + self._signals[0]
+            self.launches = launches
             run_id = self._submission.launch.spec.run_id
             where = ", ".join(agent.label for agent in self._agents)
             self._say(f"run {run_id} is launched on {where}; rendezvous at {launches[0].rendezvous_endpoint}")
@@ -145,7 +152,9 @@ class Session:
         try:
             await followed.follow_logs(self._print)
         finally:
-            await self._lines.finish(followed)
+            for source in sorted(self._lines.sources, key=lambda source: source[1]):
+                if source[0] is followed:
+                    await self._lines.finish(source)
 
     async def _wait_or_stop(self, everything: asyncio.Future[list[None]]) -> None:
         """Returns when the job is over everywhere, or somebody wants to wait no longer."""
@@ -196,8 +205,7 @@ class Session:
         prefix = f"[{followed.agent.label} {piece.rank}]: ".encode()
         source = (followed, piece.rank)
         if piece.lost_bytes:
-            lost = f"{piece.lost_bytes} bytes" if piece.lost_bytes > 0 else "whole attempts"
-            self._say(f"{followed.agent.label}: {lost} of rank {piece.rank}'s output are gone already")
+            self._say(f"{followed.agent.label}: {lost_in_words(piece)}")
         await self._lines.add(source, piece.cursor.stream, prefix, piece.data)
 
     async def _conclude(self, rendezvous: str) -> int:

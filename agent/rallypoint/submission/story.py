@@ -13,7 +13,7 @@ class Story:
     def __init__(self, max_restarts: int) -> None:
         """`max_restarts`: of the run."""
         self._max_restarts = max_restarts
-        self._waiting = ""
+        self._waiting = 0, ""  # after which round, and for what
         self._stopped_round = 0
         self._running_round = 0
         self._restarts = 0
@@ -22,8 +22,8 @@ class Story:
     def tell(self, label: str, job: pb.Job) -> Iterator[str]:
         """What is new in the state of the job on a host."""
         match job.state:
-            case pb.JOB_STATE_WAITING if job.detail != self._waiting and not job.round:
-                self._waiting = job.detail
+            case pb.JOB_STATE_WAITING if self._is_news(job):
+                self._waiting = job.round, job.detail
                 yield f"{label} {job.detail}"
             case pb.JOB_STATE_STOPPING if job.round > self._stopped_round:
                 self._stopped_round = job.round
@@ -45,7 +45,18 @@ class Story:
         """A host can't be followed any more."""
         yield from self._once(label, f"{label} is lost: {why}")
 
+    def _is_news(self, job: pb.Job) -> bool:
+        """Whether a host that waits does so after the latest round, and for something else than told."""
+        latest = max(self._waiting[0], self._running_round)
+        return job.round >= latest and (job.round, job.detail) != self._waiting
+
     def _once(self, label: str, sentence: str) -> Iterator[str]:
         if self._told.get(label) != sentence:
             self._told[label] = sentence
             yield sentence
+
+
+def lost_in_words(piece: pb.StreamLogsResponse) -> str:
+    """What is missing before a piece of output."""
+    lost = f"{piece.lost_bytes} bytes" if piece.lost_bytes > 0 else "whole attempts"
+    return f"{lost} of rank {piece.rank}'s output are gone already"

@@ -1,0 +1,48 @@
+"""The groups of workers of a host follow one another: what is told of one never counts for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+from process_probe import until
+from rallypoint.agent import core
+from rallypoint.agent.background import Background
+from rallypoint.agent.crews import Callbacks, Crews
+from rallypoint.agent.workers import StopReport
+
+
+class SlowToSweep:
+    """A crew whose workers have ended; what they left behind takes its time to die."""
+
+    names: tuple[str, ...] = ()
+    assignment = SimpleNamespace(round=1)
+
+    def __init__(self) -> None:
+        """It is not swept yet."""
+        self.swept = asyncio.Event()
+
+    async def stop(self, number: int, _timeout: float) -> StopReport:
+        """The sweep kills; who stops the crew asks first."""
+        if number == signal.SIGKILL:
+            await self.swept.wait()
+        return StopReport()
+
+
+async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
+    """Its round is over, and the workers of the next may run when the sweep ends: they have not succeeded."""
+    told: list[core.Event] = []
+    background = Background(lambda error: None)
+    nothing: Any = lambda *_: None  # noqa: E731
+    callbacks = Callbacks(told.append, nothing, nothing, nothing, nothing, background.begin)
+    crews, crew = Crews(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
+    crews.crew = crew  # type: ignore[assignment]
+    sweeping = background.begin(crews._sweep(crew))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    crews.stop("a new round is being formed", signal.SIGTERM, 1.0)
+    await until(lambda: bool(told), "the end of the stop")
+    crew.swept.set()
+    await sweeping
+    assert told == [core.WorkersGone()]

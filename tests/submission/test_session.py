@@ -1,0 +1,33 @@
+"""A submitted job is carried out to its end, and nothing of what its workers said is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+from process_probe import PATIENCE
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.submission.session import Session, Submission
+from submission.fake_agents import agents, piece
+from submission.test_lines import Screen
+
+
+async def test_the_last_words_of_workers_are_shown_though_their_line_has_no_end() -> None:
+    """Those of a progress bar, or of a program that died while it wrote; of each worker of each host."""
+    async with agents("a", "b") as (fakes, remotes):
+        for fake in fakes:
+            for rank in (0, 1):
+                fake.output.put_nowait(piece(b"whole\nno end", 12, rank=rank))
+            fake.output.put_nowait(None)
+            fake.states.put_nowait(pb.Job(run_id="run-1", launch_id="launch-1", state=pb.JOB_STATE_ENDED))
+        launch = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1"), launch_id="launch-1")
+        screen, said = Screen(), list[str]()
+        submission = Submission([remote.endpoint for remote in remotes], launch, None, 60.0)
+        session = Session(submission, {1: screen, 2: Screen()}, said.append)
+        assert await asyncio.wait_for(session.run(), PATIENCE) == 0
+    expected = [
+        f"[{remote.endpoint} {rank}]: {words}\n".encode()
+        for remote in remotes
+        for rank in (0, 1)
+        for words in ("whole", "no end")
+    ]
+    assert sorted(screen.writes) == sorted(expected)
