@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import grpc
-import grpc.aio
 import pytest
 from grpc import StatusCode
 
@@ -87,25 +85,3 @@ async def test_what_another_attempt_may_mend(
             await timeline.attempts(60.0).failed(error)
         assert refused.value is error
     assert bool(timeline.slept) == again
-
-
-async def test_a_call_is_repeated_until_it_answers() -> None:
-    """Each attempt has the time that is left, and waits for a connection."""
-    timeline = Timeline()
-    left: list[float] = []
-
-    async def method(request: str, *, timeout: float, wait_for_ready: bool) -> str:
-        assert wait_for_ready
-        left.append(timeout)
-        if len(left) < 3:
-            nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(StatusCode.UNAVAILABLE, nothing, nothing, details="gone")
-        return f"{request} answered"
-
-    prepared: list[float] = []
-    answer = await timeline.attempts(60.0, draw=1.0).call(
-        method, "call", lambda: prepared.append(timeline.now)
-    )
-    assert answer == "call answered"
-    assert left == pytest.approx([60.0, 60.0 - 0.05, 60.0 - 0.15])
-    assert prepared == pytest.approx([1000.0, 1000.05, 1000.15])

@@ -7,12 +7,15 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.errors import ServiceError
+
+if TYPE_CHECKING:
+    from rallypoint.serving.route import Search
+    from rallypoint.serving.switchboard import Line, Switchboard
 
 # First and longest back-off between two attempts, each drawn from 0 to that. The longest is what a client may
 # lose at worst after the service is back. Seconds.
@@ -31,7 +34,14 @@ GONE = frozenset(
     }
 )
 
-_Response = TypeVar("_Response")
+
+MOVED = frozenset({"NOT_OWNER", "OWNERSHIP_LOST"})
+"""Reasons of those who do not own what was asked for, and name who does, if they know it. With the second it may have
+been done all the same: the owner changed on the way."""
+
+
+UNHEARD = frozenset({grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"})
+"""Reasons that nobody gave who was asked: there was no answer. One who answers knows better what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +62,17 @@ class Pace:
 class Attempts:
     """The attempts at one call."""
 
-    def __init__(self, pace: Pace, timeout: float, service: str) -> None:
+    def __init__(self, pace: Pace, timeout: float, service: str, board: Switchboard | None = None) -> None:
         """Begin.
 
         Args:
             pace: How time passes.
             timeout: There are attempts for so many seconds from now.
             service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
+            board: Where the service is; None: always the same place.
         """
+        self._board = board
+        self._search: Search | None = board.search() if board is not None else None
         self._pace = pace
         self._timeout = timeout
         self._service = service
@@ -71,27 +84,18 @@ class Attempts:
         """Seconds left for the next attempt."""
         return max(0.0, self._deadline - self._pace.clock())
 
-    async def call(
-        self,
-        method: Callable[..., Awaitable[_Response]],
-        request: Any,
-        before_attempt: Callable[[], None] = lambda: None,
-    ) -> _Response:
-        """Call a method until it answers; what it answers.
+    async def line(self) -> Line:
+        """The way to whom to ask next.
 
         Raises:
-            ServiceError: See `failed`.
+            ServiceError: It could not be had; see Switchboard.line.
         """
-        while True:
-            before_attempt()
-            try:
-                return await method(request, timeout=self.remaining(), wait_for_ready=True)
-            except grpc.aio.AioRpcError as failure:
-                error = decode(failure)
-            await self.failed(error)
+        assert self._board is not None, "whom to ask was said"
+        assert self._search is not None
+        return await self._board.line(self._search, self.remaining())
 
     async def failed(self, error: ServiceError) -> None:
-        """Wait until the next attempt.
+        """Wait until the next attempt, which comes at once where another replica is to be asked.
 
         Raises:
             ServiceError: There is none: `error`, if it is final, otherwise UNAVAILABLE for the reason of the service.
@@ -100,8 +104,12 @@ class Attempts:
             raise error
         if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             self._last = error.message
+        if self._search is not None and self._search.at_once and self.remaining() > 0:
+            return
         pause = (error.retry_after or 0.0) + self._pace.draw() * self._backoff
         self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+        if self._board is not None and self._search is not None:
+            self._board.rest(self._search)
         await self._pace.sleep(min(pause, self.remaining()))
         if self.remaining() <= 0:
             raise ServiceError(

@@ -64,7 +64,7 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
         return None
     if options.insecure:
         raise SettingError("--insecure and --tls-cert contradict each other: leave one of them out")
-    files = _Files(options.tls_cert, options.tls_key, options.tls_client_ca, "--tls-client-ca")
+    files = _Files(options.tls_cert, options.tls_key, options.tls_client_ca, _OF_SERVERS)
     first = files.read()
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first),
@@ -74,13 +74,30 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
     )
 
 
-def client_credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """What TLS files are called where they were given, for messages."""
+
+    certificate: str = "--tls-cert"
+    key: str = "--tls-key"
+    authorities: str = "--tls-ca"
+
+
+_OF_CLIENTS = FileNames()
+_OF_SERVERS = FileNames(authorities="--tls-client-ca")
+
+
+def client_credentials(tls: ClientTLS, names: FileNames = _OF_CLIENTS) -> grpc.ChannelCredentials:
     """What to connect with. The files are read once: a client that wants the new ones opens a new channel.
+
+    Args:
+        tls: The files.
+        names: What they are called where they were given.
 
     Raises:
         TLSFileError: a file is missing, unusable or does not match.
     """
-    identity = _Files(tls.certificate, tls.key, tls.ca, "--tls-ca").read()
+    identity = _Files(tls.certificate, tls.key, tls.ca, names).read()
     return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
 
 
@@ -89,29 +106,33 @@ class _Files:
     certificate: Path | None
     key: Path | None
     authorities: Path | None
-    authorities_flag: str
+    names: FileNames
 
     def read(self) -> Identity:
+        names = self.names
         if (self.certificate is None) != (self.key is None):
-            given, missing = ("--tls-cert", "--tls-key") if self.key is None else ("--tls-key", "--tls-cert")
+            given, missing = names.certificate, names.key
+            if self.certificate is None:
+                given, missing = missing, given
             raise TLSFileError(f"{given} is of no use without {missing}: give both")
-        certificate = _content(self.certificate, "--tls-cert")
-        key = _content(self.key, "--tls-key")
-        authorities = _content(self.authorities, self.authorities_flag)
+        certificate = _content(self.certificate, names.certificate)
+        key = _content(self.key, names.key)
+        authorities = _content(self.authorities, names.authorities)
         if self.certificate is not None and self.key is not None:
             _check_pair(self.certificate, self.key)
         if authorities is not None:
-            _check_authorities(authorities, f"{self.authorities_flag} {self.authorities}")
+            _check_authorities(authorities, f"{names.authorities} {self.authorities}")
         return Identity(certificate, key, authorities)
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
         """Differs when a file was written, replaced or removed."""
         return tuple(
-            _stamp(path) for path in (self.certificate, self.key, self.authorities) if path is not None
+            file_stamp(path) for path in (self.certificate, self.key, self.authorities) if path is not None
         )
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Differs when a file was written or replaced; None: it is not there."""
     try:
         status = path.stat()
     except OSError:

@@ -1,0 +1,39 @@
+"""What tests of clients share: writing until it is done, and waiting for no more than so long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdUnavailable
+from rallypoint.etcd.values import Put, Txn
+from rallypoint.serving.attempts import Pace
+
+PATIENCE = 40.0
+"""Seconds that a test waits for what should take few, before it gives up."""
+
+FIRST = Pace(draw=lambda: 0.0)
+"""Begins with the first member of the URL."""
+
+
+async def put(client: EtcdClient, key: bytes, value: bytes = b"") -> None:
+    """Write a key for certain: what is safe to send again is sent until it is answered."""
+    began = time.monotonic()
+    while True:
+        try:
+            await client.transact(Txn([], [Put(key, value)]))
+            return
+        except EtcdUnavailable:
+            if time.monotonic() - began > PATIENCE:
+                raise
+            await asyncio.sleep(0.05)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < PATIENCE, f"waited {PATIENCE} s in vain for: {what}"
+        await asyncio.sleep(0.01)

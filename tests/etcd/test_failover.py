@@ -1,0 +1,184 @@
+"""Members that die, hang or lose their leader: another one is asked, within bounds."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from etcd.patient import FIRST, PATIENCE, put
+from etcd_server import EtcdCluster, EtcdMember, free_port
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.connection import Connection
+from rallypoint.etcd.credentials import Credentials
+from rallypoint.etcd.errors import EtcdUnavailable
+from rallypoint.etcd.v1 import kv_pb2
+from rallypoint.etcd.values import CreateRevision, Put, Txn
+from rallypoint.serving.endpoint import Endpoint
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def elapsed(call: object) -> float:
+    """Seconds that it takes until a call succeeds."""
+    began = time.monotonic()
+    await call  # type: ignore[misc]
+    return time.monotonic() - began
+
+
+def called(client: EtcdClient, cluster: EtcdCluster) -> EtcdMember:
+    """The member that a client calls next."""
+    return next(member for member in cluster.members if member.endpoint == client.members.current.where)
+
+
+async def test_a_dead_member_costs_nothing(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
+    """Nobody listens there, so nothing was sent: even a transaction goes to the next one, within the same call."""
+    client = connect(trio.url, pace=FIRST)
+    await client.get(b"a")
+    for dead in range(3):
+        trio.members[dead].kill()
+        if dead == 0:
+            # Two are a majority; one is not.
+            await put(client, b"a")
+            fresh = connect(trio.url, pace=FIRST)
+            await put(fresh, b"b")
+        trio.members[dead].start()
+        for member in trio.members:
+            member.wait()
+    dead_first = connect(f"etcd://127.0.0.1:{free_port()},{trio.endpoints}", pace=FIRST)
+    result = await dead_first.transact(Txn([CreateRevision(b"c", 0)], [Put(b"c", b"")]))
+    assert result.succeeded
+
+
+async def test_a_stopped_member_holds_nobody_for_long(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """A read goes on elsewhere after one attempt's time, and nobody asks the stopped one again."""
+    client = connect(trio.url + "?attempt-timeout=2&request-timeout=30", pace=FIRST)
+    await put(client, b"a")
+    stopped = called(client, trio)
+    stopped.send(signal.SIGSTOP)
+    try:
+        # The others may have to elect a leader first.
+        assert await elapsed(client.get(b"a")) >= 1.9
+        assert client.members.current.where != stopped.endpoint
+        for _ in range(20):
+            await client.get(b"a")
+            assert client.members.current.where != stopped.endpoint
+    finally:
+        stopped.send(signal.SIGCONT)
+
+
+async def test_a_transaction_is_sent_once(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
+    """If its member hangs, the outcome is unknown, which is said after one attempt's time: it is done once, or not."""
+    client = connect(trio.url + "?attempt-timeout=1&request-timeout=30", pace=FIRST)
+    await put(client, b"a")
+    stopped = called(client, trio)
+    stopped.send(signal.SIGSTOP)
+    try:
+        with pytest.raises(EtcdUnavailable) as unknown:
+            await client.transact(Txn([], [Put(b"x", b"")]))
+        assert not unknown.value.unsent
+        # The next one goes elsewhere at once.
+        assert client.members.current.where != stopped.endpoint
+        await put(client, b"b")
+    finally:
+        stopped.send(signal.SIGCONT)
+    # Whatever it had received, it has dealt with once it takes part again.
+    direct = connect(f"etcd://{stopped.endpoint}?request-timeout=30")
+    await put(direct, b"c")
+    assert [pair.version for pair in (await client.get(b"x")).pairs] in ([], [1])
+
+
+@pytest.fixture
+def black_hole() -> Iterator[str]:
+    """A place that takes connections and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_place_that_never_answers_holds_nobody_for_long(
+    connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, black_hole: str
+) -> None:
+    """Nothing was sent to it either, so that a transaction moves on as well."""
+    url = f"etcd://{black_hole},{shared_etcd.endpoints}?attempt-timeout=0.5&request-timeout=30"
+    assert (await connect(url, pace=FIRST).transact(Txn([], [Put(b"/hole", b"")]))).succeeded
+    reader = connect(url, pace=FIRST)
+    assert await elapsed(reader.get(b"/hole")) > 0.4
+    assert reader.members.current.where == shared_etcd.endpoints
+
+
+async def test_without_any_member_the_wait_is_bounded(
+    connect: Callable[..., EtcdClient], black_hole: str
+) -> None:
+    """And it is certain that nothing was done."""
+    client = connect(f"etcd://{black_hole},127.0.0.1:{free_port()}?attempt-timeout=0.2&request-timeout=1")
+    for call in (client.get(b"a"), client.transact(Txn([], [Put(b"a", b"")])), client.grant(5)):
+        began = time.monotonic()
+        with pytest.raises(EtcdUnavailable, match="etcd gave no answer for 1 s") as unavailable:
+            await call
+        assert unavailable.value.unsent
+        assert time.monotonic() - began < PATIENCE
+
+
+async def test_a_member_without_a_leader_refuses_at_once(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """Instead of holding each call for its whole time; what it has, it still tells whoever wants no more."""
+    client = connect(trio.url + "?attempt-timeout=30&request-timeout=2", pace=FIRST)
+    await put(client, b"a")
+    for member in trio.members[1:]:
+        member.kill()
+    began = time.monotonic()
+    while True:
+        try:
+            await client.get(b"a")
+        except EtcdUnavailable as error:
+            if "can't connect" in str(error) or "no leader" in str(error):
+                break
+        assert time.monotonic() - began < PATIENCE
+    assert (await client.get(b"a", serializable=True)).pairs
+    for member in trio.members[1:]:
+        member.start()
+    await put(client, b"b")
+
+
+async def test_a_name_with_several_addresses_stands_for_all_of_them(trio: EtcdCluster) -> None:
+    """One that hangs gets some calls at most: the next attempt goes to another."""
+
+    class Name(Endpoint):
+        @property
+        def target(self) -> str:
+            return "ipv4:" + trio.endpoints
+
+    connection = Connection(Name("etcd.svc", 2379), Credentials(None))
+    request = kv_pb2.RangeRequest(key=b"a", serializable=True)
+    members = set()
+
+    async def ask() -> None:
+        await connection.ready(PATIENCE)
+        response = await connection.unary("/etcdserverpb.KV/Range", request, kv_pb2.RangeResponse, 2.0, ())
+        members.add(response.header.member_id)
+
+    try:
+        began = time.monotonic()
+        while len(members) < 3:
+            assert time.monotonic() - began < PATIENCE
+            await ask()
+        trio.members[0].send(signal.SIGSTOP)
+        answered = 0
+        for _ in range(3):
+            try:
+                await ask()
+            except EtcdUnavailable:
+                continue
+            answered += 1
+        assert answered >= 2
+    finally:
+        trio.members[0].send(signal.SIGCONT)
+        await connection.close()

@@ -1,0 +1,312 @@
+"""Sessions: kept alive while any majority answers, and known to be lost before anybody else can have the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from etcd.patient import FIRST, PATIENCE, put, until
+from etcd.relay import relay_to
+from etcd_server import EtcdCluster
+from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.connection import Connection
+from rallypoint.etcd.session import Session, SessionLost, boot_time
+from rallypoint.etcd.values import Put, Txn
+from rallypoint.serving.attempts import Pace
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class Clock:
+    """The machine's clock, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return boot_time() + self.ahead
+
+
+async def leased_key(client: EtcdClient, session: Session, key: bytes) -> None:
+    await client.transact(Txn([], [Put(key, b"", session.lease)]))
+
+
+async def is_there(client: EtcdClient, key: bytes) -> bool:
+    return bool((await client.get(key)).pairs)
+
+
+async def test_a_session_outlives_its_lease_by_keeping_it_alive(client: EtcdClient) -> None:
+    """For as long as it is open; then its keys are gone at once."""
+    session = await Session.open(client, 8)
+    assert session.ttl == 8
+    await leased_key(client, session, b"/session/kept")
+    began = time.monotonic()
+    while time.monotonic() - began < 10:
+        session.check()
+        assert await is_there(client, b"/session/kept")
+        await asyncio.sleep(0.1)
+    closing = asyncio.create_task(session.lost())
+    await session.close()
+    await closing
+    assert not await is_there(client, b"/session/kept")
+    with pytest.raises(SessionLost, match="closed"):
+        session.check()
+
+
+async def test_a_session_knows_the_time_that_it_got(client: EtcdClient) -> None:
+    """Which is more than asked for, where elections take longer than that."""
+    session = await Session.open(client, 0.5)
+    assert session.ttl >= 1
+    (granted,) = [session.ttl]
+    assert await client.keep_alive(session.lease) == granted
+    await session.close()
+
+
+async def test_a_session_whose_lease_is_gone_is_lost(client: EtcdClient) -> None:
+    """As soon as etcd says so, not when its time is over."""
+    session = await Session.open(client, 12)
+    await client.revoke(session.lease)
+    began = time.monotonic()
+    await asyncio.wait_for(session.lost(), PATIENCE)
+    assert time.monotonic() - began < 11
+    assert not session.held()
+    with pytest.raises(SessionLost, match="etcd says that it has ended"):
+        session.check()
+    await session.close()
+
+
+async def test_whoever_was_paused_knows_it_before_doing_anything(client: EtcdClient) -> None:
+    """No task has run yet, and the answer is already no; and it stays no, though etcd would still prolong the lease."""
+    clock = Clock()
+    session = await Session.open(client, 60, clock=clock)
+    assert session.held()
+    clock.ahead += 58
+    assert not session.held()
+    with pytest.raises(SessionLost, match="could not be kept alive for 60 s"):
+        session.check()
+    # Its keep-alives are a third of its time apart, by the machine's clock; they were to begin long ago.
+    assert await client.keep_alive(session.lease) == 60
+    assert not session.held()
+    await session.close()
+
+
+class Gate:
+    """Time that passes when a test says so: each sleep lasts until it is let through."""
+
+    def __init__(self) -> None:
+        self.sleeping = 0
+        self._waiting: asyncio.Future[None] | None = None
+
+    async def sleep(self, _seconds: float) -> None:
+        self.sleeping += 1
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
+
+    def let_through(self) -> None:
+        assert self._waiting is not None
+        self._waiting.set_result(None)
+
+
+async def test_time_is_counted_from_the_sending(
+    connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
+) -> None:
+    """An answer that took long, to the first request or to a keep-alive, says nothing about what has been since."""
+    async with relay_to(shared_etcd.endpoints) as relay:
+        client = connect(f"etcd://{relay.endpoint}?attempt-timeout=60&request-timeout=60")
+        await client.get(b"a")
+        clock, gate = Clock(), Gate()
+        relay.cut()
+        opening = asyncio.create_task(Session.open(client, 600, clock=clock, pace=Pace(sleep=gate.sleep)))
+        await asyncio.sleep(0.3)
+        clock.ahead = 400
+        relay.mend()
+        session = await opening
+        await until(lambda: gate.sleeping == 1, "the pause before the first keep-alive")
+        assert session.held()
+        clock.ahead = 580
+        assert not session.held()
+        clock.ahead = 400
+
+        relay.cut()
+        gate.let_through()
+        await asyncio.sleep(0.3)
+        clock.ahead = 560
+        relay.mend()
+        await until(lambda: gate.sleeping == 2, "the pause after the keep-alive")
+        clock.ahead = 900
+        assert session.held()
+        clock.ahead = 980
+        assert not session.held()
+        await session.close()
+
+
+async def test_a_session_is_lost_before_its_keys_are(
+    connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster, client: EtcdClient
+) -> None:
+    """Cut off from etcd without a word: whenever its key is gone, it does not think that it holds it."""
+    async with relay_to(shared_etcd.endpoints) as relay:
+        session = await Session.open(connect(f"etcd://{relay.endpoint}"), 2)
+        await leased_key(client, session, b"/session/cut")
+        relay.cut()
+        began = time.monotonic()
+        while await is_there(client, b"/session/cut"):
+            assert time.monotonic() - began < PATIENCE
+        assert not session.held()
+        await asyncio.wait_for(session.lost(), PATIENCE)
+        began = time.monotonic()
+        await session.close()
+        assert time.monotonic() - began < PATIENCE / 2
+
+
+async def test_a_session_survives_the_members_that_it_talks_to(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """One is killed, another stopped, for longer than the lease lives: it is kept alive by whichever is left."""
+    client = connect(trio.url, pace=FIRST)
+    session = await Session.open(client, 9)
+    await leased_key(client, session, b"/session/moved")
+    for number in range(2):
+        member = next(each for each in trio.members if each.endpoint == client.members.current.where)
+        if number == 0:
+            member.kill()
+        else:
+            member.send(signal.SIGSTOP)
+        other = connect(trio.url)
+        began = time.monotonic()
+        while time.monotonic() - began < 12:
+            session.check()
+            await asyncio.sleep(0.1)
+        assert await is_there(other, b"/session/moved")
+        if number == 0:
+            member.start()
+        else:
+            member.send(signal.SIGCONT)
+        member.wait()
+    await session.close()
+
+
+async def test_a_session_is_lost_with_the_majority(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """At its deadline, neither for ever nor at once; and the next one begins when etcd is back."""
+    client = connect(trio.url)
+    session = await Session.open(client, 4)
+    for member in trio.members[1:]:
+        member.kill()
+    assert session.held()
+    await asyncio.wait_for(session.lost(), PATIENCE)
+    await session.close()
+    for member in trio.members[1:]:
+        member.start()
+    await put(client, b"a")
+    again = await Session.open(client, 4)
+    assert again.held()
+    await again.close()
+
+
+async def test_a_session_survives_many_members_that_hang(
+    connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
+) -> None:
+    """Though none of them says no: nobody has to wait for one after the other."""
+    async with AsyncExitStack() as stack:
+        relays = [await stack.enter_async_context(relay_to(shared_etcd.endpoints)) for _ in range(5)]
+        client = connect(f"etcd://{','.join(relay.endpoint for relay in relays)}", pace=FIRST)
+        session = await Session.open(client, 15)
+        for relay in relays[:-1]:
+            relay.cut()
+        began = time.monotonic()
+        while time.monotonic() - began < 17:
+            session.check()
+            await asyncio.sleep(0.1)
+        await session.close()
+
+
+class MovedOnMeanwhile(EtcdClient):
+    """Somebody else has found the member wanting by the time that a keep-alive is answered."""
+
+    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+        self.members.move_on(self.members.current)
+        return await super().term(at=at, timeout=timeout)
+
+
+async def test_a_session_asks_no_other_member_than_the_one_that_prolonged_it(
+    shared_etcd: EtcdCluster,
+) -> None:
+    """That one is known to be there; the one which everybody else asks from now on may hang."""
+    async with relay_to(shared_etcd.endpoints) as relay:
+        url = f"etcd://{shared_etcd.endpoints},{relay.endpoint}?attempt-timeout=60&request-timeout=60"
+        async with MovedOnMeanwhile(parse_address(url, {}), pace=FIRST) as client:
+            relay.cut()
+            session = await Session.open(client, 6)
+            began = time.monotonic()
+            while time.monotonic() - began < 8:
+                session.check()
+                await asyncio.sleep(0.1)
+            await session.close()
+
+
+class ElectedMeanwhile(EtcdClient):
+    """Finds a new leader after each keep-alive, as if the one that answered had been paused before its successor was
+    elected and had not noticed yet. (A real one does so for milliseconds only.)"""
+
+    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+        return await super().term(at=at, timeout=timeout) + 1
+
+
+async def test_what_a_leader_of_the_past_answers_does_not_count(
+    shared_etcd: EtcdCluster, client: EtcdClient
+) -> None:
+    """Though the lease is there and it says so: its successor may have let it end."""
+    async with ElectedMeanwhile(parse_address(shared_etcd.url, {})) as deceived:
+        session = await Session.open(deceived, 3)
+        await asyncio.wait_for(session.lost(), PATIENCE)
+        # It was prolonged all the time, and would have been for ever.
+        assert await client.keep_alive(session.lease) > 0
+        await session.close()
+
+
+class Faulty(EtcdClient):
+    """Has a bug."""
+
+    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+        raise ZeroDivisionError
+
+
+async def test_a_bug_in_keeping_it_alive_loses_the_session(shared_etcd: EtcdCluster) -> None:
+    """It is told, instead of leaving everybody with a session that is neither held nor lost."""
+    async with Faulty(parse_address(shared_etcd.url, {})) as faulty:
+        session = await Session.open(faulty, 3)
+        await asyncio.wait_for(session.lost(), PATIENCE)
+        assert not session.held()
+        await session.close()
+
+
+async def test_an_election_is_seen_in_the_term(connect: Callable[..., EtcdClient], trio: EtcdCluster) -> None:
+    """Whichever member is asked."""
+    client = connect(trio.url + "?request-timeout=30")
+    clients = [client, *(connect(f"etcd://{member.endpoint}?request-timeout=30") for member in trio.members)]
+    began = time.monotonic()
+    while len(terms := {await each.term() for each in clients}) > 1:
+        # A slow machine may have had an election between two answers.
+        assert time.monotonic() - began < PATIENCE
+    (before,) = terms
+    for member in trio.members:
+        if member.metric("etcd_server_is_leader") == 1:
+            member.restart()
+    assert await client.term() > before
+
+
+async def test_many_sessions_begin_and_end_and_leave_nothing(client: EtcdClient) -> None:
+    """No task, no lease."""
+    tasks = len(asyncio.all_tasks())
+    sessions = await asyncio.gather(*(Session.open(client, 30) for _ in range(20)))
+    assert len({session.lease for session in sessions}) == 20
+    await asyncio.gather(*(session.close() for session in sessions))
+    assert [await client.keep_alive(session.lease) for session in sessions] == [0] * 20
+    await until(lambda: len(asyncio.all_tasks()) <= tasks, "tasks to end")

@@ -1,0 +1,94 @@
+"""TLS and client certificates, with real ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from etcd.patient import put
+from etcd_server import EtcdCluster, EtcdTLS, etcd_cluster
+from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdUnavailable
+from rallypoint.etcd.session import Session
+from rallypoint.etcd.values import Put, Txn
+from rallypoint.serving.tls import TLSFileError
+from serving.conftest import Certificates, make_certificates
+
+pytestmark = pytest.mark.timeout(240)
+
+QUICK = "attempt-timeout=5&request-timeout=10"
+
+
+@pytest.fixture(scope="module")
+def strict(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """A member that speaks TLS, and only to whoever shows a certificate of the same authority."""
+    tls = EtcdTLS(certificates.server, certificates.server_key, certificates.ca)
+    with etcd_cluster(tmp_path_factory.mktemp("strict"), tls=tls) as cluster:
+        yield cluster
+
+
+async def test_whoever_shows_a_certificate_is_let_in(
+    connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates
+) -> None:
+    """By address and by name; everything works over TLS: transactions, leases, watches."""
+    files = f"?ca={certificates.ca}&cert={certificates.client}&key={certificates.client_key}&{QUICK}"
+    client = connect(strict.url + files)
+    assert (await client.transact(Txn([], [Put(b"/tls/a", b"1")]))).succeeded
+    session = await Session.open(client, 30)
+    assert session.held()
+    (change,) = await anext(client.watch(b"/tls/a", b"", 1))
+    assert change.pair.value == b"1"
+    await session.close()
+    by_name = strict.url.replace("127.0.0.1", "localhost").replace("etcd://", "etcds://")
+    assert (await connect(by_name + files).get(b"/tls/a")).pairs
+
+
+async def test_whoever_shows_none_is_not(
+    connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
+) -> None:
+    """Nor one of another authority, nor plaintext; and a server that isn't ours is given nothing."""
+    others = make_certificates(tmp_path, "second")
+    for query in (
+        f"?ca={certificates.ca}&",
+        f"?ca={certificates.ca}&cert={others.client}&key={others.client_key}&",
+        f"?ca={others.ca}&cert={certificates.client}&key={certificates.client_key}&",
+        "?",
+    ):
+        with pytest.raises(EtcdUnavailable) as unavailable:
+            await connect(f"{strict.url}{query}attempt-timeout=5&request-timeout=3").get(b"a")
+        if str(others.ca) in query:
+            # An operator sees what is wrong.
+            assert "CERTIFICATE_VERIFY_FAILED" in str(unavailable.value)
+
+
+def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> None:
+    """Before anything connects."""
+    with pytest.raises(TLSFileError, match="/nowhere"):
+        EtcdClient(parse_address("etcds://a?ca=/nowhere", {}))
+    with pytest.raises(TLSFileError, match="is not the private key"):
+        EtcdClient(parse_address(f"etcds://a?cert={certificates.client}&key={certificates.server_key}", {}))
+
+
+async def test_files_that_were_replaced_are_read_again(
+    connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
+) -> None:
+    """By a client that can't connect with the old ones; half a file changes nothing."""
+    others = make_certificates(tmp_path / "others", "second")
+    shown, key = tmp_path / "client.pem", tmp_path / "client.key"
+    shutil.copy(others.client, shown)
+    shutil.copy(others.client_key, key)
+    client = connect(
+        f"{strict.url}?ca={certificates.ca}&cert={shown}&key={key}&attempt-timeout=2&request-timeout=1"
+    )
+    with pytest.raises(EtcdUnavailable):
+        await client.get(b"a")
+    shutil.copy(certificates.client, shown)
+    with pytest.raises(EtcdUnavailable):
+        await client.get(b"a")
+    shutil.copy(certificates.client_key, key)
+    await put(client, b"/tls/rotated")
+    assert (await client.get(b"/tls/rotated")).pairs

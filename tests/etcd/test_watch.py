@@ -1,0 +1,227 @@
+"""Watches: without a gap and without a repetition, over whichever member answers, until history is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from itertools import pairwise
+
+import pytest
+
+from etcd.patient import FIRST, PATIENCE, put, until
+from etcd_server import EtcdCluster
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import Compacted
+from rallypoint.etcd.v1 import kv_pb2, watch_pb2
+from rallypoint.etcd.values import Change, Delete, Put, Txn, prefix_end
+from rallypoint.etcd.watch import Position
+
+pytestmark = pytest.mark.timeout(240)
+
+PREFIX = b"/watch/"
+
+
+class Watcher:
+    """Watches a prefix on a task of its own and keeps what it was told."""
+
+    def __init__(self, client: EtcdClient, prefix: bytes, revision: int) -> None:
+        self.revisions: list[int] = []
+        self.keys: list[bytes] = []
+        self.task = asyncio.create_task(self._watch(client, prefix, revision))
+
+    async def _watch(self, client: EtcdClient, prefix: bytes, revision: int) -> None:
+        async with aclosing(client.watch(prefix, prefix_end(prefix), revision)) as changes:
+            async for batch in changes:
+                assert batch
+                self.revisions += [change.revision for change in batch]
+                self.keys += [change.pair.key for change in batch]
+
+    async def has(self, key: bytes) -> None:
+        """Waits until it was told of a key."""
+        began = time.monotonic()
+        while key not in self.keys:
+            assert not self.task.done(), self.task
+            assert time.monotonic() - began < PATIENCE, f"was not told of {key!r}"
+            await asyncio.sleep(0.01)
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+async def test_a_watch_begins_where_it_is_told_to(client: EtcdClient) -> None:
+    """With what has happened since a revision, in whole revisions; or with what comes next."""
+    first = await client.transact(Txn([], [Put(PREFIX + b"a", b"1"), Put(PREFIX + b"b", b"1")]))
+    await client.transact(Txn([], [Put(b"/watching/elsewhere", b"")]))
+    second = await client.transact(Txn([], [Delete(PREFIX + b"a"), Put(PREFIX + b"b", b"2")]))
+    async with aclosing(client.watch(PREFIX, prefix_end(PREFIX), first.revision)) as changes:
+        told: list[Change] = []
+        while len(told) < 4:
+            told += await anext(changes)
+    assert [(each.pair.key[-1:], each.pair.value, each.deleted, each.revision) for each in told] == [
+        (b"a", b"1", False, first.revision),
+        (b"b", b"1", False, first.revision),
+        (b"a", b"", True, second.revision),
+        (b"b", b"2", False, second.revision),
+    ]
+    from_now = Watcher(client, PREFIX, 0)
+    began = time.monotonic()
+    while b"c" not in [key[-1:] for key in from_now.keys]:
+        # It begins some time; only then is it told.
+        assert time.monotonic() - began < PATIENCE
+        await client.transact(Txn([], [Put(PREFIX + b"c", b"")]))
+        await asyncio.sleep(0.02)
+    assert min(from_now.revisions) > second.revision
+    await from_now.end()
+
+
+async def test_nothing_is_lost_or_told_twice_whichever_member_fails(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """Members are killed and stopped in turn under a watch; it goes on from where it was."""
+    client = connect(trio.url + "?attempt-timeout=1", pace=FIRST)
+    writer = connect(trio.url + "?attempt-timeout=1")
+    start = (await client.get(PREFIX)).revision + 1
+    watcher = Watcher(client, PREFIX, start)
+    for number in range(3):
+        await put(writer, PREFIX + b"%d before" % number)
+        await watcher.has(PREFIX + b"%d before" % number)
+        # Whichever the watch is on.
+        member = next(each for each in trio.members if each.endpoint == client.members.current.where)
+        if number == 1:
+            member.send(signal.SIGSTOP)
+        else:
+            member.kill()
+        await put(writer, PREFIX + b"%d meanwhile" % number)
+        await watcher.has(PREFIX + b"%d meanwhile" % number)
+        if number == 1:
+            member.send(signal.SIGCONT)
+        else:
+            member.start()
+        member.wait()
+    assert watcher.revisions == sorted(set(watcher.revisions))
+    history = Watcher(writer, PREFIX, start)
+    await history.has(PREFIX + b"2 meanwhile")
+    assert watcher.keys == history.keys
+    await watcher.end()
+    await history.end()
+
+
+async def test_a_compaction_under_a_watch_is_told_where_changes_were_lost(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """A watch that is up to date goes on; one that would have to tell what is gone says so, and from where it could."""
+    client = connect(trio.url, pace=FIRST)
+    for number in range(10):
+        await put(client, PREFIX + b"%d" % number)
+    current = (await client.get(PREFIX)).revision
+    watcher = Watcher(client, PREFIX, current)
+    await watcher.has(PREFIX + b"9")
+    await client.compact(current)
+    await put(client, PREFIX + b"after")
+    await watcher.has(PREFIX + b"after")
+    with pytest.raises(Compacted) as compacted:
+        await asyncio.wait_for(anext(client.watch(PREFIX, prefix_end(PREFIX), 2)), PATIENCE)
+    assert compacted.value.revision == current
+    with pytest.raises(Compacted):
+        await client.get(PREFIX, revision=2)
+    await watcher.end()
+
+
+async def test_a_watch_that_was_away_during_a_compaction_is_told(
+    connect: Callable[..., EtcdClient], trio: EtcdCluster
+) -> None:
+    """Its member is stopped; meanwhile changes are made and compacted away; there is no way to tell them."""
+    client = connect(trio.url + "?attempt-timeout=1", pace=FIRST)
+    await put(client, PREFIX + b"a")
+    others = connect(f"etcd://{trio.members[1].endpoint},{trio.members[2].endpoint}")
+    watcher = Watcher(client, PREFIX, 1)
+    await watcher.has(PREFIX + b"a")
+    trio.members[0].send(signal.SIGSTOP)
+    try:
+        await put(others, PREFIX + b"b")
+        await put(others, PREFIX + b"c")
+        await others.compact((await others.get(PREFIX)).revision)
+        with pytest.raises(Compacted):
+            await asyncio.wait_for(watcher.task, PATIENCE)
+    finally:
+        trio.members[0].send(signal.SIGCONT)
+    assert PREFIX + b"b" not in watcher.keys
+
+
+async def test_a_large_history_is_told_in_bearable_pieces(client: EtcdClient) -> None:
+    """Values of a megabyte, many at once: in whole revisions, and a slow reader holds the server up, not our memory."""
+    start = (await client.get(PREFIX)).revision + 1
+    large = bytes(700_000)
+    for number in range(12):
+        await client.transact(Txn([], [Put(b"/large/%d/%d" % (number, part), large) for part in range(2)]))
+    told: list[list[int]] = []
+    async with aclosing(client.watch(b"/large/", prefix_end(b"/large/"), start)) as changes:
+        async for batch in changes:
+            told.append([change.revision for change in batch])
+            if sum(map(len, told)) == 24:
+                break
+    # etcd would send all of it as one message; fragments have about 2 MiB.
+    assert len(told) > 3
+    for piece, following in pairwise(told):
+        assert piece[-1] < following[0]
+    assert [revisions.count(each) for revisions in told for each in set(revisions)] == [2] * 12
+
+
+def test_of_a_revision_in_fragments_nothing_is_told_before_it_is_whole() -> None:
+    """And what was held when the connection broke is asked for again."""
+
+    def response(*revisions: int, fragment: bool) -> watch_pb2.WatchResponse:
+        made = watch_pb2.WatchResponse(watch_id=0, fragment=fragment)
+        for revision in revisions:
+            made.events.add().kv.mod_revision = revision
+        return made
+
+    position = Position(1)
+    assert [each.revision for each in position.take(response(1, 2, 2, fragment=True))] == [1]
+    assert position.next_revision == 2
+    assert position.take(response(2, 2, fragment=True)) == []
+    assert [each.revision for each in position.take(response(2, 3, fragment=False))] == [2, 2, 2, 2, 2, 3]
+    assert position.next_revision == 4
+    assert position.take(response(5, fragment=True)) == []
+    position.broken()
+    assert position.next_revision == 4
+    assert [each.revision for each in position.take(response(5, 5, fragment=False))] == [5, 5]
+
+
+def test_progress_moves_a_quiet_watch_past_what_may_be_compacted() -> None:
+    """If the server tells it by itself. Its answer to our question is not to be trusted before 3.5.8."""
+    position = Position(0)
+    position.take(watch_pb2.WatchResponse(created=True, header=kv_pb2.ResponseHeader(revision=7)))
+    assert position.next_revision == 8
+    position.take(watch_pb2.WatchResponse(watch_id=-1, header=kv_pb2.ResponseHeader(revision=90)))
+    assert position.next_revision == 8
+    position.take(watch_pb2.WatchResponse(watch_id=0, header=kv_pb2.ResponseHeader(revision=20)))
+    assert position.next_revision == 21
+
+
+async def test_a_watch_ends_on_the_server_when_its_consumer_goes(
+    client: EtcdClient, shared_etcd: EtcdCluster
+) -> None:
+    """However it goes: by leaving the loop, by being cancelled, or by letting go of it."""
+    (member,) = shared_etcd.members
+
+    def watchers() -> float:
+        return member.metric("etcd_debugging_mvcc_watcher_total")
+
+    await until(lambda: watchers() == 0, "watches of other tests to end")
+    await put(client, PREFIX + b"here")
+    leaving = client.watch(PREFIX, prefix_end(PREFIX), 1)
+    letting_go = client.watch(PREFIX, prefix_end(PREFIX), 1)
+    await anext(leaving)
+    await anext(letting_go)
+    cancelled = Watcher(client, PREFIX, 1)
+    await cancelled.has(PREFIX + b"here")
+    await until(lambda: watchers() == 3, "all watches to begin")
+    await leaving.aclose()
+    await cancelled.end()
+    del letting_go
+    await until(lambda: watchers() == 0, "all watches to end")
