@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Journal, Recovered
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
+from rendezvous.journal.etcd_shelf import etcd_shelf
 
 Reopen = Callable[[], Awaitable[Recovered]]
 
@@ -31,16 +34,20 @@ class Shelf:
         return await self.journal.open()
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", pytest.param("etcd", marks=NEEDS_ETCD)])
 async def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shelf]:
     """An open journal of every kind."""
-    if request.param == "memory":
-        shelf = Shelf(MemoryJournal, lasts=False)
-    else:
-        shelf = Shelf(lambda: SqliteJournal(tmp_path / "var" / "rendezvous.db"), lasts=True)
-    await shelf.journal.open()
-    yield shelf
-    await shelf.journal.close()
+    async with AsyncExitStack() as stack:
+        if request.param == "memory":
+            shelf = Shelf(MemoryJournal, lasts=False)
+        elif request.param == "sqlite":
+            shelf = Shelf(lambda: SqliteJournal(tmp_path / "var" / "rendezvous.db"), lasts=True)
+        else:
+            url = request.getfixturevalue("etcd").url
+            shelf = Shelf((await stack.enter_async_context(etcd_shelf(url))).journal, lasts=True)
+        await shelf.journal.open()
+        yield shelf
+        await shelf.journal.close()
 
 
 async def test_a_new_journal_is_empty(shelf: Shelf) -> None:

@@ -75,6 +75,10 @@ class JournalError(Exception):
     """A journal can't be opened or written; the message says why, where and what to do, in one line."""
 
 
+class OwnershipLost(JournalError):
+    """The journal belongs to another process by now: this one must tell nobody anything of it any more."""
+
+
 class Journal(Protocol):
     """Keeps entries in the order in which they were appended.
 

@@ -1,0 +1,252 @@
+"""The journal on etcd: owned by one replica at a time, each commit fenced; group commit."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdError
+from rallypoint.etcd.session import Session
+from rallypoint.rendezvous.journal.etcd_fence import Fence, unusable
+from rallypoint.rendezvous.journal.etcd_keys import Place
+from rallypoint.rendezvous.journal.etcd_owner import OwnedElsewhere, Owner
+from rallypoint.rendezvous.journal.etcd_packing import Contents, Packing
+from rallypoint.rendezvous.journal.etcd_plan import CLEAR_STAGING, Cost, Step, cost, finish, plan
+from rallypoint.rendezvous.journal.etcd_pool import CommitPool
+from rallypoint.rendezvous.journal.etcd_reading import (
+    VERSION,
+    SpaceRead,
+    head_revision,
+    read_owned,
+    read_space,
+)
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
+from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
+from rallypoint.serving.attempts import Pace
+
+__all__ = [
+    "CommitPool",
+    "EtcdJournal",
+    "OwnedElsewhere",
+    "Owner",
+    "OwnershipLost",
+    "Place",
+    "SpaceRead",
+    "head_revision",
+    "read_space",
+]
+
+# Seconds that closing waits for what is being committed. Whoever waits for that is told that its outcome is unknown.
+_FLUSH = 5.0
+# Seconds after which a commit is watched: it ends with the session then, whether etcd answers or not.
+_UNWATCHED = 0.1
+
+
+class EtcdJournal:
+    """Keeps entries in a space of etcd, for as long as its owner key is ours; see `Fence` for what guards them.
+
+    What arrives during one commit makes up the next. One is on its way at a time: each compares what the one before
+    it left. Commits of several journals that share a pool go to etcd together.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        session: Session,
+        place: Place,
+        owner: Owner,
+        *,
+        pool: CommitPool | None = None,
+        pace: Pace | None = None,
+        draw: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        """Own nothing yet.
+
+        Args:
+            client: Of the etcd.
+            session: The owner key is bound to its lease. Once it is lost, so is the journal.
+            place: Where the journal is.
+            owner: Us.
+            pool: Through which commits go; all journals of a process share one. None: one of its own.
+            pace: How time passes between attempts.
+            draw: So many random bytes.
+        """
+        self._client = client
+        self._session = session
+        self._place = place
+        self._owner = owner
+        self._fence = Fence(
+            client, session, place, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
+        )
+        self._contents = Contents()
+        self._head = EtcdHead(version=VERSION)
+        self._pending: deque[tuple[Sequence[Entry], asyncio.Future[None]]] = deque()
+        self._group: list[asyncio.Future[None]] = []
+        self._committing: asyncio.Task[None] | None = None
+        self._losing: asyncio.Task[None] | None = None
+        self._broken: JournalError | None = None
+        self._closing = False
+
+    @property
+    def fence(self) -> int:
+        """The fencing token: create_revision of our owner key; 0: it isn't ours."""
+        return self._fence.revision
+
+    async def open(self) -> Recovered:
+        """Claim the journal and read it; see `Journal.open`.
+
+        Raises:
+            OwnedElsewhere: Another process has it.
+            JournalError: It is damaged, of a newer version, or etcd doesn't let us; it is released again.
+        """
+        try:
+            await self._fence.claim(self._owner)
+            # Read after the claim: a commit of an owner before us is in it, or is none.
+            space = await read_owned(self._client, self._place.space)
+            self._contents, self._head = space.contents, space.head
+            self._fence.head_revision = space.head_revision
+            if space.unfinished:
+                for step in finish(space.unfinished, space.head.staged_parts):
+                    await self._write(step)
+            elif space.abandoned:
+                await self._write(Step([CLEAR_STAGING]))
+            self._fence.check()
+        except EtcdError as error:
+            await self._give_up()
+            raise unusable("read", self._place, error) from error
+        except JournalError as error:
+            self._broken = error
+            if not isinstance(error, OwnershipLost):
+                await self._give_up()
+            raise
+        return space.recovered
+
+    async def append(self, entries: Sequence[Entry]) -> None:
+        """Commit entries, together with whatever else is being appended; see `Journal.append`.
+
+        Raises:
+            OwnershipLost: The journal is another process's, or could be: tell nobody anything any more.
+            JournalError: etcd refuses.
+        """
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise self._closed()
+        durable = asyncio.get_running_loop().create_future()
+        self._pending.append((entries, durable))
+        if self._committing is None:
+            self._committing = asyncio.create_task(self._work())
+        await durable
+
+    async def close(self) -> None:
+        """Commit what is pending, then let another process own the journal. Bounded; never raises.
+
+        A journal that is not ours for certain any more is left as it is.
+        """
+        self._closing = True
+        if self._committing is not None:
+            await asyncio.wait([self._committing], timeout=_FLUSH)
+        await self._give_up()
+
+    def _closed(self) -> JournalError:
+        return JournalError(f"the journal in etcd under {self._place} is closed")
+
+    async def _give_up(self) -> None:
+        self._break(self._closed())
+        if self._committing is not None:
+            self._committing.cancel()
+            await asyncio.wait([self._committing])
+        if not isinstance(self._broken, OwnershipLost):
+            await self._fence.release()
+
+    def _break(self, error: JournalError) -> None:
+        """Take no more; the first error counts. Whoever waits is told."""
+        self._broken = self._broken or error
+        waiting = [*self._group, *(durable for _, durable in self._pending)]
+        self._group = []
+        self._pending.clear()
+        for durable in waiting:
+            if not durable.done():
+                durable.set_exception(self._broken)
+
+    async def _work(self) -> None:
+        """Commit until nothing is pending, or the session is lost."""
+        work = asyncio.current_task()
+        assert work is not None
+        # Most commits take a millisecond or two, and a task for each of them would be a tenth of their cost.
+        watching = asyncio.get_running_loop().call_later(_UNWATCHED, self._watch, work)
+        try:
+            while self._pending:
+                await self._commit(self._take())
+        except JournalError as error:
+            self._break(error)
+        except Exception as error:
+            # A mistake of ours; it must not leave anybody waiting.
+            self._break(JournalError(f"can't write the journal in etcd under {self._place}: {error!r}"))
+            raise
+        finally:
+            watching.cancel()
+            if self._losing is not None:
+                self._losing.cancel()
+                self._losing = None
+            self._committing = None
+
+    def _watch(self, work: asyncio.Task[None]) -> None:
+        self._losing = asyncio.create_task(self._lose(work))
+
+    async def _lose(self, work: asyncio.Task[None]) -> None:
+        """Once the session is lost, nobody waits for an etcd that may not answer."""
+        await self._session.lost()
+        try:
+            self._fence.check()
+        except OwnershipLost as error:
+            self._break(error)
+        work.cancel()
+
+    def _take(self) -> list[Sequence[Entry]]:
+        """The calls that go together: one at least, and more as long as they fit into a transaction."""
+        calls: list[Sequence[Entry]] = []
+        total = Cost(0, 0)
+        while self._pending:
+            total += cost(self._pending[0][0])
+            if calls and not total.fits:
+                break
+            entries, durable = self._pending.popleft()
+            calls.append(entries)
+            self._group.append(durable)
+        return calls
+
+    async def _commit(self, calls: Sequence[Sequence[Entry]]) -> None:
+        committed = False
+        for step in self._plan(calls):
+            if step.durable and not committed:
+                committed = True
+                self._head.number += 1
+                self._head.packs = self._contents.pack_count
+                self._head.checkpoints = len(self._contents.checkpoints)
+            await self._write(step)
+            if committed:
+                self._settle()
+
+    def _plan(self, calls: Sequence[Sequence[Entry]]) -> list[Step]:
+        try:
+            packing = Packing(self._contents)
+            for entries in calls:
+                for entry in entries:
+                    packing.add(entry)
+            return plan(packing.changes())
+        except ValueError as error:  # out of sequence, or text that has no encoding
+            raise JournalError(f"can't write the journal in etcd under {self._place}: {error}") from error
+
+    async def _write(self, step: Step) -> None:
+        self._head.staged_parts = step.staged_parts
+        await self._fence.write(step.changes, self._head)
+
+    def _settle(self) -> None:
+        group, self._group = self._group, []
+        for durable in group:
+            if not durable.done():
+                durable.set_result(None)

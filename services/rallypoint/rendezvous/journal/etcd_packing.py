@@ -1,0 +1,177 @@
+"""What a group of entries comes to in etcd: keys that are put, and keys that are deleted. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.etcd.values import Delete, Put, prefix_end
+from rallypoint.rendezvous.journal.etcd_keys import (
+    checkpoint_key,
+    entry_key,
+    era_prefix,
+    pack_key,
+    part_key,
+    parts_end,
+)
+from rallypoint.rendezvous.journal.etcd_values import PART_BYTES, seal
+from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
+from rallypoint.rendezvous.journal.spans import Span
+from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdRecordPack
+
+# What a record in a pack takes besides its own bytes, at most.
+_RECORD_OVERHEAD = 6
+
+Change = Put | Delete
+
+
+@dataclass(slots=True)
+class Contents:
+    """What is in a space, as far as the next commit must know it. No two runs have a key in common.
+
+    Attributes:
+        spans: Which records are kept, by run.
+        packs: The first revision of each pack that is there, by run, in their order.
+        checkpoints: The runs that have one.
+        parts: How many parts a value has, by its key, where it is more than one.
+    """
+
+    spans: dict[str, Span] = field(default_factory=dict)
+    packs: dict[str, list[int]] = field(default_factory=dict)
+    checkpoints: set[str] = field(default_factory=set)
+    parts: dict[bytes, int] = field(default_factory=dict)
+    pack_count: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a group does to one run.
+
+    Attributes:
+        stored: Revision of the latest record that is in etcd already.
+        records: Those that come, of the era that counts in the end.
+        state: Revision and content of the checkpoint that comes.
+        values: The store entries that change, by round and key, in that era.
+        forgotten: The era that was there at first, if it is over.
+    """
+
+    stored: int
+    records: list[Record] = field(default_factory=list)
+    state: tuple[int, bytes] | None = None
+    values: dict[tuple[int, str], bytes | None] = field(default_factory=dict)
+    forgotten: int | None = None
+
+
+class Packing:
+    """Takes the entries of a commit, in their order, and says what they come to in the end.
+
+    A value that is replaced within the group is never written, nor is a record that is dropped within it. No key of
+    what comes out is both put and deleted: etcd refuses that, and needs no order this way.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        """`contents`: of the space; brought up to date, so that it is of no use any more if the commit fails."""
+        self._contents = contents
+        self._runs: dict[str, _Run] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry.
+
+        Raises:
+            OutOfSequenceError: It does not go on from what is kept of its run.
+        """
+        span = self._contents.spans.setdefault(entry.run_id, Span())
+        run = self._runs.get(entry.run_id)
+        if run is None:
+            run = self._runs[entry.run_id] = _Run(span.last)
+        if isinstance(entry, Record):
+            span.add(entry)
+            run.records.append(entry)
+        elif isinstance(entry, Checkpoint):
+            span.cover(entry)
+            run.state = entry.revision, entry.content
+        elif isinstance(entry, Forgotten):
+            if run.forgotten is None:
+                run.forgotten = span.era
+            span.forget(entry)
+            run.state = entry.revision, entry.content
+            run.records, run.values, run.stored = [], {}, span.last
+        else:
+            run.values[entry.round, entry.key] = entry.value
+
+    def changes(self) -> list[Change]:
+        """All of it; call once. The keys are without the prefix of the space."""
+        return [change for run_id, run in self._runs.items() for change in self._of_run(run_id, run)]
+
+    def _of_run(self, run_id: str, run: _Run) -> Iterator[Change]:
+        span = self._contents.spans[run_id]
+        if run.forgotten is not None:
+            yield self._forget(run_id, run.forgotten)
+        if run.state is not None:
+            revision, content = run.state
+            state = EtcdCheckpoint(revision=revision, keep_from=span.first, era=span.era, content=content)
+            self._contents.checkpoints.add(run_id)
+            yield from self._put(checkpoint_key(run_id), state.SerializeToString())
+            yield from self._drop_packs(run_id, run, span)
+        kept = [record for record in run.records if record.revision >= span.first]
+        for pack in _packs(kept):
+            first = pack[0].revision
+            self._contents.packs.setdefault(run_id, []).append(first)
+            self._contents.pack_count += 1
+            content = EtcdRecordPack(records=[record.content for record in pack]).SerializeToString()
+            yield from self._put(pack_key(run_id, span.era, first), content)
+        for (round_, key), value in run.values.items():
+            place = entry_key(run_id, span.era, round_, key)
+            yield from self._delete(place) if value is None else self._put(place, value)
+
+    def _forget(self, run_id: str, era: int) -> Change:
+        """Delete a whole era. What comes after it has keys of a later one, which the range does not touch."""
+        prefix = era_prefix(run_id, era)
+        self._contents.pack_count -= len(self._contents.packs.pop(run_id, ()))
+        for key in [key for key in self._contents.parts if key.startswith(prefix)]:
+            del self._contents.parts[key]
+        return Delete(prefix, prefix_end(prefix))
+
+    def _drop_packs(self, run_id: str, run: _Run, span: Span) -> Iterator[Change]:
+        """Delete the packs of which no record is kept; a pack that is kept in part stays whole."""
+        packs = self._contents.packs.get(run_id, [])
+        dropped = len(packs) if span.first > run.stored else max(0, bisect_right(packs, span.first) - 1)
+        if not dropped:
+            return
+        # No pack that comes now begins before `span.first`.
+        end = packs[dropped] if dropped < len(packs) else span.first
+        for first in packs[:dropped]:
+            self._contents.parts.pop(pack_key(run_id, span.era, first), None)
+        yield Delete(pack_key(run_id, span.era, packs[0]), pack_key(run_id, span.era, end))
+        del packs[:dropped]
+        self._contents.pack_count -= dropped
+
+    def _put(self, key: bytes, content: bytes) -> Iterator[Change]:
+        sealed = seal(key, content)
+        yield from (Put(place, value) for place, value in sealed)
+        parts = self._contents.parts
+        if (before := parts.get(key, 1)) > len(sealed):
+            yield Delete(part_key(key, len(sealed)), parts_end(key))
+        if len(sealed) > 1:
+            parts[key] = len(sealed)
+        elif before > 1:
+            del parts[key]
+
+    def _delete(self, key: bytes) -> Iterator[Change]:
+        yield Delete(key)
+        if self._contents.parts.pop(key, 1) > 1:
+            yield Delete(part_key(key, 1), parts_end(key))
+
+
+def _packs(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    """Cut consecutive records into packs that fit under one key; a record that does not is alone in its pack."""
+    begin, size = 0, 0
+    for index, record in enumerate(records):
+        added = len(record.content) + _RECORD_OVERHEAD
+        if size + added > PART_BYTES and index > begin:
+            yield records[begin:index]
+            begin, size = index, 0
+        size += added
+    if begin < len(records):
+        yield records[begin:]

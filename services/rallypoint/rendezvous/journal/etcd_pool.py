@@ -1,0 +1,192 @@
+"""Group commit over the journals of a process: what waits while etcd is busy goes to it as one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
+from rallypoint.etcd.values import Compare, CreateRevision, KeyValue, Put, Txn, TxnResult
+from rallypoint.rendezvous.journal.etcd_plan import MOST_BYTES
+
+# Comparisons, or operations of either branch, of one transaction: etcd takes no more unless it was told to.
+MOST_OPERATIONS = 128
+# Steps of the event loop from a request's arrival to its commit: before a transaction is put together, what has
+# arrived gets so far, and goes with it. An idle loop makes them in microseconds; nobody waits for what may come.
+_STEPS = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A transaction whose sender waits.
+
+    Attributes:
+        txn: The transaction.
+        answer: What the sender waits for; done already if it waits no more.
+        operations: What it adds to the number that etcd bounds.
+        size: Bytes, by and large.
+    """
+
+    txn: Txn
+    answer: asyncio.Future[TxnResult]
+    operations: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        txn = self.txn
+        self.operations = max(len(txn.when), len(txn.then), len(txn.otherwise))
+        self.size = sum(
+            len(each.key) + (len(each.value) if isinstance(each, Put) else 0) for each in txn.then
+        )
+
+
+class CommitPool:
+    """Sends transactions of many senders, merged: all of one are done, or none.
+
+    What it takes and what it answers is as if each were sent alone, so every sender keeps to its own rules, and need
+    not know with whom it went:
+
+    - A merged transaction compares all that any of its members compares. So it does nothing of a member unless that
+      member's own comparison holds at that very moment: it is one more copy of each of its members. A sender whose
+      copies, however many and with whomever, have an effect once at most goes on to be right: whatever made its other
+      copies void (that it wrote again, that another owns its place) voids every merged one that it is in, with all of
+      the others there, who lose nothing but an attempt.
+    - If it does nothing, what was read in that same moment says for each member whether its own comparison held. Those
+      whose did not are answered, as they would have been alone. The others were kept out by them, and are sent again.
+    - If its outcome is unknown, every member is told so. Each decides for itself whether to send again.
+    - If it is refused, nothing was done, and each member is sent alone, so that only who is to blame is told.
+    """
+
+    def __init__(self, client: EtcdClient) -> None:
+        """`client`: of the etcd."""
+        self._client = client
+        self._waiting: deque[_Waiting] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        # Members of one transaction; fewer, once etcd was found to take less than it does by default.
+        self._most_members = MOST_OPERATIONS
+
+    async def transact(self, txn: Txn) -> TxnResult:
+        """Send a transaction, once: at once, or with all others that wait while one is on its way.
+
+        Args:
+            txn: `otherwise` reads every key that `when` compares, whole, and `then` reads none.
+
+        Raises:
+            EtcdUnavailable: The outcome is unknown; see `EtcdClient.transact`.
+            EtcdError: Nothing was done.
+        """
+        waiting = _Waiting(txn, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_all())
+        return await waiting.answer
+
+    async def _send_all(self) -> None:
+        # One at a time: two would be smaller ones, which cost this process and etcd more for each write.
+        try:
+            while self._waiting:
+                for _ in range(_STEPS):
+                    await asyncio.sleep(0)
+                if members := self._take():
+                    await self._send(members)
+        finally:
+            self._sending = None
+            _cancel(self._waiting)  # none, unless the process ends
+            self._waiting.clear()
+
+    def _take(self) -> list[_Waiting]:
+        """Those that go together: the first, and more as long as they fit. None whose sender has gone."""
+        members: list[_Waiting] = []
+        operations = size = 0
+        while self._waiting:
+            first = self._waiting[0]
+            if not first.answer.done():
+                operations += first.operations
+                size += first.size
+                fits = operations <= MOST_OPERATIONS and size <= MOST_BYTES
+                if members and not (fits and len(members) < self._most_members):
+                    break
+                members.append(first)
+            self._waiting.popleft()
+        return members
+
+    async def _send(self, members: Sequence[_Waiting]) -> None:
+        try:
+            result = await self._client.transact(merged([member.txn for member in members]))
+            self._answer(members, result)
+        except EtcdUnavailable as error:
+            _fail(members, error)
+        except Exception as error:
+            if len(members) == 1:
+                _fail(members, error)
+                return
+            if isinstance(error, EtcdRefused) and error.reason in (
+                Reason.TOO_LARGE,
+                Reason.TOO_MANY_OPERATIONS,
+            ):
+                self._most_members = min(self._most_members, len(members) // 2)
+            for member in members:
+                if not member.answer.done():
+                    await self._send([member])
+        except BaseException:
+            _cancel(members)
+            raise
+
+    def _answer(self, members: Sequence[_Waiting], result: TxnResult) -> None:
+        kept_out = []
+        for member, own in zip(members, split([member.txn for member in members], result), strict=True):
+            if own is None:
+                kept_out.append(member)
+            elif not member.answer.done():
+                member.answer.set_result(own)
+        # First in line, as they were: nobody may wait for ever behind others' losses.
+        self._waiting.extendleft(reversed(kept_out))
+
+
+def merged(txns: Sequence[Txn]) -> Txn:
+    """All of them, or none."""
+    if len(txns) == 1:
+        return txns[0]
+    return Txn(
+        [compare for txn in txns for compare in txn.when],
+        [operation for txn in txns for operation in txn.then],
+        [operation for txn in txns for operation in txn.otherwise],
+    )
+
+
+def split(txns: Sequence[Txn], result: TxnResult) -> list[TxnResult | None]:
+    """What came of each, from what came of all; None: nothing, though its own comparisons held."""
+    if result.succeeded or len(txns) == 1:
+        return [result] * len(txns)
+    return list(_each(txns, result))
+
+
+def _each(txns: Sequence[Txn], result: TxnResult) -> Iterator[TxnResult | None]:
+    found = iter(result.found)
+    for txn in txns:
+        own = list(itertools.islice(found, len(txn.otherwise)))
+        pairs = {pair.key: pair for pairs in own for pair in pairs}
+        held = all(_holds(compare, pairs.get(compare.key)) for compare in txn.when)
+        yield None if held else TxnResult(succeeded=False, revision=result.revision, found=own)
+
+
+def _holds(compare: Compare, pair: KeyValue | None) -> bool:
+    if pair is None:
+        return compare.equals == 0
+    revision = pair.create_revision if isinstance(compare, CreateRevision) else pair.mod_revision
+    return revision == compare.equals
+
+
+def _fail(members: Sequence[_Waiting], error: Exception) -> None:
+    for member in members:
+        if not member.answer.done():
+            member.answer.set_exception(error)
+
+
+def _cancel(members: Iterable[_Waiting]) -> None:
+    for member in members:
+        member.answer.cancel()

@@ -1,0 +1,243 @@
+"""What a space of etcd holds: read at one revision, and made sense of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import KeyValue, Put, prefix_end
+from rallypoint.rendezvous.journal.etcd_keys import (
+    HEAD,
+    STAGED,
+    CheckpointKey,
+    EntryKey,
+    PackKey,
+    parse,
+    staged_key,
+)
+from rallypoint.rendezvous.journal.etcd_packing import Change, Contents
+from rallypoint.rendezvous.journal.etcd_plan import unstage
+from rallypoint.rendezvous.journal.etcd_values import DamagedValue, unseal
+from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
+from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
+
+VERSION = 1
+"""Of how the keys of a space are laid out."""
+
+# More keys than these are made sense of on a thread, so that the lease is kept alive meanwhile: some 10 ms.
+_MANY = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceRead:
+    """A journal as somebody sees it who doesn't own it.
+
+    Attributes:
+        recovered: What it holds, durable all of it.
+        head_revision: Changes with every commit; 0: there never was one.
+    """
+
+    recovered: Recovered
+    head_revision: int
+
+
+@dataclass(slots=True)
+class Space:
+    """A journal as its owner sees it.
+
+    Attributes:
+        recovered: What it holds.
+        contents: What the next commit must know of it.
+        head: As it stands; a new one, if there is none.
+        head_revision: Its mod_revision; 0: there is none.
+        unfinished: What a durable commit still has to put in its places.
+        abandoned: Whether there are staged parts that no commit counts as its own.
+    """
+
+    recovered: Recovered
+    contents: Contents
+    head: EtcdHead
+    head_revision: int = 0
+    unfinished: Sequence[Change] = field(default_factory=tuple)
+    abandoned: bool = False
+
+
+async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
+    """What a journal holds, linearizably: every commit that was told before this was called.
+
+    Args:
+        client: Of the etcd.
+        space: What the journal's keys begin with.
+
+    Raises:
+        JournalError: It is damaged, or of a newer version.
+        EtcdError: It can't be read.
+    """
+    found = await read_owned(client, space)
+    return SpaceRead(found.recovered, found.head_revision)
+
+
+async def read_owned(client: EtcdClient, space: bytes) -> Space:
+    """The same, for its owner."""
+    snapshot = await client.get(space, prefix_end(space))
+    if len(snapshot.pairs) > _MANY:
+        return await asyncio.to_thread(interpret, space, snapshot.pairs)
+    return interpret(space, snapshot.pairs)
+
+
+async def head_revision(client: EtcdClient, space: bytes) -> int:
+    """What `SpaceRead.head_revision` would be now: the same, if there was no commit since.
+
+    Raises:
+        EtcdError: It can't be read.
+    """
+    snapshot = await client.get(space + HEAD, keys_only=True)
+    return snapshot.pairs[0].mod_revision if snapshot.pairs else 0
+
+
+def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Space:
+    """Make sense of all keys of a space, as they were at one revision.
+
+    Raises:
+        JournalError: It is damaged, or of a newer version.
+    """
+    where = space.decode(errors="replace").rstrip("/")
+    try:
+        return _interpret(where, space, pairs)
+    except (ValueError, DecodeError) as error:
+        raise JournalError(
+            f"the journal in etcd under {where} is damaged ({' '.join(str(error).split())}) and was not touched; "
+            "restore etcd from a snapshot, or delete the keys there to start without its runs"
+        ) from error
+
+
+def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Space:
+    values = {pair.key.removeprefix(space): pair.value for pair in pairs}
+    content = values.pop(HEAD, None)
+    staged = {key: values.pop(key) for key in [key for key in values if key.startswith(STAGED)]}
+    if content is None:
+        if values:
+            raise ValueError("its head is missing")
+        return Space(Recovered([], [], []), Contents(), EtcdHead(version=VERSION), abandoned=bool(staged))
+    head = EtcdHead.FromString(content)
+    if head.version != VERSION:
+        raise JournalError(
+            f"the journal in etcd under {where} has version {head.version}, this program knows {VERSION}; use the "
+            "version of Rallypoint that wrote it, or another prefix in --journal"
+        )
+    unfinished = list(_staged_changes(head, staged))
+    for change in unfinished:
+        _overlay(values, change)
+    reader = _Reader(values)
+    recovered = reader.read()
+    contents = reader.contents
+    for what, found, known in (
+        ("packs of records", contents.pack_count, head.packs),
+        ("checkpoints", len(contents.checkpoints), head.checkpoints),
+    ):
+        if found != known:
+            raise ValueError(f"it has {found} {what}, where its head counts {known}")
+    revision = next(pair.mod_revision for pair in pairs if pair.key == space + HEAD)
+    abandoned = bool(staged) and not head.staged_parts
+    return Space(recovered, contents, head, revision, unfinished, abandoned)
+
+
+def _staged_changes(head: EtcdHead, staged: Mapping[bytes, bytes]) -> Iterator[Change]:
+    for index in range(head.staged_parts):
+        part = staged.get(staged_key(index))
+        if part is None:
+            raise ValueError(f"part {index} of {head.staged_parts} of commit {head.number} is missing")
+        yield from unstage(part)
+
+
+def _overlay(values: dict[bytes, bytes], change: Change) -> None:
+    """Do what a change does: no matter whether it was done already."""
+    if isinstance(change, Put):
+        values[change.key] = change.value
+    elif change.end:
+        for key in [key for key in values if change.key <= key < change.end]:
+            del values[key]
+    else:
+        values.pop(change.key, None)
+
+
+class _Reader:
+    """Reads checkpoints, records and store entries; every value must be what was written, every run without a gap."""
+
+    def __init__(self, values: Mapping[bytes, bytes]) -> None:
+        self._values = values
+        self._parts = 0
+        self.contents = Contents()
+
+    def read(self) -> Recovered:
+        checkpoints: list[Checkpoint] = []
+        packs: list[tuple[bytes, PackKey]] = []
+        entries: list[tuple[bytes, EntryKey]] = []
+        further = 0
+        # In the order of their keys, so that the packs of a run come in that of their revisions.
+        for key in sorted(self._values):
+            parsed, whole = parse(key)
+            if whole is not None:
+                further += 1
+            elif isinstance(parsed, CheckpointKey):
+                checkpoints.append(self._checkpoint(key, parsed))
+            elif isinstance(parsed, PackKey):
+                packs.append((key, parsed))
+            else:
+                entries.append((key, parsed))
+        records = [record for key, parsed in packs for record in self._records(key, parsed)]
+        store_entries = [self._entry(key, parsed) for key, parsed in entries]
+        if further != self._parts:
+            raise DamagedValue(f"it has {further} further parts of values, where they count {self._parts}")
+        for checkpoint in checkpoints:
+            last = self.contents.spans[checkpoint.run_id].last
+            if last < checkpoint.revision:
+                raise ValueError(
+                    f"run {checkpoint.run_id!r} has no records after {last}, but a checkpoint after record "
+                    f"{checkpoint.revision}"
+                )
+        return Recovered(checkpoints, records, store_entries)
+
+    def _unseal(self, key: bytes) -> bytes:
+        content, parts = unseal(key, self._values)
+        if parts > 1:
+            self.contents.parts[key] = parts
+            self._parts += parts - 1
+        return content
+
+    def _checkpoint(self, key: bytes, parsed: CheckpointKey) -> Checkpoint:
+        stored = EtcdCheckpoint.FromString(self._unseal(key))
+        self.contents.checkpoints.add(parsed.run_id)
+        self.contents.spans[parsed.run_id] = Span(stored.keep_from, stored.keep_from - 1, stored.era)
+        return Checkpoint(parsed.run_id, stored.revision, stored.content, stored.keep_from)
+
+    def _span(self, run_id: str, era: int) -> Span:
+        span = self.contents.spans.setdefault(run_id, Span())
+        if span.era != era:
+            raise ValueError(f"run {run_id!r} has keys of era {era}, but its checkpoint is of {span.era}")
+        return span
+
+    def _records(self, key: bytes, parsed: PackKey) -> Iterator[Record]:
+        span = self._span(parsed.run_id, parsed.era)
+        self.contents.packs.setdefault(parsed.run_id, []).append(parsed.first)
+        self.contents.pack_count += 1
+        pack = EtcdRecordPack.FromString(self._unseal(key))
+        for revision, content in enumerate(pack.records, parsed.first):
+            if revision < span.first:
+                continue  # dropped, though the rest of its pack is not
+            record = Record(parsed.run_id, revision, content)
+            try:
+                span.add(record)
+            except OutOfSequenceError as error:
+                raise ValueError(str(error)) from error
+            yield record
+
+    def _entry(self, key: bytes, parsed: EntryKey) -> StoreChange:
+        self._span(parsed.run_id, parsed.era)
+        return StoreChange(parsed.run_id, parsed.round, parsed.key, self._unseal(key))

@@ -1,0 +1,144 @@
+"""A journal on etcd that can't be trusted is refused, untouched, in one line that says how to mend it."""
+
+from __future__ import annotations
+
+import pytest
+
+from etcd_server import NEEDS_ETCD
+from rallypoint.rendezvous.journal.etcd import head_revision
+from rallypoint.rendezvous.journal.journal import JournalError, Recovered
+from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
+from rendezvous.journal.entries import change, checkpoint, record
+from rendezvous.journal.etcd_shelf import EtcdShelf
+
+pytestmark = NEEDS_ETCD
+
+_FIRST = "runs/run/00000000/records/0000000000000001"
+_LAST = "runs/run/00000000/records/0000000000000003"
+
+
+async def _fill(shelf: EtcdShelf) -> None:
+    journal = shelf.journal()
+    await journal.open()
+    await journal.append([record(1), record(2)])
+    await journal.append([record(3), change("k", b"value"), change("large", b"x" * 600_000)])
+    await journal.append([checkpoint(2, 1), checkpoint(0, 1, "b")])
+    await journal.close()
+
+
+async def _refused(shelf: EtcdShelf) -> str:
+    """Why it is refused: by who reads it and by who would own it, who gives it up again."""
+    before = await shelf.snapshot()
+    with pytest.raises(JournalError) as read:
+        await shelf.read()
+    with pytest.raises(JournalError) as opened:
+        await shelf.journal().open()
+    assert str(opened.value) == str(read.value)
+    assert "\n" not in str(read.value)
+    assert await shelf.snapshot() == before
+    assert await shelf.owner() is None
+    return str(read.value)
+
+
+async def test_a_space_where_nothing_was_written_is_an_empty_journal(shelf: EtcdShelf) -> None:
+    """Before anybody has owned it."""
+    read = await shelf.read()
+    assert read.recovered == Recovered([], [], [])
+    assert read.head_revision == 0 == await head_revision(shelf.client, shelf.place.space)
+
+
+async def test_the_revision_of_the_head_says_whether_there_was_a_commit(shelf: EtcdShelf) -> None:
+    """It changes with each, and with nothing else."""
+    journal = shelf.journal()
+    await journal.open()
+    seen = []
+    for revision in range(1, 4):
+        await journal.append([record(revision)])
+        read = await shelf.read()
+        assert read.head_revision == await head_revision(shelf.client, shelf.place.space)
+        seen.append(read.head_revision)
+    await journal.close()
+    assert seen == sorted(set(seen))
+    assert (await shelf.read()).head_revision == seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (_FIRST, "where record 1 is due"),
+        (_LAST, "it has 1 packs of records, where its head counts 2"),
+        ("checkpoints/b", "it has 1 checkpoints, where its head counts 2"),
+        ("head", "its head is missing"),
+        ("runs/run/00000000/store/1/large/0001", "is missing"),
+        ("runs/run/00000000/store/1/large", "it has 1 further parts of values, where they count 0"),
+    ],
+)
+async def test_a_key_that_is_missing_is_noticed(shelf: EtcdShelf, key: str, why: str) -> None:
+    """Also that of the latest records, which leaves no gap."""
+    await _fill(shelf)
+    assert key in await shelf.keys()
+    await shelf.delete(key)
+    message = await _refused(shelf)
+    assert why in message
+    assert "is damaged (" in message
+    assert "restore etcd from a snapshot, or delete the keys there" in message
+    assert str(shelf.place) in message
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\xff\xff", b"another"])
+async def test_a_value_that_is_not_what_was_written_is_noticed(shelf: EtcdShelf, value: bytes) -> None:
+    """Of any key."""
+    await _fill(shelf)
+    whole = await shelf.snapshot()
+    for key, (was, _) in whole.items():
+        name = key.removeprefix(shelf.place.space).decode()
+        await shelf.put(name, value)
+        message = await _refused(shelf)
+        assert " is damaged (" in message or (name == "head" and "has version" in message)
+        await shelf.put(name, was)
+    assert (await shelf.read()).recovered.records == [record(1), record(2), record(3)]
+
+
+async def test_a_key_of_somebody_else_s_is_noticed(shelf: EtcdShelf) -> None:
+    """Nobody else may write there."""
+    await _fill(shelf)
+    await shelf.put("mine", b"x")
+    assert "the key 'mine' is not of a journal" in await _refused(shelf)
+
+
+async def test_keys_of_another_era_are_noticed(shelf: EtcdShelf) -> None:
+    """A run that was forgotten has none."""
+    await _fill(shelf)
+    await shelf.put("runs/run/00000001/store/1/k", b"x")
+    assert "has keys of era 1, but its checkpoint is of 0" in await _refused(shelf)
+
+
+async def test_a_part_of_a_durable_commit_that_is_missing_is_noticed(shelf: EtcdShelf) -> None:
+    """It can't be finished."""
+    await _fill(shelf)
+    (head, _) = (await shelf.snapshot())[shelf.place.space + b"head"]
+    marked = EtcdHead.FromString(head)
+    marked.staged_parts = 2
+    await shelf.put("head", marked.SerializeToString())
+    await shelf.put("staged/00000000", b"")
+    assert "part 1 of 2 of commit 3 is missing" in await _refused(shelf)
+
+
+async def test_a_journal_of_a_newer_version_is_left_alone(shelf: EtcdShelf) -> None:
+    """Who wrote it can read it."""
+    await _fill(shelf)
+    await shelf.put("head", EtcdHead(version=2).SerializeToString())
+    message = await _refused(shelf)
+    assert "has version 2, this program knows 1; use the version of Rallypoint that wrote it" in message
+
+
+async def test_many_keys_are_read_like_few(shelf: EtcdShelf) -> None:
+    """On a thread, where they are made sense of."""
+    journal = shelf.journal()
+    await journal.open()
+    entries = [change(f"k{n}", b"%d" % n) for n in range(1500)]
+    await journal.append(entries)
+    assert sorted((await shelf.read()).recovered.store_entries, key=lambda each: int(each.key[1:])) == entries
+    await shelf.put("mine", b"x")
+    await journal.close()
+    assert "is damaged (" in await _refused(shelf)
