@@ -76,3 +76,19 @@ def test_a_free_port_of_an_ipv6_host_is_an_ipv6_port() -> None:
     """Workers bind the family of the master's address."""
     with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as taken:
         taken.bind(("::", free_port("::1")))
+
+
+def test_of_several_endpoints_the_first_that_can_be_found_shows_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One on this host alone, or one whose name nobody knows just now, says nothing of how the others see it."""
+
+    def resolve(host: str, port: int, **_: object) -> list[object]:
+        if host == "gone.example":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert local_address_towards("127.0.0.1:1,gone.example:1,head.example:1") == "head.example"
+    assert local_address_towards("gone.example:1,[::1]:1") == "127.0.0.1"
+    assert local_address_towards("127.0.0.1:1,localhost:2") == "127.0.0.1"

@@ -225,6 +225,20 @@ async def test_health_answers_for_each_service_and_for_the_whole(serve: Start, c
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_health_says_what_the_services_say_of_themselves(serve: Start, connect: Start) -> None:
+    """A server that listens may still be of no use: load balancers are told, and told again when it is."""
+    server = await serve(ECHO)
+    channel = connect(server)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service=SERVICE), timeout=50
+    )
+    assert (await watch.read()).status == SERVING
+    for ready, said in ((False, NOT_SERVING), (True, SERVING), (False, NOT_SERVING)):
+        await server.set_ready(ready)
+        assert (await watch.read()).status == said
+        assert await health_of(channel, "") == said
+
+
 async def test_reflection_lists_the_services(serve: Start, connect: Start) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(connect(await serve(ECHO)))
 

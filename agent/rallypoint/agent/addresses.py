@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from contextlib import suppress
 
 from rallypoint.serving.endpoint import Endpoint, parse_endpoint
+from rallypoint.serving.endpoints import parse_endpoints
 from rallypoint.serving.settings import SettingError
 
 
 def local_address_towards(endpoint: str) -> str:
-    """The address of this host that others see when it talks to an endpoint.
+    """The address of this host that others see when it talks to an endpoint, or to the first of several that it can.
 
     No name is looked up in reverse, and none of this host's need resolve elsewhere: clusters without DNS work.
 
+    Args:
+        endpoint: One, or several separated by commas.
+
     Raises:
-        SettingError: The endpoint's own name can't be resolved.
+        SettingError: The endpoint's own name can't be resolved, or those of all.
     """
-    place = parse_endpoint(endpoint)
+    # One on this host alone says nothing of how others see it.
+    *others, last = sorted(parse_endpoints(endpoint).places, key=lambda place: place.loopback)
+    for place in others:
+        with suppress(SettingError):
+            return _towards(place)
+    return _towards(last)
+
+
+def _towards(place: Endpoint) -> str:
     if place.loopback:
         return "127.0.0.1"
     try:
@@ -29,7 +42,7 @@ def local_address_towards(endpoint: str) -> str:
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise SettingError(
-            f"can't find the way to {endpoint}: {error.strerror or error}; check --rdzv-endpoint or --master-addr, "
+            f"can't find the way to {place}: {error.strerror or error}; check --rdzv-endpoint or --master-addr, "
             "or give this host's address with --local-addr"
         ) from None
     # It is this host's own name, and here it leads to an address that only this host can reach, as Debian has it.

@@ -20,7 +20,8 @@ from rallypoint.serving.channel import ClientTLS
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a service is: `host:port`, and certificates, None for plaintext."""
+    """Where a service is: `host:port`, several of a rendezvous service with commas between them; certificates, None for
+    plaintext."""
 
     endpoint: str
     tls: ClientTLS | None = None

@@ -28,9 +28,9 @@ from rallypoint.agent.logs import LogDirectory
 from rallypoint.agent.membership import NodeMembership
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.worker_sockets import WorkerSockets
-from rallypoint.serving.channel import open_channel
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.settings import SettingError
+from rallypoint.serving.switchboard import Switchboard
 
 # Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
 # wrapper around this program that passes it on; that must not cost the workers their checkpoints.
@@ -148,12 +148,12 @@ class Job:
             )
             console = Console()
             stack.push_async_callback(console.close, 5.0)
-            channel = open_channel(config.rendezvous.endpoint, config.rendezvous.tls)
-            stack.push_async_callback(channel.close)
+            rendezvous = Switchboard(config.rendezvous.endpoint, config.rendezvous.tls)
+            stack.push_async_callback(rendezvous.close)
             self._sockets = await stack.enter_async_context(
                 WorkerSockets(
                     config,
-                    channel,
+                    rendezvous,
                     worker_of=self._crews.worker_of,
                     rank_of=self._crews.rank_of,
                     on_hung=self._crews.reap,
@@ -172,7 +172,7 @@ class Job:
             )
             self._membership = NodeMembership(
                 config,
-                channel,
+                rendezvous,
                 self._events.put_nowait,
                 ran=lambda: self._crews.crew is not None,
                 going=lambda: self.stopping or self._state.leaving is not None,

@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-import grpc
-
 from rallypoint.agent import core
 from rallypoint.agent.addresses import free_port
 from rallypoint.agent.config import JobConfig
@@ -22,6 +20,7 @@ from rallypoint.serving.advice import tls_advice
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.fields import SENTENCE_BYTES
 from rallypoint.serving.logs import get_logger
+from rallypoint.serving.switchboard import Where
 
 HEARD_TIMEOUT = 1.0
 """Seconds that a node runs on for its run to hear that it goes, which takes a millisecond where nothing is broken."""
@@ -41,7 +40,7 @@ class NodeMembership:
     def __init__(
         self,
         config: JobConfig,
-        channel: grpc.aio.Channel,
+        rendezvous: Where,
         tell: Callable[[core.Event], None],
         *,
         ran: Callable[[], bool],
@@ -51,7 +50,7 @@ class NodeMembership:
 
         Args:
             config: The job.
-            channel: To the rendezvous service.
+            rendezvous: Where the rendezvous service is.
             tell: Called with everything that the core must know.
             ran: Whether workers were ever started here.
             going: Whether the node is on its way out, so that nobody cares what it waits for.
@@ -67,7 +66,7 @@ class NodeMembership:
         # Whether the run need not be waited for any more: its round has ended, or this node is out.
         self._round_over = asyncio.Event()
         self._membership = Membership(
-            channel,
+            rendezvous,
             config.rendezvous.endpoint,
             _join_request(config),
             self._on_event,
@@ -159,7 +158,7 @@ class NodeMembership:
         match event:
             case Admitted():
                 if event.resumed:
-                    _log.info("resumed", lease=event.lease)
+                    _log.info("resumed", lease=event.lease, at=event.at)
                 else:
                     _log.info("joined", lease=event.lease, **self._nodes_wanted())
                 self.lease = event.lease

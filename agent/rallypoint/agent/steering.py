@@ -15,8 +15,9 @@ from rallypoint.agent.job import Job
 from rallypoint.agent.settings import EVIDENCE_TIMEOUT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.question import OUTCOME_UNKNOWN, ask_any
+from rallypoint.serving.switchboard import Switchboard
 
 RENDEZVOUS_TIMEOUT = 10.0
 """Seconds in which the rendezvous service is to answer, before whoever wants a restart is told that it does not."""
@@ -43,24 +44,26 @@ async def restart_workers(job: Job, reason: str) -> int:
     running_crew(job)
     peer, run_id = job.config.rendezvous, job.config.run_id
     request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason)
-    channel = open_channel(peer.endpoint, peer.tls)
     try:
-        stub = rendezvous_grpc.RendezvousServiceStub(channel)
-        ended = (await stub.RestartRun(request, timeout=RENDEZVOUS_TIMEOUT)).ended_round
-    except grpc.aio.AioRpcError as rpc_error:
-        error = decode(rpc_error)
+        async with Switchboard(peer.endpoint, peer.tls) as board, asyncio.timeout(RENDEZVOUS_TIMEOUT):
+            answer: rendezvous_pb.RestartRunResponse = await ask_any(
+                board,
+                rendezvous_grpc.RendezvousServiceStub,
+                lambda stub: stub.RestartRun(request),
+                # A second restart would end the round that the first one made.
+                repeatable=False,
+            )
+    except TimeoutError:
+        raise _perhaps_taken(peer.endpoint, f"within {RENDEZVOUS_TIMEOUT:g} s") from None
+    except ServiceError as error:
         if error.reason == "RUN_CLOSED":
             raise _ended(run_id) from None
         if error.code is grpc.StatusCode.NOT_FOUND:
             raise _not_running(run_id) from None
-        raise ServiceError(
-            grpc.StatusCode.UNAVAILABLE,
-            "NO_RENDEZVOUS",
-            f"the rendezvous service at {peer.endpoint} did not take the restart ({error.message}); "
-            "nothing was changed",
-        ) from None
-    finally:
-        await channel.close()
+        if error.reason == OUTCOME_UNKNOWN:
+            raise _perhaps_taken(peer.endpoint, f"({error.message})") from None
+        raise _not_taken(peer.endpoint, error.message) from None
+    ended = answer.ended_round
     if not ended:
         raise _not_running(run_id)
     return ended
@@ -135,6 +138,22 @@ def workers_of(job: Job, ranks: Sequence[int]) -> list[Worker]:
                 metadata={"ranks": here},
             )
     return [worker for worker in job.workers if not ranks or worker.rank in ranks]
+
+
+def _not_taken(endpoint: str, why: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "NO_RENDEZVOUS",
+        f"the rendezvous service at {endpoint} did not take the restart ({why}); nothing was changed",
+    )
+
+
+def _perhaps_taken(endpoint: str, why: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "NO_RENDEZVOUS",
+        f"the rendezvous service at {endpoint} gave no answer to the restart {why}; it may have taken it",
+    )
 
 
 def _ended(run_id: str) -> ServiceError:

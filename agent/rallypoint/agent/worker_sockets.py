@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
-import grpc
-
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
@@ -18,6 +16,7 @@ from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.settings import SettingError
+from rallypoint.serving.switchboard import Where
 from rallypoint.timer.client import TimerClient
 
 # A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.
@@ -34,7 +33,7 @@ class WorkerSockets:
     def __init__(
         self,
         config: JobConfig,
-        channel: grpc.aio.Channel,
+        rendezvous: Where,
         *,
         worker_of: Callable[[int], str | None],
         rank_of: Callable[[str], int | None],
@@ -45,7 +44,7 @@ class WorkerSockets:
 
         Args:
             config: The job.
-            channel: To the rendezvous service, where the store is.
+            rendezvous: Where the rendezvous service is, and with it the store.
             worker_of: The worker that a process is, or descends from; None for a stranger.
             rank_of: The global rank of a worker; None if there is no such worker.
             on_hung: Called with a timer that expired while its worker held it; returns when what is to be done
@@ -54,7 +53,7 @@ class WorkerSockets:
         """
         self.environment: dict[str, str] = {}
         self._config = config
-        self._channel = channel
+        self._rendezvous = rendezvous
         self._worker_of = worker_of
         self._rank_of = rank_of
         self._on_hung = on_hung
@@ -90,7 +89,7 @@ class WorkerSockets:
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
             "TORCHELASTIC_TIMER_FILE": str(self._folder / "torch"),
         }
-        client = StoreClient(self._channel, self._config.run_id, writer=self._writer)
+        client = StoreClient(self._rendezvous, self._config.run_id, writer=self._writer)
         store = StoreSocket(self._folder / "store", client)
         await store.start()
         stack.push_async_callback(store.stop)

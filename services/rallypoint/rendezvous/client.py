@@ -7,16 +7,19 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 
+from rallypoint.rendezvous.outage import Outage
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.attempts import GONE
+from rallypoint.serving.attempts import GONE, MOVED
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.logs import get_logger
+from rallypoint.serving.place import Place
+from rallypoint.serving.switchboard import Line, Where, switchboard
 
 # Wait between two attempts to connect, seconds: doubled from the first to the longest, each cut by a random
 # half, so that a thousand nodes which lost the same server don't come back in step.
@@ -37,10 +40,11 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The node holds a lease; `resumed`: the one it held before."""
+    """The node holds a lease; `resumed`: the one it held before; `at`: the address of who says so, for people."""
 
     lease: int
     resumed: bool
+    at: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,13 @@ class _Draining(Exception):
     """The server ends the stream because it is going away; it may not have taken what it was told last."""
 
 
+@dataclass(eq=False)
+class _Moved(Exception):
+    """Another replica owns the run now, whatever the one with the stream says."""
+
+    owner: Place
+
+
 class RendezvousUnreachable(Exception):
     """No rendezvous service answered in time; the message says where and what was tried."""
 
@@ -79,7 +90,7 @@ class Membership:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        where: Where,
         endpoint: str,
         request: pb.JoinRun,
         on_event: Callable[[Event], None],
@@ -91,8 +102,8 @@ class Membership:
         """Set up; `run` does the work.
 
         Args:
-            channel: To the rendezvous service.
-            endpoint: Its address, for messages.
+            where: The rendezvous service: a switchboard, or a channel; stays the caller's to close.
+            endpoint: Its address, or addresses, for messages.
             request: What to join, and as whom.
             on_event: Called, on the event loop, with everything the node must know.
             connect_timeout: Seconds to try for the first answer.
@@ -100,7 +111,8 @@ class Membership:
                 ends with the job, inside the agent of one of its hosts, may not.
             jitter: Randomness of the back-off.
         """
-        self._stub = pb_grpc.RendezvousServiceStub(channel)
+        self._board = switchboard(where)
+        self._search = self._board.search()
         self._endpoint = endpoint
         self._request = request
         self._on_event = on_event
@@ -118,6 +130,7 @@ class Membership:
         self._unsaid = asyncio.Event()
         self._progress = False
         self._last_error = "no answer came"
+        self._outage = Outage(endpoint)
 
     @property
     def lease(self) -> int:
@@ -138,6 +151,9 @@ class Membership:
         while not self._over and (self._lease or not self._going()):
             self._progress = False
             error = await self._one_stream(deadline)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                # gRPC loses a cancellation that reaches it while a call begins and fails, and raises the failure.
+                raise asyncio.CancelledError
             if self._progress:
                 deadline = asyncio.get_running_loop().time() + self._lost_timeout
             if error is not None:
@@ -146,15 +162,21 @@ class Membership:
                 return
             if self._progress:
                 backoff = _FIRST_BACKOFF
+            at_once = self._search.at_once and asyncio.get_running_loop().time() < deadline
+            if error is not None:
+                self._outage.goes_on(error, admitted=self._ever_admitted, at_once=at_once)
+            if at_once:
+                _log.debug("asking another replica", endpoint=self._endpoint, error=str(error))
+                continue
+            self._board.rest(self._search)
             pause = backoff * (1 - self._jitter.random() / 2)
-            if error is not None and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if error is not None and (
+                error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in MOVED
+            ):
                 pause = max(pause, (error.retry_after or 0.0) * (1 + self._jitter.random() / 2))
             if deadline < math.inf:
                 pause = min(pause, max(0.0, deadline - asyncio.get_running_loop().time()))
-            # Once for each time that it goes away, not with every attempt.
-            say = _log.warning if backoff == _FIRST_BACKOFF else _log.debug
-            what = "stream ended" if self._ever_admitted else "no answer yet, trying again"
-            say(what, endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
+            _log.debug("trying again", endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
@@ -209,9 +231,27 @@ class Membership:
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:
         """Live through one stream; returns the error that ended it, None for an orderly end."""
+        loop = asyncio.get_running_loop()
+        try:
+            line = await self._board.line(self._search, max(0.0, deadline - loop.time()))
+        except ServiceError as no_connection:
+            self._last_error = no_connection.message
+            return no_connection
+        try:
+            error = await self._stream_over(line, min(deadline, loop.time() + line.patience))
+            if error is not None:
+                line.failed(error)
+            return error
+        finally:
+            line.hang_up()
+
+    async def _stream_over(self, line: Line, deadline: float) -> ServiceError | None:
+        """Live through one stream to one replica; the first answer is there by the deadline, or it is given up."""
         # Once in, wait for a connection rather than fail for want of one: the channel tries every second at the
-        # longest, and a back-off of ours on top would double that. Before, the reason for there being none is wanted.
-        call = self._stub.Join(wait_for_ready=self._ever_admitted)
+        # longest, and a back-off of ours on top would double that. Before, the reason for there being none is wanted;
+        # and where there are other replicas, they are asked.
+        stub: pb_grpc.RendezvousServiceAsyncStub = line.stub(pb_grpc.RendezvousServiceStub)
+        call = stub.Join(wait_for_ready=self._ever_admitted and line.alone)
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
                 with contextlib.suppress(asyncio.InvalidStateError):  # it has ended already: read tells how
@@ -220,11 +260,18 @@ class Membership:
             if isinstance(first, pb.JoinResponse):
                 if not first.HasField("lease"):  # the server went away before it got to it
                     raise _Draining
-                await self._live(call, first)
+                line.answered()
+                at = self._endpoint if line.alone else line.place
+                self._outage.over(at, sought=not line.alone)
+                await self._live(call, first, line, at)
             self._over = self._over or self._leaving()
             return None
         except TimeoutError:
             return ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_ANSWER", self._last_error)
+        except _Moved as moved:
+            owner = {"owner": str(moved.owner)}
+            message = f"{moved.owner} owns the run now"
+            return ServiceError(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", message, metadata=owner)
         except _Draining:
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
         except grpc.aio.AioRpcError as error:
@@ -240,21 +287,33 @@ class Membership:
         resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
         return pb.JoinRequest(resume=resume)
 
-    async def _live(self, call: _JoinCall, first: pb.JoinResponse) -> None:
+    async def _live(self, call: _JoinCall, first: pb.JoinResponse, line: Line, at: str) -> None:
         lease, resumed = first.lease, bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
-        self._on_event(Admitted(lease.lease, resumed))
+        self._on_event(Admitted(lease.lease, resumed, at))
         if self._statements():
             self._unsaid.set()
         speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
+        moved: list[Place] = []
         try:
-            response: object = first
-            while isinstance(response, pb.JoinResponse):
-                if response.HasField("update"):
-                    self._take(response.update)
-                if response.HasField("draining"):
-                    raise _Draining
-                response = await call.read()
+            async with asyncio.timeout(None) as given_up:
+
+                def leave_for(owner: Place) -> None:
+                    # Who has this stream may be paused, and would not tell. Should it be the owner all the same, since
+                    # what was answered elsewhere is what any replica answers, the way back is one refusal long.
+                    moved.append(owner)
+                    given_up.reschedule(asyncio.get_running_loop().time())
+
+                line.when_moved(leave_for)
+                response: object = first
+                while isinstance(response, pb.JoinResponse):
+                    if response.HasField("update"):
+                        self._take(response.update)
+                    if response.HasField("draining"):
+                        raise _Draining
+                    response = await call.read()
+        except TimeoutError:
+            raise _Moved(moved[-1]) from None
         finally:
             speaker.cancel()
 

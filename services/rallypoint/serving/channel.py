@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from rallypoint.serving.endpoint import EndpointError, parse_endpoint
+from rallypoint.serving.endpoint import Endpoint, EndpointError, parse_endpoint
 from rallypoint.serving.settings import ClientTLS
 from rallypoint.serving.tls import TLSFileError, client_credentials
 
@@ -14,6 +14,8 @@ __all__ = [
     "ClientTLS",
     "EndpointError",
     "TLSFileError",
+    "channel_at",
+    "credentials_of",
     "open_channel",
 ]
 
@@ -26,6 +28,8 @@ CLIENT_ARGUMENTS: tuple[tuple[str, int], ...] = (
     # a ping every 5 s (server.SERVER_ARGUMENTS), half of this.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # What gRPC 1.85 really waits for the answer to a ping: it takes 60 s, whatever stands above, unless told here.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted server is found again within 1 s, at the price of an attempt every second per client while it is
@@ -59,7 +63,33 @@ def open_channel(endpoint: str, tls: ClientTLS | None = None) -> grpc.aio.Channe
         EndpointError: `endpoint` is none of these.
         TLSFileError: a TLS file is missing, unusable or does not match.
     """
-    target = parse_endpoint(endpoint).target
-    if tls is None:
-        return grpc.aio.insecure_channel(target, options=CLIENT_ARGUMENTS)
-    return grpc.aio.secure_channel(target, client_credentials(tls), options=CLIENT_ARGUMENTS)
+    return channel_at(parse_endpoint(endpoint), credentials_of(tls))
+
+
+def credentials_of(tls: ClientTLS | None) -> grpc.ChannelCredentials | None:
+    """What to connect with; None for plaintext.
+
+    Raises:
+        TLSFileError: a TLS file is missing, unusable or does not match.
+    """
+    return client_credentials(tls) if tls is not None else None
+
+
+def channel_at(
+    place: Endpoint, credentials: grpc.ChannelCredentials | None, name: str | None = None
+) -> grpc.aio.Channel:
+    """Opens a channel, as `open_channel`.
+
+    Args:
+        place: where to.
+        credentials: what to connect with; None for plaintext.
+        name: the host name that `place` is an address of, which the server's certificate must have; None: `place` has
+            it itself.
+    """
+    options: list[tuple[str, int | str]] = [*CLIENT_ARGUMENTS]
+    if name is not None:
+        # TLS takes the name that it asks for from this, too.
+        options.append(("grpc.default_authority", str(Endpoint(name, place.port))))
+    if credentials is None:
+        return grpc.aio.insecure_channel(place.target, options=options)
+    return grpc.aio.secure_channel(place.target, credentials, options=options)

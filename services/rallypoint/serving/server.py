@@ -42,6 +42,7 @@ SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
     # notice it sooner and do not depend on this.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # as in channel.CLIENT_ARGUMENTS
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 
@@ -77,8 +78,8 @@ def _know_nothing(_error: Exception) -> ServiceError | None:
 class Server:
     """Serves a set of services, with health, reflection, error mapping and a graceful end.
 
-    Health (`grpc.health.v1`) answers SERVING for each service's full name and for "" once started, NOT_SERVING
-    once draining. Belongs to one event loop; starts once.
+    Health (`grpc.health.v1`) answers SERVING for each service's full name and for "" once started and ready,
+    NOT_SERVING once draining. Belongs to one event loop; starts once.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Server:
         *,
         services: Sequence[Registration],
         translate: Translate = _know_nothing,
+        ready: bool = True,
     ) -> None:
         """Makes a server that does nothing until `start`.
 
@@ -94,7 +96,9 @@ class Server:
             options: where and how to listen, and how long to drain.
             services: what to serve.
             translate: the answer to an exception of the services' own; None for those it does not know.
+            ready: whether health answers SERVING from the start, and not only when `set_ready` was told so.
         """
+        self._ready = ready
         self._options = options
         self._services = tuple(services)
         self._calls = CallInterceptor(
@@ -161,12 +165,31 @@ class Server:
     async def _register(self, server: grpc.aio.Server) -> None:
         for service in self._services:
             service.add(server)
-            await self._health.set(service.service_name, health_pb2.HealthCheckResponse.SERVING)
+        await self._tell_health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [service.service_name for service in self._services]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
-    async def serve_until_signal(self, before_drain: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def set_ready(self, ready: bool) -> None:
+        """Says by health whether the services can do their work: load balancers then send calls, or don't.
+
+        Calls are taken in either case; once the server drains, health says NOT_SERVING whatever this says.
+        """
+        if ready != self._ready:
+            self._ready = ready
+            await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        said = health_pb2.HealthCheckResponse
+        status = said.SERVING if self._ready else said.NOT_SERVING
+        for name in ("", *(service.service_name for service in self._services)):
+            await self._health.set(name, status)
+
+    async def serve_until_signal(
+        self,
+        before_drain: Callable[[], Awaitable[None]] | None = None,
+        after_start: Callable[[], None] | None = None,
+    ) -> None:
         """Starts, unless that was done, and serves until SIGTERM or SIGINT; then drains. A second one stops at once.
 
         Takes both signals over meanwhile, from before it is ready, so that none kills a server that looks ready.
@@ -175,6 +198,7 @@ class Server:
         Args:
             before_drain: what is to be done first, while the server still answers. No grace bounds it; the second
                 signal does.
+            after_start: what is to be done as soon as it listens, and `address` is known.
 
         Raises:
             ServiceStartError: see `start`.
@@ -182,6 +206,8 @@ class Server:
         with _signals() as received:
             if self._server is None:
                 await self.start()
+            if after_start is not None:
+                after_start()
             ended = asyncio.create_task(self._ended())
             try:
                 name = await _first(received, ended)

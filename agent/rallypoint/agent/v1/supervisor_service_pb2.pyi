@@ -154,7 +154,7 @@ class Job(_message.Message):
     world_size: _builtins.int
     """Workers of all hosts, in the round of `workers`; 0: none yet."""
     rendezvous_endpoint: _builtins.str
-    """Address of its rendezvous service."""
+    """Address of its rendezvous service, or addresses, as in JobSpec."""
     launch_id: _builtins.str
     """The launch_id it was launched with."""
     failure_report: _builtins.str
@@ -1015,8 +1015,9 @@ class JobSpec(_message.Message):
     node_id: _builtins.str
     """Name of this node in it; unset: made of the host's name."""
     rendezvous_endpoint: _builtins.str
-    """Address of the rendezvous service, as host:port. Unset: the one that every daemon has at its own address, for
-    the first host of a job that names no other.
+    """Address of the rendezvous service, as host:port, or those of its replicas, separated by commas; a name may have
+    several addresses. Unset: the one that every daemon has at its own address, for the first host of a job that names
+    no other.
     """
     timer_endpoint: _builtins.str
     """Address of the timer service; unset: the agent watches timers itself."""
@@ -1128,7 +1129,7 @@ class LaunchJobResponse(_message.Message):
     node_id: _builtins.str
     """Name of this node in its run."""
     rendezvous_endpoint: _builtins.str
-    """Address of the rendezvous service of the run."""
+    """Address of the rendezvous service of the run, or addresses, as in JobSpec."""
     def __init__(
         self,
         *,

@@ -1,0 +1,321 @@
+"""How a client reaches a service of several replicas: a channel to each that it needs, and the route between them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from rallypoint.serving.attempts import GONE, MOVED, Pace
+from rallypoint.serving.channel import channel_at, credentials_of
+from rallypoint.serving.endpoint import EndpointError, parse_endpoint
+from rallypoint.serving.endpoints import Endpoints, parse_endpoints
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.place import Place, Resolve, addresses_of, has_name, places_of
+from rallypoint.serving.route import ANSWER_PATIENCE, CONNECT_PATIENCE, Route, Search
+from rallypoint.serving.settings import ClientTLS
+
+IDLE_TIMEOUT = 60.0
+"""Seconds after which a channel that nobody uses is closed, unless it leads to where the next call goes. A replica that
+comes and goes is met again on the same connection; longer keeps one per client and replica open for nothing."""
+
+# Seconds between two questions to the name service, as in channel.CLIENT_ARGUMENTS.
+_RESOLVE_INTERVAL = 2.0
+
+_Stub = TypeVar("_Stub")
+
+
+class _Connection:
+    """A channel to one place, and the stubs made for it."""
+
+    __slots__ = ("channel", "place", "stubs", "used_at", "users")
+
+    def __init__(self, place: Place | None, channel: grpc.aio.Channel) -> None:
+        self.place = place
+        self.channel = channel
+        self.stubs: dict[Callable[[grpc.aio.Channel], Any], Any] = {}
+        self.users = 0
+        self.used_at = 0.0
+
+
+class Line:
+    """One attempt's way to one replica. Say what came of it, and hang up.
+
+    Attributes:
+        alone: Whether there is no other place to ask: then waiting is all that one can do.
+        patience: Seconds to wait for an answer that should come at once; without end if `alone`.
+    """
+
+    __slots__ = ("_board", "_connection", "_hung_up", "_search", "alone", "patience")
+
+    def __init__(
+        self, board: Switchboard, search: Search, connection: _Connection, patience: float, *, alone: bool
+    ) -> None:
+        self._board = board
+        self._search = search
+        self._connection = connection
+        self.patience = patience
+        self.alone = alone
+        self._hung_up: Callable[[], object] = lambda: None
+        connection.users += 1
+
+    @property
+    def place(self) -> str:
+        """Where it leads, for messages."""
+        return str(self._connection.place or self._board)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection. Without one a call may fail though nothing was sent, and does not say so."""
+        return self._connection.channel.get_state() is grpc.ChannelConnectivity.READY
+
+    def stub(self, kind: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:
+        """The stub of a service there."""
+        stubs = self._connection.stubs
+        if (made := stubs.get(kind)) is None:
+            made = stubs[kind] = kind(self._connection.channel)
+        return cast(_Stub, made)
+
+    def answered(self) -> None:
+        """It did what it was asked."""
+        if self._connection.place is not None:
+            self._search.answered(self._connection.place)
+
+    def failed(self, error: ServiceError) -> None:
+        """It did not; the route learns from it where to go next."""
+        if self._connection.place is not None:
+            self._board.learn(self._search, self._connection.place, error)
+
+    def when_moved(self, tell: Callable[[Place], None]) -> None:
+        """Until it is hung up, have `tell` called when another call finds that the owner is elsewhere."""
+        here = self._connection.place
+
+        def found(owner: Place) -> None:
+            if here is not None and owner != here:
+                tell(owner)
+
+        self._hung_up = self._search.route.when_found(found)
+
+    def hang_up(self) -> None:
+        """Nobody uses it any more."""
+        self._hung_up()
+        self._board.release(self._connection)
+
+
+class Switchboard:
+    """Finds a way to whoever answers for a service. Belongs to one event loop; close it when done.
+
+    Channels are opened when first needed, one per address. With one address all is as with a channel.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints | str,
+        tls: ClientTLS | None = None,
+        *,
+        pace: Pace | None = None,
+        resolve: Resolve = addresses_of,
+    ) -> None:
+        """Set up; nothing is opened yet.
+
+        Args:
+            endpoints: Where the service is; text as parse_endpoints takes it.
+            tls: The files to speak TLS with, with all replicas alike; None: plaintext.
+            pace: How time passes, and what spreads clients over the replicas.
+            resolve: Finds the addresses of names.
+
+        Raises:
+            EndpointError: There are no such endpoints.
+            TLSFileError: A TLS file is missing, unusable or does not match.
+        """
+        self._endpoints = parse_endpoints(endpoints) if isinstance(endpoints, str) else endpoints
+        self._text = str(self._endpoints)
+        self._credentials = credentials_of(tls)
+        self._pace = pace or Pace()
+        self._resolve = resolve
+        self._named = any(map(has_name, self._endpoints.places))
+        self._route = Route([Place.of(each) for each in self._endpoints.places], self._pace.draw)
+        self._connections: dict[Place, _Connection] = {}
+        self._fixed: _Connection | None = None
+        self._resolving: asyncio.Task[None] | None = None
+        self._resolved_at: float | None = None
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def over(cls, channel: grpc.aio.Channel, endpoint: str = "unix:/") -> Self:
+        """One channel, which stays its owner's: every call goes over it.
+
+        Args:
+            channel: The channel.
+            endpoint: Where it leads, for messages.
+        """
+        board = cls(endpoint)
+        board._fixed = _Connection(None, channel)
+        return board
+
+    def __str__(self) -> str:
+        return self._text
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all channels; calls under way are cancelled."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        if self._resolving is not None:
+            self._resolving.cancel()
+        connections = [*self._connections.values()]
+        self._connections.clear()
+        await asyncio.gather(
+            *(each.channel.close() for each in connections), *self._closing, return_exceptions=True
+        )
+
+    def search(self) -> Search:
+        """Begin to look for who answers: for one call, or for one stream after the other."""
+        return Search(self._route)
+
+    async def line(self, search: Search, within: float = float("inf")) -> Line:
+        """The way to whom to ask next, connected if there are others to ask.
+
+        Args:
+            search: The attempts so far; it is told if this one fails here.
+            within: Seconds that it may take.
+
+        Raises:
+            ServiceError: UNAVAILABLE, NO_CONNECTION: that place took no connection in time; nothing was sent to it.
+        """
+        if self._fixed is not None:
+            return Line(self, search, self._fixed, float("inf"), alone=True)
+        if self._named and self._resolved_at is None:
+            await self._look_up(within)
+        place = search.next(self._pace.clock())
+        connection = self._connections.get(place)
+        if connection is None:
+            connection = self._connections[place] = _Connection(place, self._open(place))
+        alone = len(self._route.places) <= 1
+        line = Line(self, search, connection, self._route.patience(place, ANSWER_PATIENCE), alone=alone)
+        if alone:
+            return line
+        patience = self._route.patience(place, CONNECT_PATIENCE)
+        try:
+            await _connected(connection.channel, min(patience, within))
+        except TimeoutError:
+            message = f"{place} took no connection within {patience:g} s"
+            error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", message)
+            if within >= patience:  # who had less time knows less: the others must not shun it for that
+                line.failed(error)
+            line.hang_up()
+            raise error from None
+        except BaseException:
+            line.hang_up()
+            raise
+        return line
+
+    def rest(self, search: Search) -> None:
+        """A search found nobody, and pauses: what names stand for is looked up anew, without waiting for it."""
+        search.rest()
+        if (
+            self._named
+            and self._fixed is None
+            and (self._resolved_at is None or self._pace.clock() >= self._resolved_at + _RESOLVE_INTERVAL)
+        ):
+            self._begin_to_look_up()
+
+    def learn(self, search: Search, place: Place, error: ServiceError) -> None:
+        """What a failed call says of the way to go."""
+        now = self._pace.clock()
+        if error.reason in MOVED:
+            search.pointed(place, self._named_owner(error.metadata.get("owner", "")), now)
+        elif error.reason in ("NO_CONNECTION", "NO_ANSWER", grpc.StatusCode.DEADLINE_EXCEEDED.name):
+            search.refused(place, now, silent=True)
+        elif error.code in GONE and error.reason != "SUBSCRIBER_TOO_SLOW":
+            search.refused(place, now)
+        else:
+            search.declined(place)
+
+    def release(self, connection: _Connection) -> None:
+        """A line over a connection is hung up."""
+        connection.users -= 1
+        connection.used_at = time.monotonic()
+        if connection.users == 0 and self._sweep is None and len(self._connections) > 1:
+            self._sweep = asyncio.get_running_loop().call_later(IDLE_TIMEOUT, self._close_idle)
+
+    def _named_owner(self, address: str) -> Place | None:
+        try:
+            return self._route.known_as(Place.of(parse_endpoint(address))) if address else None
+        except EndpointError:
+            return None
+
+    def _open(self, place: Place) -> grpc.aio.Channel:
+        name = place.listed.host if place.listed != place.endpoint else None
+        return channel_at(place.endpoint, self._credentials, name)
+
+    async def _look_up(self, within: float) -> None:
+        looking = self._begin_to_look_up()
+        # Shared by all calls that wait for it: one that is given up must not end it for the others.
+        await asyncio.wait({looking}, timeout=None if within == float("inf") else within)
+
+    def _begin_to_look_up(self) -> asyncio.Task[None]:
+        if self._resolving is None:
+            self._resolving = asyncio.create_task(self._renew())
+        return self._resolving
+
+    async def _renew(self) -> None:
+        try:
+            self._route.renew(await places_of(self._endpoints, self._resolve))
+        finally:
+            self._resolved_at = self._pace.clock()
+            self._resolving = None
+
+    def _close_idle(self) -> None:
+        """Close what nobody has used for long."""
+        self._sweep = None
+        now = time.monotonic()
+        for place, connection in [*self._connections.items()]:
+            if connection.users or place in (self._route.owner, self._route.good):
+                continue
+            if now < connection.used_at + IDLE_TIMEOUT / 2:
+                self._sweep = self._sweep or asyncio.get_running_loop().call_later(
+                    IDLE_TIMEOUT, self._close_idle
+                )
+                continue
+            del self._connections[place]
+            task = asyncio.create_task(connection.channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+Where: TypeAlias = "Switchboard | grpc.aio.Channel"
+"""Where a client's service is: replicas, or one server over a channel that stays its owner's."""
+
+
+def switchboard(where: Where) -> Switchboard:
+    """A switchboard as it is; a channel as one that has nothing else."""
+    return where if isinstance(where, Switchboard) else Switchboard.over(where)
+
+
+async def _connected(channel: grpc.aio.Channel, timeout: float) -> None:
+    """Wait until a channel is connected, or has failed to: then the next call fails at once, and says why.
+
+    Raises:
+        TimeoutError: Neither came to be.
+    """
+    state = channel.get_state(try_to_connect=True)
+    if state not in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+        return
+    async with asyncio.timeout(timeout):
+        while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)

@@ -1,0 +1,87 @@
+"""A tiny service's replicas as they may be: one answers, names another, says nothing, or is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.server import Server
+
+PATIENCE = 30.0
+
+Serve = Callable[..., Awaitable[Server]]
+
+
+class Tiny:
+    """The stub of the tiny service."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.Ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            "/tiny.v1.TinyService/Ask"
+        )
+
+
+class Replica:
+    """One server, what it was asked, and by whom.
+
+    Attributes:
+        owner: Whom it names as the owner; None: it answers itself; empty: nobody is.
+        reason: Why it does, NOT_OWNER unless set.
+        pause: Seconds before each answer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.owner: str | None = None
+        self.reason = "NOT_OWNER"
+        self.pause = 0.0
+        self.asked: list[bytes] = []
+        self.peers: set[str] = set()
+        self.address = ""
+        self.server: Server
+        self.called = asyncio.Event()
+
+    async def start(self, serve: Serve, **options: Any) -> Replica:
+        """Serve."""
+        self.server = await serve({"Ask": grpc.unary_unary_rpc_method_handler(self._answer)}, **options)
+        self.address = self.server.address
+        return self
+
+    async def _answer(self, request: bytes, context: Any) -> bytes:
+        self.asked.append(request)
+        self.peers.add(context.peer())
+        self.called.set()
+        if self.owner is not None:
+            raise not_owner(self.owner, self.reason)
+        await asyncio.sleep(self.pause)
+        return self.name.encode()
+
+
+def not_owner(owner: str = "", reason: str = "NOT_OWNER") -> ServiceError:
+    """The refusal of a replica that doesn't own what it is asked about, or does no longer."""
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        reason,
+        "the run is elsewhere",
+        metadata={"run_id": "r", **({"owner": owner} if owner else {})},
+        retry_after=None if owner else 0.1,
+    )
+
+
+def refusing() -> tuple[socket.socket, str]:
+    """An address where nobody listens, and nobody will; and what keeps it."""
+    nobody = socket.socket()
+    nobody.bind(("127.0.0.1", 0))
+    return nobody, f"127.0.0.1:{nobody.getsockname()[1]}"
+
+
+def mute() -> tuple[socket.socket, str]:
+    """An address where connections are taken and nothing is said, as by a process that is stopped."""
+    server = socket.create_server(("127.0.0.1", 0))
+    return server, f"127.0.0.1:{server.getsockname()[1]}"

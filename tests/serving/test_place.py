@@ -1,0 +1,69 @@
+"""A name stands for all its addresses, keeps its name for certificates, and where it has none stands for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from rallypoint.serving import place
+from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.endpoints import parse_endpoints
+from rallypoint.serving.place import Place, has_name, places_of
+
+PATIENCE = 20.0
+
+
+async def three(host: str, port: int) -> Sequence[str]:
+    assert (host, port) == ("rdzv.example", 29400)
+    return ["10.0.0.1", "2001:db8::2", "10.0.0.3"]
+
+
+async def test_a_name_stands_for_all_its_addresses() -> None:
+    """Addresses are left as they are; what is there twice, by name and by address, is one place."""
+    places = await places_of(parse_endpoints("10.0.0.3:29400,rdzv.example:29400,unix:/run/x"), three)
+    assert [str(each) for each in places] == [
+        "10.0.0.3:29400",
+        "10.0.0.1:29400",
+        "[2001:db8::2]:29400",
+        "unix:/run/x",
+    ]
+    assert [each.listed.host for each in places] == ["10.0.0.3", "rdzv.example", "rdzv.example", ""]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("Name or service not known"), TimeoutError(), UnicodeError("label too long")]
+)
+async def test_a_name_without_addresses_stands_for_itself(error: Exception) -> None:
+    async def fail(host: str, port: int) -> Sequence[str]:
+        raise error
+
+    nowhere = parse_endpoint("nowhere.example:1")
+    assert await places_of(parse_endpoints("nowhere.example:1"), fail) == [Place.of(nowhere)]
+
+
+async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of the list are there all the same."""
+    monkeypatch.setattr(place, "RESOLVE_TIMEOUT", 0.05)
+
+    async def hang(host: str, port: int) -> Sequence[str]:
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    async with asyncio.timeout(PATIENCE):
+        places = await places_of(parse_endpoints("a.example:1,10.0.0.1:1"), hang)
+    assert [str(each) for each in places] == ["a.example:1", "10.0.0.1:1"]
+
+
+async def test_the_machine_s_own_resolver_is_asked() -> None:
+    places = await places_of(parse_endpoints("localhost:7"))
+    assert {str(each) for each in places} <= {"127.0.0.1:7", "[::1]:7"}
+    assert places
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("a.example:1", True), ("10.0.0.1:1", False), ("[::1]:1", False), ("unix:/x", False)]
+)
+def test_what_has_a_name(text: str, named: bool) -> None:
+    assert has_name(parse_endpoint(text)) == named

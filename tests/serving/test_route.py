@@ -1,0 +1,196 @@
+"""Who is asked next: the owner, who answered last, the list in turn; never in circles, and never without a rest."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+
+from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.place import Place
+from rallypoint.serving.route import ANSWER_PATIENCE, Route, Search
+
+A, B, C, FAR = (Place.of(parse_endpoint(f"{name}:1")) for name in ("a", "b", "c", "far"))
+NOW = 100.0
+
+
+def begin(*places: Place, draw: float = 0.0) -> Search:
+    return Search(Route(places or (A, B, C), lambda: draw))
+
+
+def test_clients_begin_at_different_places() -> None:
+    """As many at each, over a thousand of them."""
+    first = Counter(begin(draw=number / 1000).next(NOW) for number in range(1000))
+    assert sorted(first.values()) == [333, 333, 334]
+
+
+def test_everyone_is_asked_before_a_rest() -> None:
+    """In turn, at once; after the rest it begins with another, so that none is asked most."""
+    search = begin()
+    asked: list[Place] = []
+    while not asked or search.at_once:
+        asked.append(search.next(NOW))
+        search.refused(asked[-1], NOW)
+    assert asked == [A, B, C]
+    search.rest()
+    assert not search.at_once
+    assert search.next(NOW + 60.0) == B
+
+
+def test_who_answered_is_asked_again() -> None:
+    """By other calls as well."""
+    search = begin()
+    search.refused(search.next(NOW), NOW)
+    search.answered(B)
+    assert search.next(NOW) == B
+    assert Search(search.route).next(NOW) == B
+
+
+def test_the_owner_is_asked_at_once() -> None:
+    """And by other calls, and by this one after rests; also where it is outside the list."""
+    search = begin()
+    search.pointed(A, FAR, NOW)
+    assert search.at_once
+    assert search.next(NOW) == FAR
+    search.answered(FAR)
+    search.rest()
+    assert search.next(NOW) == Search(search.route).next(NOW) == FAR
+
+
+def test_an_owner_that_just_failed_is_not_asked_at_anybody_s_word() -> None:
+    """The others name it until its lease has ended; it gets another chance in a moment."""
+    search = begin()
+    search.refused(A, NOW)
+    search.pointed(B, A, NOW)
+    assert not search.at_once
+    search.rest()
+    assert search.next(NOW) != A
+    search.pointed(C, A, NOW)
+    assert not search.at_once
+    search.rest()
+    assert search.next(NOW + 1.0) == A
+
+
+def test_a_silent_owner_is_avoided_for_longer_each_time() -> None:
+    """A visit costs a patience; but for ever it is not avoided, since it may come back still the owner."""
+    search = begin()
+    avoided = []
+    for _ in range(5):
+        search.refused(A, NOW, silent=True)
+        avoided.append(next(span for span in range(100) if not search.route.is_doubtful(A, NOW + span)))
+    assert avoided == [2, 4, 8, 16, 16]
+    search.answered(A)
+    assert not search.route.is_doubtful(A, NOW)
+
+
+def test_replicas_that_point_at_one_another_are_not_followed_in_circles() -> None:
+    search = begin()
+    search.pointed(A, B, NOW)
+    assert search.at_once
+    search.pointed(B, A, NOW)
+    assert not search.at_once
+
+
+def test_a_chain_of_owners_without_end_is_not_followed_without_end() -> None:
+    search, place, hops = begin(), A, 0
+    while hops < 100:
+        search.pointed(place, following := Place.of(parse_endpoint(f"x{hops}:1")), NOW)
+        if not search.at_once:
+            break
+        place, hops = following, hops + 1
+    assert 1 < hops < 10
+
+
+def test_one_that_names_itself_is_not_asked_at_once_again() -> None:
+    search = begin()
+    search.pointed(A, A, NOW)
+    assert not search.at_once
+    assert search.next(NOW) == B
+
+
+def test_no_owner_means_a_rest() -> None:
+    """The others know of none either."""
+    search = begin()
+    search.pointed(A, None, NOW)
+    assert not search.at_once
+
+
+def test_an_owner_that_is_gone_is_forgotten() -> None:
+    """Also one outside the list, which would else be tried for ever."""
+    search = begin()
+    search.pointed(A, FAR, NOW)
+    search.refused(FAR, NOW)
+    assert FAR not in search.route.places
+    assert search.at_once
+    assert search.next(NOW) == B
+
+
+def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
+    """A service that is full is full everywhere."""
+    search = begin()
+    search.declined(A)
+    assert not search.at_once
+    assert search.next(NOW) == A
+
+
+def test_only_where_there_is_a_choice_patience_ends() -> None:
+    """It doubles with each silence of a place, so that one that is slow gets to answer, and begins anew with that."""
+    assert begin(A).route.patience(A, ANSWER_PATIENCE) == math.inf
+    search = begin()
+    patience = []
+    for _ in range(5):
+        patience.append(search.route.patience(A, ANSWER_PATIENCE))
+        search.refused(A, NOW, silent=True)
+    assert patience == [4.0, 8.0, 16.0, 16.0, 16.0]
+    assert search.route.patience(B, ANSWER_PATIENCE) == ANSWER_PATIENCE
+    search.answered(A)
+    assert search.route.patience(A, ANSWER_PATIENCE) == ANSWER_PATIENCE
+
+
+def test_one_place_alone_is_asked_with_a_rest_before_each_time() -> None:
+    search = begin(A)
+    for _ in range(3):
+        assert search.next(NOW) == A
+        search.refused(A, NOW)
+        assert not search.at_once
+        search.rest()
+
+
+def test_a_list_that_changed_is_used_from_then_on() -> None:
+    """Who answers stays known, wherever it is."""
+    search = begin()
+    search.answered(A)
+    search.route.renew([B, FAR])
+    assert search.next(NOW) == A
+    search.refused(A, NOW)
+    assert {search.next(NOW), *search.route.places} == {B, FAR}
+
+
+@pytest.mark.parametrize("named", ["rdzv.example:1", "10.0.0.1:1"])
+def test_an_owner_is_known_as_the_list_has_it(named: str) -> None:
+    """So its certificate is asked for the name that the user gave."""
+    listed = parse_endpoint("rdzv.example:1")
+    place = Place(parse_endpoint("10.0.0.1:1"), listed)
+    known = Route([place, A], lambda: 0.0).known_as(Place.of(parse_endpoint(named)))
+    assert (known, known.listed) == (place, listed)
+
+
+def test_who_answers_what_another_refused_is_the_owner_and_whoever_wants_to_know_is_told() -> None:
+    """By any call, to all others; who merely answers, as any replica may, or is merely named, proves nothing."""
+    route = Route((A, B, C), lambda: 0.0)
+    found: list[Place] = []
+    forget = route.when_found(found.append)
+    search = Search(route)
+    search.answered(A)
+    search.pointed(B, C, NOW)
+    search.refused(C, NOW)
+    search.answered(A)
+    assert found == []
+    search.pointed(B, C, NOW)
+    search.answered(C)
+    assert found == [C]
+    forget()
+    search.pointed(B, C, NOW)
+    search.answered(C)
+    assert found == [C]

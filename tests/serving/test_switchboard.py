@@ -1,0 +1,254 @@
+"""A client of several replicas finds whoever answers: over real connections, whatever the others do."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from rallypoint.serving import switchboard
+from rallypoint.serving.asking import Asking
+from rallypoint.serving.attempts import Pace
+from rallypoint.serving.server import ServerOptions
+from rallypoint.serving.settings import ClientTLS
+from rallypoint.serving.switchboard import Switchboard
+from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
+
+# The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
+Certificates = Any
+
+
+class Client:
+    """Calls over a switchboard; `pauses`: the seconds that it rested between attempts."""
+
+    def __init__(self, stack: AsyncExitStack, *places: str, draw: float = 0.0, **board: Any) -> None:
+        self.pauses: list[float] = []
+        self.pace = Pace(sleep=self._sleep, draw=lambda: draw)
+        self.board = Switchboard(",".join(places), pace=self.pace, **board)
+        stack.push_async_callback(self.board.close)
+        self.asking = Asking(self.board, Tiny, "tiny", self.pace)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        await asyncio.sleep(seconds)
+
+    async def ask(self, **how: Any) -> str:
+        """The name of who answers."""
+        async with asyncio.timeout(PATIENCE):
+            answer: bytes = await self.asking.call(lambda stub: stub.Ask, b"?", PATIENCE, **how)
+        return answer.decode()
+
+
+@pytest.fixture
+async def stack() -> Any:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("absent", [refusing, mute], ids=["refuses", "mute"])
+async def test_one_that_is_not_there_costs_no_rest(
+    stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch, absent: Any
+) -> None:
+    """The next is asked as soon as it is clear, and later calls begin there."""
+    monkeypatch.setattr(switchboard, "CONNECT_PATIENCE", 0.2)
+    keeper, nowhere = absent()
+    stack.callback(keeper.close)
+    here = await Replica("b").start(serve)
+    client = Client(stack, nowhere, here.address)
+    assert [await client.ask() for _ in range(2)] == ["b", "b"]
+    assert client.pauses == []
+    assert client.board._route.places[0].endpoint.port == int(here.address.rpartition(":")[2])
+
+
+async def test_one_that_takes_calls_and_says_nothing_is_left(
+    stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where it may take its time, as for a key that is waited for."""
+    monkeypatch.setattr(switchboard, "ANSWER_PATIENCE", 0.2)
+    hung, here = await Replica("a").start(serve), await Replica("b").start(serve)
+    hung.pause = 3600.0
+    assert await Client(stack, hung.address, here.address).ask() == "b"
+    hung.pause = 1.0
+    assert await Client(stack, hung.address, here.address).ask(waits=True) == "a"
+
+
+async def test_one_that_is_slow_gets_to_answer_where_no_other_does(
+    stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much longer than the first patience it takes."""
+    monkeypatch.setattr(switchboard, "ANSWER_PATIENCE", 0.1)
+    keeper, nowhere = refusing()
+    stack.callback(keeper.close)
+    slow = await Replica("a").start(serve)
+    slow.pause = 1.0
+    assert await Client(stack, slow.address, nowhere).ask() == "a"
+
+
+async def test_the_owner_is_followed_at_once_and_remembered(stack: AsyncExitStack, serve: Serve) -> None:
+    """Also one that is not in the list; who pointed there is asked no more."""
+    first, owner = await Replica("a").start(serve), await Replica("far").start(serve)
+    first.owner = owner.address
+    client = Client(stack, first.address)
+    assert [await client.ask() for _ in range(3)] == ["far"] * 3
+    assert (client.pauses, len(first.asked)) == ([], 1)
+
+
+async def test_an_owner_that_is_gone_is_looked_for_in_the_list(stack: AsyncExitStack, serve: Serve) -> None:
+    """The others name it until another has taken over; then that one is found."""
+    first, owner, third = [await Replica(name).start(serve) for name in "abc"]
+    first.owner = third.owner = owner.address
+    client = Client(stack, first.address, owner.address, third.address, draw=0.3)
+    assert await client.ask() == "b"
+    await owner.server.stop()
+    first.called.clear()
+    asking = asyncio.ensure_future(client.ask())
+    async with asyncio.timeout(PATIENCE):
+        await first.called.wait()
+    third.owner, first.owner = None, third.address
+    assert await asking == "c"
+
+
+async def test_no_owner_is_waited_for(stack: AsyncExitStack, serve: Serve) -> None:
+    """As long as the service says, and a bit by chance."""
+    one = await Replica("a").start(serve)
+    one.owner = ""
+    client = Client(stack, one.address, draw=0.5)
+    asking = asyncio.ensure_future(client.ask())
+    async with asyncio.timeout(PATIENCE):
+        await one.called.wait()
+    one.owner = None
+    assert await asking == "a"
+    assert min(client.pauses) > 0.1
+
+
+async def test_owners_in_a_circle_cost_rests(stack: AsyncExitStack, serve: Serve) -> None:
+    """Not a storm of calls."""
+    one, two = await Replica("a").start(serve), await Replica("b").start(serve)
+    one.owner, two.owner = two.address, one.address
+    client = Client(stack, one.address, two.address, draw=0.5)
+    asking = asyncio.ensure_future(client.ask())
+    async with asyncio.timeout(PATIENCE):
+        while len(client.pauses) < 3:
+            two.called.clear()
+            await two.called.wait()
+    assert len(one.asked) + len(two.asked) <= 5 * (len(client.pauses) + 1)
+    one.owner = None
+    assert await asking == "a"
+
+
+async def test_a_name_stands_for_all_its_addresses(stack: AsyncExitStack, serve: Serve) -> None:
+    """Found when first needed, and anew when all have failed: replicas move."""
+    here = await Replica("a").start(serve)
+    port = int(here.address.rpartition(":")[2])
+    answers = iter([["127.0.0.2", "127.0.0.3"], ["127.0.0.3", "127.0.0.1"]])
+    last: list[str] = []
+    asked: list[tuple[str, int]] = []
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        asked.append((host, port))
+        last[:] = next(answers, last)
+        return last
+
+    client = Client(stack, f"rdzv.example:{port}", resolve=resolve, draw=0.5)
+    assert asked == []
+    assert await client.ask() == "a"
+    assert set(asked) == {("rdzv.example", port)}
+    assert len(asked) >= 2
+
+
+@pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
+async def test_localhost_is_found_whichever_address_is_served(
+    stack: AsyncExitStack, serve: Serve, family: str
+) -> None:
+    here = await Replica("a").start(serve, options=ServerOptions(host=family))
+    port = int(here.address.rpartition(":")[2])
+    both = ["::1", "127.0.0.1"]
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return both
+
+    for draw in (0.0, 0.9):
+        client = Client(stack, f"localhost:{port}", resolve=resolve, draw=draw)
+        assert await client.ask() == "a"
+        assert client.pauses == []
+    assert await Client(stack, here.address).ask() == "a"
+
+
+async def test_a_certificate_is_asked_for_the_name_that_was_given(
+    stack: AsyncExitStack, serve: Serve, certificates: Certificates
+) -> None:
+    """Not for the address that it was found at, which the certificate needn't have; and not for none."""
+    options = dataclasses.replace(
+        ServerOptions(host="127.0.0.2"), tls_cert=certificates.server, tls_key=certificates.server_key
+    )
+    here = await Replica("a").start(serve, options=options)
+    port = int(here.address.rpartition(":")[2])
+    tls = ClientTLS(ca=certificates.ca)
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.3", "127.0.0.2"]
+
+    assert await Client(stack, f"localhost:{port}", tls=tls, resolve=resolve).ask() == "a"
+    stranger = Client(stack, f"stranger.example:{port}", tls=tls, resolve=resolve)
+    with pytest.raises(Exception, match="the tiny service gave no answer"):
+        await stranger.asking.call(lambda stub: stub.Ask, b"?", 2.0)
+    assert here.asked == [b"?"]
+
+
+async def test_an_owner_named_by_address_is_asked_for_the_listed_name(
+    stack: AsyncExitStack, serve: Serve, certificates: Certificates
+) -> None:
+    """Which is in its certificate, as the address is not."""
+    options = dataclasses.replace(
+        ServerOptions(host="127.0.0.2"), tls_cert=certificates.server, tls_key=certificates.server_key
+    )
+    owner = await Replica("b").start(serve, options=options)
+    port = int(owner.address.rpartition(":")[2])
+    first = await Replica("a").start(serve, options=dataclasses.replace(options, host="127.0.0.3", port=port))
+    first.owner = owner.address
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.3", "127.0.0.2"]
+
+    client = Client(stack, f"localhost:{port}", tls=ClientTLS(ca=certificates.ca), resolve=resolve)
+    assert await client.ask() == "b"
+    assert (first.asked, client.pauses) == ([b"?"], [])
+
+
+async def test_many_calls_share_one_connection(stack: AsyncExitStack, serve: Serve) -> None:
+    one, two = await Replica("a").start(serve), await Replica("b").start(serve)
+    client = Client(stack, one.address, two.address)
+    assert set(await asyncio.gather(*(client.ask() for _ in range(50)))) == {"a"}
+    assert (len(one.peers), two.peers) == (1, set())
+
+
+async def test_a_connection_that_nobody_needs_is_closed(
+    stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while; the one that calls go to stays."""
+    monkeypatch.setattr(switchboard, "IDLE_TIMEOUT", 0.05)
+    first, owner = await Replica("a").start(serve), await Replica("b").start(serve)
+    first.owner = owner.address
+    client = Client(stack, first.address)
+    assert await client.ask() == "b"
+    async with asyncio.timeout(PATIENCE):
+        while len(client.board._connections) > 1:  # noqa: ASYNC110 (nobody is told when a channel is closed)
+            await asyncio.sleep(0.01)
+    assert [str(place) for place in client.board._connections] == [owner.address]
+    assert await client.ask() == "b"
+
+
+async def test_a_place_alone_is_waited_for_as_a_channel_is(stack: AsyncExitStack, serve: Serve) -> None:
+    """A call that begins before the service does succeeds with it, without an attempt of its own for each try."""
+    keeper, address = refusing()
+    client = Client(stack, address)
+    asking = asyncio.ensure_future(client.ask())
+    await asyncio.sleep(0)
+    keeper.close()
+    await Replica("a").start(serve, options=ServerOptions(port=int(address.rpartition(":")[2])))
+    assert await asking == "a"
+    assert client.pauses == []
