@@ -21,6 +21,7 @@ from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
+from rendezvous.homes import home_of
 
 PATIENCE = 20.0
 LIMITS = RendezvousLimits(events_per_run=200, subscribers_per_run=3)
@@ -115,7 +116,7 @@ class Watch:
 async def serving_events() -> AsyncIterator[Served]:
     """The service, with a run of two nodes whose round runs."""
     async with staged(Stage(limits=LIMITS)) as stage:
-        servicer = RendezvousServicer(stage.engine)
+        servicer = RendezvousServicer(home_of(stage.engine))
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
         name = "rallypoint.rendezvous.v1.RendezvousService"
         server = Server(

@@ -246,7 +246,7 @@ class Story:
                     if self.draw.random() < 0.3:
                         await self.check()
                 await self.check()
-                assert stage.engine._broken is None
+                assert stage.engine._closed is None
                 listed = await stage.list_runs()
             self.stage = Stage(durable=stage.journal.durable, limits=LIMITS, **self.settings)
             self.watchers = []  # and the members may come back

@@ -7,7 +7,16 @@ from grpc import StatusCode
 
 from rallypoint.rendezvous.core import refusals
 from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
-from rallypoint.rendezvous.errors import Draining, EventsCompacted, StreamReplaced, translate
+from rallypoint.rendezvous.errors import (
+    Draining,
+    EtcdAway,
+    EventsCompacted,
+    NotOwner,
+    OutcomeUnknown,
+    StreamReplaced,
+    of_unknown_outcome,
+    translate,
+)
 from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.limits import LimitReached
@@ -89,6 +98,12 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
     ),
     (StreamReplaced("a newer stream"), StatusCode.ABORTED, "STREAM_REPLACED", {}),
     (Draining(), StatusCode.UNAVAILABLE, "DRAINING", {}),
+    (NotOwner("r", "b:1"), StatusCode.UNAVAILABLE, "NOT_OWNER", {"run_id": "r", "owner": "b:1"}),
+    (NotOwner("r"), StatusCode.UNAVAILABLE, "NOT_OWNER", {"run_id": "r"}),
+    (NotOwner(""), StatusCode.UNAVAILABLE, "NOT_OWNER", {}),
+    (OutcomeUnknown("r", "b:1"), StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", {"run_id": "r", "owner": "b:1"}),
+    (OutcomeUnknown("r"), StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", {"run_id": "r"}),
+    (EtcdAway(), StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE", {}),
     (JournalError("the disk is full"), StatusCode.UNAVAILABLE, "JOURNAL_BROKEN", {}),
     (
         store.RoundOver("r", 1, 2),
@@ -168,6 +183,10 @@ def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
     ("error", "seconds"),
     [
         (Draining(), 0.1),
+        (NotOwner("r"), 0.1),
+        (NotOwner("r", "b:1"), None),
+        (OutcomeUnknown("r"), 0.1),
+        (OutcomeUnknown("r", "b:1"), None),
         (store.TooManyWaiters("r", 10, 20, 0.5), 0.5),
         (store.StoreBusy("r", 10, 0.25), 0.25),
         (state.TooManyStates(1), 5.0),
@@ -185,6 +204,15 @@ def test_whatever_may_pass_by_itself_says_when_to_come_back(error: Exception, se
     told = translate(error)
     assert told is not None
     assert told.retry_after == seconds
+
+
+def test_what_was_refused_is_told_apart_from_what_may_have_been_done() -> None:
+    """In the reason and in the sentence; where to ask next is the same."""
+    refused = NotOwner("r", "b:1")
+    unknown = of_unknown_outcome(refused)
+    assert str(refused) == "nothing was done: run 'r' belongs to the replica at b:1; ask there"
+    assert str(unknown) == "the outcome is unknown: run 'r' belongs to the replica at b:1; ask there"
+    assert of_unknown_outcome(draining := Draining()) is draining
 
 
 def test_every_refusal_is_in_the_table() -> None:

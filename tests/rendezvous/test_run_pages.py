@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from random import Random
+from typing import Any, TypeVar, cast
 
 import pytest
 
+from rallypoint.rendezvous import run_pages
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.execute import carry_out
 from rallypoint.rendezvous.core.state import Outcome, RunEnd, RunSettings, RunState, WorkerFailure
 from rallypoint.rendezvous.requests import TRACEBACK_BYTES
-from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_page, runs_page
+from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page, runs_page
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message
+from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.serving.channel import MAX_MESSAGE_BYTES
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.fields import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES
+
+T = TypeVar("T")
 
 SETTINGS = RunSettings(min_nodes=1, max_nodes=100_000)
 
@@ -143,3 +149,96 @@ def test_a_page_past_the_end_is_empty() -> None:
     """Nodes may have left since the page before."""
     page = nodes_page(pb.GetRunRequest(), run_of(3), 100)
     assert (len(page.run.nodes), page.run.node_count, page.next_page_token) == (0, 3, "")
+
+
+# ---- runs of several readers
+
+
+class Reader:
+    """Some of the runs; `vanish` is called between two looks at them."""
+
+    def __init__(
+        self, runs: list[RunState], vanish: Callable[[list[RunState]], None] = lambda _: None
+    ) -> None:
+        self.runs = runs
+        self._vanish = vanish
+
+    async def read_runs(self, view: Callable[[Iterable[RunState]], T]) -> T:
+        answer = view(self.runs)
+        self._vanish(self.runs)
+        return answer
+
+
+async def pages_of(readers: Sequence[Reader], page_size: int) -> list[pb.ListRunsResponse]:
+    """All pages."""
+    pages, token = [], ""
+    while True:
+        request = pb.ListRunsRequest(page_size=page_size, page_token=token)
+        pages.append(await list_runs(request, cast(Any, readers)))
+        assert pages[-1].next_page_token > token or not pages[-1].next_page_token, "it gets on"
+        token = pages[-1].next_page_token
+        if not token:
+            return pages
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_runs_of_many_readers_are_listed_as_if_they_were_one_readers(seed: int) -> None:
+    """However they are spread: page for page the same, unless some are so large that pages end for lack of room."""
+    draw = Random(seed)
+    runs = runs_named(*(f"run-{number:03}" for number in range(draw.randrange(60))))
+    large = seed % 2 == 1
+    for run in draw.sample(runs, len(runs) // 2 if large else 0):
+        run.run_end = RunEnd(Outcome.FAILED, "x" * 400_000)  # seven of them fill a page
+    readers = [Reader([]) for _ in range(draw.randrange(2, 9))]
+    for run in draw.sample(runs, len(runs)):
+        draw.choice(readers).runs.append(run)
+    page_size = draw.randrange(1, 20)
+    listed_ = await pages_of(readers, page_size)
+    assert [run.run_id for page in listed_ for run in page.runs] == [run.run_id for run in runs]
+    if not large:
+        assert listed_ == await pages_of([Reader(runs)], page_size)
+    assert all(page.ByteSize() <= MAX_MESSAGE_BYTES for page in listed_)
+    assert all(page.runs for page in listed_[1:])
+
+
+async def test_what_one_reader_had_no_room_for_is_not_passed_over() -> None:
+    """Its next run comes on the next page, though those of another that come later would have fitted into this one."""
+    runs = runs_named(*(f"run-{number:03}" for number in range(40)))
+    for run in runs[::2]:
+        run.run_end = RunEnd(Outcome.FAILED, "x" * 400_000)
+    pages = await pages_of([Reader(runs[::2]), Reader(runs[1::2])], 50)
+    assert [run.run_id for page in pages for run in page.runs] == [run.run_id for run in runs]
+
+
+async def test_runs_that_vanish_in_between_hide_no_others() -> None:
+    """Whatever expires between two looks at the readers, what is left is listed."""
+    draw = Random(1)
+    names = [f"run-{number:03}" for number in range(100)]
+    stay = set(names[::3])
+
+    def vanish(runs: list[RunState]) -> None:
+        gone = [run for run in runs if run.run_id not in stay]
+        for run in gone[: draw.randrange(4)]:
+            runs.remove(run)
+
+    readers = [Reader(runs_named(*names[first::5]), vanish) for first in range(5)]
+    listed_ = [run.run_id for page in await pages_of(readers, 7) for run in page.runs]
+    assert stay <= set(listed_)
+    assert listed_ == sorted(set(listed_))
+
+
+async def test_readers_are_not_asked_for_more_summaries_than_the_page_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take a thousand times as long as names."""
+    made: list[str] = []
+
+    def summary(state: RunState) -> pb.Run:
+        made.append(state.run_id)
+        return run_summary(state)
+
+    monkeypatch.setattr(run_pages, "run_summary", summary)
+    readers = [Reader(runs_named(*(f"run-{number}{first}" for number in range(10)))) for first in range(8)]
+    page = await list_runs(pb.ListRunsRequest(page_size=5), cast(Any, readers))
+    assert [run.run_id for run in page.runs] == ["run-00", "run-01", "run-02", "run-03", "run-04"]
+    assert len(made) == 6

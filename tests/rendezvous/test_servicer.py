@@ -24,6 +24,7 @@ from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
+from rendezvous.homes import home_of
 
 Code = grpc.StatusCode
 SERVICE = "rallypoint.rendezvous.v1.RendezvousService"
@@ -143,7 +144,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     """The service, with reflection and health as every server of ours has them."""
     async with staged(Stage()) as stage:
-        servicer = RendezvousServicer(stage.engine)
+        servicer = RendezvousServicer(home_of(stage.engine))
         add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
         server = Server(
             ServerOptions(), services=[Registration(SERVICE, add, servicer.drain)], translate=translate

@@ -124,8 +124,8 @@ def forget_restarts_in_a_checkpoint(patch: pytest.MonkeyPatch) -> None:
 def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
     """A service that starts again takes it amiss that it heard nothing while it was away."""
 
-    def strict(state: RunState, now: float) -> None:
-        restart(state, now)
+    def strict(state: RunState, now: float, *least: float) -> None:
+        restart(state, now, *least)
         state.lease_queue = []
         for node in state.nodes.values():
             node.lease_deadline = now + 0.3

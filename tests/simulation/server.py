@@ -19,6 +19,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.calls import CallInterceptor
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.lag import LagSettings
+from rendezvous.homes import home_of
 from simulation.clockwork import Process
 from simulation.disk import Disk, DiskJournal
 from simulation.handlers import handlers_of
@@ -62,7 +63,7 @@ class Server:
         self._referee = referee
         self._on_ready = on_ready
         self._on_exit = on_exit
-        self._servicer = RendezvousServicer(self.engine)
+        self._servicer = RendezvousServicer(home_of(self.engine))
         self._calls = CallInterceptor(translate, new_incident=self._incident, clock=process.time)
         self._handlers: dict[str, Any] = {}
         self._open: list[ServerCall] = []

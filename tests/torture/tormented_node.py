@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.serving.switchboard import Switchboard
 
 RUN = "run-1"
 WORKERS = 2
@@ -37,6 +37,7 @@ class TormentedNode:
 
     Attributes:
         name: Its node_id, the same for all its agents.
+        run_id: The run that they join.
         told: Everything that its agents were told, in order.
         admissions: The leases that they were given.
         departures: The leases that they gave back, and were told that it is done.
@@ -52,9 +53,12 @@ class TormentedNode:
         settings: pb.RunSettings,
         draw: random.Random,
         on_change: Callable[[], None] = lambda: None,
+        *,
+        run_id: str = RUN,
     ) -> None:
         """Join nothing yet; `on_change` is called whenever it is told something."""
         self.name = name
+        self.run_id = run_id
         self.told: list[Told] = []
         self.admissions: list[int] = []
         self.departures: list[int] = []
@@ -119,9 +123,9 @@ class TormentedNode:
             raise AssertionError(f"{self.name} went without being told to")
 
     async def _live(self) -> None:
-        channel = open_channel(self._endpoint)
+        board = Switchboard(self._endpoint)
         join = pb.JoinRun(
-            run_id=RUN,
+            run_id=self.run_id,
             node_id=self.name,
             settings=self._settings,
             address=f"{self.name}.cluster.internal",
@@ -131,12 +135,12 @@ class TormentedNode:
         # A seed of its own: what one agent draws must not depend on when the others do.
         jitter = random.Random(self._draw.random())
         self._membership = Membership(
-            channel, self._endpoint, join, self._on_event, connect_timeout=600.0, jitter=jitter
+            board, self._endpoint, join, self._on_event, connect_timeout=600.0, jitter=jitter
         )
         try:
             await self._membership.run()
         finally:
-            await channel.close()
+            await board.close()
 
     def _on_event(self, event: Event) -> None:
         assert self._membership is not None

@@ -10,11 +10,13 @@ from rallypoint.rendezvous.core import commands, facts, leases
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.refusals import RevisionAhead
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
+from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.hosted_run import HostedRun, Member
 from rallypoint.rendezvous.limits import LimitReached
-from rallypoint.rendezvous.runs import SERVICE, DurableRuns
+from rallypoint.rendezvous.runs import DurableRuns
 from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.step import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import node_update, run_message, run_summary
 
@@ -109,6 +111,8 @@ class RendezvousEngine(DurableRuns):
         Raises:
             Refused: The command was not taken.
             JournalError: The outcome is unknown, and the service is going down.
+            NotOwner: The run is another process's; nothing was done.
+            OutcomeUnknown: It became so meanwhile.
         """
         return await self._submit(lambda happened: happened, run_id, command, actor)
 
@@ -151,13 +155,22 @@ class RendezvousEngine(DurableRuns):
         if (run := self._runs.get(run_id)) is not None:
             run.watchers.discard(slot)
 
+    @property
+    def run_count(self) -> int:
+        """How many runs there are."""
+        return len(self._runs)
+
+    def elsewhere(self, run_id: str) -> NotOwner | None:
+        """Nobody else knows more of a run that is here."""
+        return None
+
     def history(self, run_id: str) -> History:
         """The events of a run that are kept; all of them are durable.
 
         Raises:
             RunNotFound: There is no such run.
         """
-        return self._run(run_id).history
+        return self._readable(run_id).history
 
     def settings(self, run_id: str) -> RunSettings:
         """The settings of a run, which never change.
@@ -165,7 +178,7 @@ class RendezvousEngine(DurableRuns):
         Raises:
             RunNotFound: There is no such run.
         """
-        return self._run(run_id).state.settings
+        return self._readable(run_id).state.settings
 
     def follow(self, run_id: str, revision: int) -> Slot[int]:
         """A slot that gets the revision of the latest durable event: now, and after every change.
@@ -175,7 +188,7 @@ class RendezvousEngine(DurableRuns):
             RevisionAhead: `revision` was never given out.
             LimitReached: As many follow the run as may.
         """
-        run = self._run(run_id)
+        run = self._readable(run_id)
         if revision > run.history.latest:  # the state may be ahead of what is durable
             raise RevisionAhead(run_id, revision, run.history.latest)
         self._check_subscribers(run)

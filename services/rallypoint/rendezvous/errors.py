@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import singledispatch
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from grpc import StatusCode
 
@@ -44,6 +44,83 @@ class Draining(refusals.Refused):
 
     def __str__(self) -> str:
         return "the server is going away: connect again, and resume or repeat what was under way"
+
+
+@dataclass(eq=False)
+class NotOwner(refusals.Refused):
+    """The run belongs to another replica, or to nobody at the moment. Nothing was done.
+
+    Attributes:
+        run_id: The run; "" where several were asked for.
+        owner: Where the replica that owns it is reached, host:port; None: nobody owns it, or it is not known yet.
+    """
+
+    run_id: str
+    owner: str | None = None
+
+    @property
+    def retry_after(self) -> float | None:
+        """Seconds: while nobody owns the run, that will soon change. Who owns it can be asked at once."""
+        return _NO_OWNER_RETRY if self.owner is None else None
+
+    def __str__(self) -> str:
+        return f"nothing was done: {_whose(self.run_id, self.owner)}"
+
+
+class EtcdAway(refusals.Refused):
+    """This replica has no etcd at the moment: which runs there are, and where, is not known here. Nothing was done."""
+
+    retry_after: ClassVar[float] = 0.5
+
+    def __str__(self) -> str:
+        return "this replica can't reach etcd at the moment: ask another replica, or this one in a moment"
+
+
+@dataclass(eq=False)
+class OutcomeUnknown(refusals.Refused):
+    """The run went to another replica while the request was under way: it may have taken effect, or not.
+
+    Attributes:
+        run_id: The run.
+        owner: As that of `NotOwner`.
+    """
+
+    run_id: str
+    owner: str | None = None
+
+    @property
+    def retry_after(self) -> float | None:
+        """As that of `NotOwner`."""
+        return _NO_OWNER_RETRY if self.owner is None else None
+
+    def __str__(self) -> str:
+        return f"the outcome is unknown: {_whose(self.run_id, self.owner)}"
+
+
+# Seconds: claiming a shard takes some milliseconds once its owner's lease is over.
+_NO_OWNER_RETRY = 0.1
+
+
+def _whose(run_id: str, owner: str | None) -> str:
+    what = f"run {run_id!r}" if run_id else "what was asked for"
+    if owner is None:
+        return f"{what} is being taken over by another replica; ask again in a moment"
+    return f"{what} belongs to the replica at {owner}; ask there"
+
+
+Refusal: TypeAlias = Callable[[str], refusals.Refused]
+"""Makes the refusal of a request for the run of that name. A new one each time: one that is raised again and again
+would collect every traceback."""
+
+
+def going_away(run_id: str) -> refusals.Refused:
+    """The refusal of whoever asks a server that is going away."""
+    return Draining()
+
+
+def of_unknown_outcome(refusal: refusals.Refused) -> refusals.Refused:
+    """What a request that was under way ends with, where one that was not begun is told `refusal`."""
+    return OutcomeUnknown(refusal.run_id, refusal.owner) if isinstance(refusal, NotOwner) else refusal
 
 
 def translate(error: Exception) -> ServiceError | None:
@@ -99,6 +176,12 @@ def _end_of_run(error: Exception) -> dict[str, str]:
     return {"run_id": error.run_id, "outcome": error.outcome.name}
 
 
+def _owner(error: Exception) -> dict[str, str]:
+    assert isinstance(error, NotOwner | OutcomeUnknown)
+    named = {"run_id": error.run_id} if error.run_id else {}
+    return named if error.owner is None else {**named, "owner": error.owner}
+
+
 def _missing_keys(error: Exception) -> dict[str, str]:
     assert isinstance(error, store.KeyWaitTimedOut)
     return {"missing_count": str(len(error.missing)), "missing": error.shown}
@@ -136,6 +219,9 @@ _as(EventsCompacted, StatusCode.OUT_OF_RANGE, "EVENTS_COMPACTED", _fields("run_i
 _as(StreamReplaced, StatusCode.ABORTED, "STREAM_REPLACED")
 _as(JournalError, StatusCode.UNAVAILABLE, "JOURNAL_BROKEN")
 _as(Draining, StatusCode.UNAVAILABLE, "DRAINING")
+_as(NotOwner, StatusCode.UNAVAILABLE, "NOT_OWNER", _owner)
+_as(EtcdAway, StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE")
+_as(OutcomeUnknown, StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", _owner)
 _translate.register(
     LimitReached,
     lambda error: ServiceError(

@@ -9,6 +9,8 @@ from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.event_filter import wanted
 from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
 from rallypoint.rendezvous.history import History
+from rallypoint.rendezvous.home import Home
+from rallypoint.rendezvous.reader import RunsReader
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.fields import count, name
@@ -30,11 +32,11 @@ _MOST_UNTOLD = 1_000
 
 
 class EventServicer:
-    """Answers for the events of an engine's runs."""
+    """Answers for the events of runs, wherever these are."""
 
-    def __init__(self, engine: RendezvousEngine, check_not_draining: Callable[[], None]) -> None:
-        """Answer for `engine`; `check_not_draining` raises once the server is going away."""
-        self._engine = engine
+    def __init__(self, home: Home, check_not_draining: Callable[[], None]) -> None:
+        """Answer for the runs of `home`; `check_not_draining` raises once the server is going away."""
+        self._home = home
         self._check_not_draining = check_not_draining
 
     async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
@@ -44,13 +46,15 @@ class EventServicer:
             ServiceError: INVALID_ARGUMENT, naming the field.
             RunNotFound: There is no such run.
             EventsCompacted, RevisionAhead: The page token leads where nothing is, any more or yet.
+            NotOwner: The run can't be read here.
         """
         name("run_id", request.run_id)
         count("page_size", request.page_size, 0, _MOST_EVENTS)
-        history = self._history(request.run_id)
+        runs = (await self._home.reader(request.run_id)).runs
+        history = _history(runs, request.run_id)
         reader = Reader(
             history,
-            self._engine.settings(request.run_id),
+            runs.settings(request.run_id),
             wanted(request.filter),
             history.latest + 1 if request.newest_first else history.oldest - 1,
             request.newest_first,
@@ -88,24 +92,27 @@ class EventServicer:
             EventsCompacted: What comes next is no longer kept.
             LimitReached: As many watch the run as may.
             Draining: The server is going away.
+            NotOwner: The run belongs to another replica.
         """
         name("run_id", request.run_id)
         count("revision", request.revision, 0, 2**63 - 1)
-        history = self._history(request.run_id)
+        engine = self._home.shard(request.run_id).engine
+        history = _history(engine, request.run_id)
         reader = Reader(
             history,
-            self._engine.settings(request.run_id),
+            engine.settings(request.run_id),
             wanted(request.filter),
             request.revision or history.oldest - 1,
         )
-        revisions = self._engine.follow(request.run_id, request.revision)
+        revisions = engine.follow(request.run_id, request.revision)
         try:
-            await self._tell(request.run_id, reader, revisions, write)
+            await self._tell(engine, request.run_id, reader, revisions, write)
         finally:
-            self._engine.unfollow(request.run_id, revisions)
+            engine.unfollow(request.run_id, revisions)
 
     async def _tell(
         self,
+        engine: RendezvousEngine,
         run_id: str,
         reader: Reader,
         revisions: Slot[int],
@@ -115,6 +122,7 @@ class EventServicer:
         while (latest := await revisions.take()) is not None:
             while first or reader.cursor < latest:
                 self._check_not_draining()
+                engine.check_streams(run_id)
                 reader.check(run_id)
                 response = pb.WatchEventsResponse()
                 await reader.fill(
@@ -129,8 +137,9 @@ class EventServicer:
                     told = reader.cursor
                 first = False
 
-    def _history(self, run_id: str) -> History:
-        history = self._engine.history(run_id)
-        if not history.latest:  # a run that is being made, and may still not come to be
-            raise RunNotFound(run_id)
-        return history
+
+def _history(runs: RunsReader, run_id: str) -> History:
+    history = runs.history(run_id)
+    if not history.latest:  # a run that is being made, and may still not come to be
+        raise RunNotFound(run_id)
+    return history

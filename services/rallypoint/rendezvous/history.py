@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from weakref import WeakSet
 
@@ -15,39 +15,44 @@ _ROOM = 0.9
 
 
 @dataclass(slots=True)
-class ByteCounter:
-    """Bytes of several histories together."""
+class KeptEvents:
+    """What several histories keep together.
+
+    Attributes:
+        bytes: Bytes of all of them.
+        histories: All of them.
+    """
 
     bytes: int = 0
+    histories: WeakSet[History] = field(default_factory=WeakSet)
 
 
 class Histories:
-    """The histories of all runs of a service, within one bound."""
+    """The histories of the runs of a service, within one bound."""
 
-    def __init__(self, most_events: int, most_bytes: int, most_bytes_together: int) -> None:
-        """The first two bound each history, the third all of them."""
+    def __init__(
+        self, most_events: int, most_bytes: int, most_bytes_together: int, kept: KeptEvents | None = None
+    ) -> None:
+        """The first two bound each history, the third all that are in `kept`; None: these alone."""
         self._most_events = most_events
         self._most_bytes = most_bytes
         self._most_bytes_together = most_bytes_together
-        self._counter = ByteCounter()
-        self._open: WeakSet[History] = WeakSet()
+        self._kept = kept or KeptEvents()
 
     @property
     def bytes(self) -> int:
         """Bytes of all of them."""
-        return self._counter.bytes
+        return self._kept.bytes
 
     def open(self) -> History:
         """A new one, which counts for as long as it is not cleared."""
-        history = History(self._most_events, self._most_bytes, self._counter)
-        self._open.add(history)
-        return history
+        return History(self._most_events, self._most_bytes, self._kept)
 
     def keep_within(self) -> None:
         """Past the bound of all, halve the largest ones, so that a run with a short history keeps it whole."""
         if self.bytes <= self._most_bytes_together:
             return
-        for history in sorted(self._open, key=lambda each: each.bytes, reverse=True):
+        for history in sorted(self._kept.histories, key=lambda each: each.bytes, reverse=True):
             if self.bytes <= self._most_bytes_together * _ROOM:
                 return
             history.shorten(history.bytes // 2)
@@ -56,12 +61,13 @@ class Histories:
 class History:
     """The durable records of a run, as many of the last ones as its bounds allow."""
 
-    def __init__(self, most_events: int, most_bytes: int, counter: ByteCounter | None = None) -> None:
-        """Keep at most so many events of together so many bytes, which `counter` counts; one event is always kept."""
+    def __init__(self, most_events: int, most_bytes: int, kept: KeptEvents | None = None) -> None:
+        """Keep at most so many events of together so many bytes, which count in `kept`; one event is always kept."""
         self._most_events = most_events
         self._most_bytes = most_bytes
         self._records: deque[Record] = deque()
-        self._counter = counter or ByteCounter()
+        self._kept = kept or KeptEvents()
+        self._kept.histories.add(self)
         self.bytes = 0
 
     @property
@@ -92,12 +98,18 @@ class History:
         while self._records:
             self._drop_oldest()
 
+    def leave_count(self) -> None:
+        """Count for itself alone from now on."""
+        self._kept.bytes -= self.bytes
+        self._kept.histories.discard(self)
+        self._kept = KeptEvents(self.bytes)
+
     def _drop_oldest(self) -> None:
         self._count(-len(self._records.popleft().content))
 
     def _count(self, more: int) -> None:
         self.bytes += more
-        self._counter.bytes += more
+        self._kept.bytes += more
 
     def after(self, revision: int, count: int) -> list[Record]:
         """The first `count` events after a revision, of those that are kept."""

@@ -27,7 +27,11 @@ class Numbers:
 
 
 def recover_runs(
-    recovered: Recovered, new_history: Callable[[], History], now: float, to_wall: float = 0.0
+    recovered: Recovered,
+    new_history: Callable[[], History],
+    now: float,
+    to_wall: float = 0.0,
+    least_lease: float = leases.LEAST_TERM_AFTER_RESTART,
 ) -> tuple[dict[str, HostedRun], dict[str, Numbers]]:
     """Every run as the journal has it, and the numbers of those that expired.
 
@@ -36,6 +40,7 @@ def recover_runs(
         new_history: Makes the history of a run.
         now: Seconds of the server's monotonic clock.
         to_wall: What makes a time of its wall clock, unix seconds, out of that, when added.
+        least_lease: How long a lease lives at least from now on, seconds.
 
     Raises:
         JournalError: A record is missing, or of a newer version.
@@ -63,7 +68,7 @@ def recover_runs(
     for run in runs.values():
         run.recorded = run.state.revision
         run.keep_writable_round()
-        leases.restart_leases(run.state, now)
+        leases.restart_leases(run.state, now, least_lease)
     return runs, expired
 
 

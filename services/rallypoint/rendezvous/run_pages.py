@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from heapq import nsmallest
+from itertools import chain
 
 from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.serving.errors import invalid
@@ -32,7 +35,7 @@ def check_list_runs(request: pb.ListRunsRequest) -> None:
 
 def runs_page(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> pb.ListRunsResponse:
     """A page of all runs, by name. The token is the name of the last run on it."""
-    most = request.page_size or _DEFAULT_RUNS
+    most = _most(request)
     later = (run for run in runs if run.run_id > request.page_token)
     response = pb.ListRunsResponse()
     room = _PAGE_BYTES
@@ -43,6 +46,58 @@ def runs_page(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> pb.ListR
             response.next_page_token = response.runs[-1].run_id
             break
         response.runs.append(run)
+    return response
+
+
+async def list_runs(request: pb.ListRunsRequest, readers: Sequence[RunsReader]) -> pb.ListRunsResponse:
+    """A page of all runs of all readers, by name.
+
+    Raises:
+        NotOwner: Runs can't be read here any more.
+    """
+    if len(readers) == 1:
+        return await readers[0].read_runs(partial(runs_page, request))
+    # Names are cheap and summaries are not: whose come next is found out first.
+    names = [await reader.read_runs(partial(_first_names, request)) for reader in readers]
+    wanted = set(nsmallest(_most(request) + 1, chain.from_iterable(names)))
+    pages = [
+        await reader.read_runs(partial(_page_of, request, wanted.intersection(own)))
+        for reader, own in zip(readers, names, strict=True)
+        if not wanted.isdisjoint(own)
+    ]
+    return _merged(request, wanted, pages)
+
+
+def _most(request: pb.ListRunsRequest) -> int:
+    return request.page_size or _DEFAULT_RUNS
+
+
+def _first_names(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> list[str]:
+    return nsmallest(_most(request) + 1, (run.run_id for run in runs if run.run_id > request.page_token))
+
+
+def _page_of(request: pb.ListRunsRequest, wanted: set[str], runs: Iterable[RunState]) -> pb.ListRunsResponse:
+    return runs_page(request, (run for run in runs if run.run_id in wanted))
+
+
+def _merged(
+    request: pb.ListRunsRequest, wanted: set[str], pages: Sequence[pb.ListRunsResponse]
+) -> pb.ListRunsResponse:
+    """One page out of several readers' pages of the `wanted` runs."""
+    # Past the end of a page that is not the last, its reader has runs that nobody has seen.
+    end = min((page.next_page_token for page in pages if page.next_page_token), default=None)
+    runs = sorted((run for page in pages for run in page.runs), key=lambda run: run.run_id)
+    response = pb.ListRunsResponse()
+    room = _PAGE_BYTES
+    for run in runs:
+        room -= run.ByteSize() + _FRAME_BYTES
+        full = len(response.runs) == _most(request) or (room < 0 and len(response.runs) > 0)
+        if full or (end is not None and run.run_id > end):
+            break
+        response.runs.append(run)
+    # Runs may have expired since their names were looked up.
+    if len(response.runs) < len(runs) or end is not None or len(wanted) > _most(request):
+        response.next_page_token = response.runs[-1].run_id if response.runs else max(wanted)
     return response
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.fenced_state.core import SPACE, StateLimits
-from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL, FencedStateService
+from rallypoint.rendezvous.errors import going_away
+from rallypoint.rendezvous.fenced_state.core import StateLimits
+from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
+from rallypoint.rendezvous.home import Home, OneShard
 from rallypoint.rendezvous.journal.journal import Journal
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
 from rallypoint.rendezvous.servicer import RendezvousServicer
+from rallypoint.rendezvous.shard import open_shard
 from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.rate import Rate
@@ -43,7 +44,7 @@ def open_journal(url: str) -> Journal:
         from rallypoint.rendezvous.journal.sqlite import SqliteJournal  # noqa: PLC0415
 
         return SqliteJournal(Path(place))
-    raise SettingError(f"--journal: {url!r} is no journal; expected memory, or sqlite:PATH")
+    raise SettingError(f"--journal: {url!r} is no journal; expected memory, sqlite:PATH or etcd://…")
 
 
 @asynccontextmanager
@@ -57,6 +58,7 @@ async def rendezvous_services(
     store_limits: StoreLimits | None = None,
     state_limits: StateLimits | None = None,
     state_ttl: float = DEFAULT_TTL,
+    list_replicas: ListReplicas | None = None,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> AsyncIterator[list[Registration]]:
     """Recover from a journal and work for as long as the context lasts; yields what a server is to serve.
@@ -70,69 +72,46 @@ async def rendezvous_services(
         store_limits: What the store of each run may use.
         state_limits: What fenced states may use.
         state_ttl: How long a fenced state is kept that nobody reads, sets or watches, seconds.
+        list_replicas: Answers ListReplicas; None: there is no more to say than that this is the only one.
         on_failure: Called if the journal breaks: the process must end, and start again from what is durable.
 
     Raises:
         JournalError: The journal can't be opened.
     """
-    limits = limits or RendezvousLimits()
-    recovered = await journal.open()
-
-    def forget_ended_round(run_id: str, next_round: int) -> None:
-        store.forget_rounds_before(run_id, next_round)
-
-    def forget_run(run_id: str) -> None:
-        store.forget_run(run_id)
-        states.forget_run(run_id)
-
-    engine = RendezvousEngine(
+    shard = await open_shard(
         journal,
         clock=clock,
         wall_clock=wall_clock,
-        on_round_end=forget_ended_round,
-        on_expiry=forget_run,
-        limits=limits,
-    )
-    engine.recover(recovered)
-    store = StoreService(
-        journal,
-        engine.writable_round,
-        [entry for entry in recovered.store_entries if entry.round != SPACE],
-        limits=store_limits,
-        on_journal_failure=on_failure,
-        check_lease=engine.check_lease,
-        settled=engine.settled,
-    )
-    states = FencedStateService(
-        journal,
-        [entry for entry in recovered.store_entries if entry.round == SPACE],
-        clock=clock,
         draw=draw,
-        check_lease=engine.check_lease,
-        settled=engine.settled,
-        limits=state_limits,
-        ttl=state_ttl,
+        limits=limits,
+        store_limits=store_limits,
+        state_limits=state_limits,
+        state_ttl=state_ttl,
+        on_failure=on_failure,
     )
-    servicer = RendezvousServicer(engine)
+    try:
+        yield registrations(OneShard(shard), limits, list_replicas)
+    finally:
+        await shard.retire(going_away)
+        shard.end_streams(going_away)
+
+
+def registrations(
+    home: Home, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
+) -> list[Registration]:
+    """What a server is to serve to answer for the runs of a home; draining it drains the shards that are here.
+
+    Args:
+        home: Where runs are.
+        limits: What each client may use.
+        list_replicas: Answers ListReplicas; None: this is the only one.
+    """
+    limits = limits or RendezvousLimits()
+    servicer = RendezvousServicer(home, list_replicas or OnlyReplica())
     rendezvous = Registration(
         SERVICE_NAME,
         partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer),
         servicer.drain,
         Rate(limits.messages_per_second, limits.message_burst),
     )
-    serving = [asyncio.create_task(each) for each in (engine.serve(), states.serve())]
-    for task in serving:
-        task.add_done_callback(partial(_report_failure, on_failure))
-    try:
-        yield [rendezvous, store_registration(store), fenced_registration(states)]
-    finally:
-        for task in serving:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # a failure was reported when it happened
-                await task
-        await journal.close()
-
-
-def _report_failure(on_failure: Callable[[BaseException], None], serving: asyncio.Task[None]) -> None:
-    if not serving.cancelled() and (error := serving.exception()) is not None:
-        on_failure(error)
+    return [rendezvous, store_registration(home), fenced_registration(home)]

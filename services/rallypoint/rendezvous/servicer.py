@@ -14,9 +14,11 @@ from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import Draining
 from rallypoint.rendezvous.event_servicer import EventServicer
+from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.hosted_run import Member
+from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
 from rallypoint.rendezvous.requests import join_command, worker_failure
-from rallypoint.rendezvous.run_pages import check_list_runs, first_node, nodes_page, runs_page
+from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -33,21 +35,28 @@ NO_REASON = "no reason given"
 
 
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
-    """Answers for an engine that somebody serves."""
+    """Answers for runs, wherever these are."""
 
-    def __init__(self, engine: RendezvousEngine, write_timeout: float = WRITE_TIMEOUT) -> None:
-        """Answer for `engine`; a subscriber has `write_timeout` seconds to take a message."""
-        self._engine = engine
+    def __init__(
+        self,
+        home: Home,
+        list_replicas: ListReplicas | None = None,
+        write_timeout: float = WRITE_TIMEOUT,
+    ) -> None:
+        """Answer for the runs of `home`; a subscriber has `write_timeout` seconds to take a message."""
+        self._home = home
+        self._list_replicas = list_replicas or OnlyReplica()
         self._write_timeout = write_timeout
         self._draining = False
         self._openings = Openings(_FIRST_MESSAGE_TIMEOUT)
-        self._events = EventServicer(engine, self._check_not_draining)
+        self._events = EventServicer(home, self._check_not_draining)
 
     async def drain(self) -> None:
         """Tell every stream that the server is going away, and take no more."""
         self._draining = True
         self._openings.end()
-        self._engine.drain(Draining())
+        for shard in self._home.shards():
+            shard.engine.drain(Draining())
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.
     async def Join(  # type: ignore[override]
@@ -56,9 +65,9 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> None:
         """One node's stream; see the contract."""
-        member = await self._admit(await self._first(request_iterator))
+        engine, member = await self._admit(await self._first(request_iterator))
         self._end_if_draining(member.updates)
-        listener = asyncio.create_task(self._listen(member, request_iterator))
+        listener = asyncio.create_task(_listen(engine, member, request_iterator))
         revision = member.lease.revision
         lease: pb.Lease | None = member.lease
         try:
@@ -75,7 +84,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             await self._write(context, pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
         finally:
             listener.cancel()
-            self._engine.disconnect(member)
+            engine.disconnect(member)
 
     async def _first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
         try:
@@ -85,31 +94,23 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         except (TimeoutError, StopAsyncIteration):
             raise invalid("message", f"expected join or resume within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
 
-    async def _admit(self, first: pb.JoinRequest) -> Member:
+    async def _admit(self, first: pb.JoinRequest) -> tuple[RendezvousEngine, Member]:
+        """The member that a stream is from now on, and the engine to which it belongs for as long as it lasts."""
         self._check_not_draining()
         match first.WhichOneof("message"):
             case "join":
-                return await self._engine.join(first.join.run_id, join_command(first.join))
+                join, command = first.join, join_command(first.join)
+                engine = self._home.shard(join.run_id).engine
+                return engine, await engine.join(join.run_id, command)
             case "resume":
                 resume = first.resume
                 name("run_id", resume.run_id)
                 name("node_id", resume.node_id)
-                return await self._engine.resume(resume.run_id, resume.node_id, resume.lease, resume.revision)
+                engine = self._home.shard(resume.run_id).engine
+                member = await engine.resume(resume.run_id, resume.node_id, resume.lease, resume.revision)
+                return engine, member
             case other:
                 raise invalid("message", f"the first message must be join or resume, not {other or 'empty'}")
-
-    async def _listen(self, member: Member, requests: AsyncIterator[pb.JoinRequest]) -> None:
-        """Take what a node says until it stops; then end its updates, and with them the stream."""
-        try:
-            async for request in requests:
-                self._engine.renew(member)
-                command = _command(request, member)
-                if command is not None:
-                    await self._engine.execute(member.run_id, command, f"node {member.node_id}")
-        except Exception as error:
-            member.updates.end(error)
-        else:
-            member.updates.end()
 
     async def GetRun(
         self,
@@ -119,7 +120,16 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """A run with its nodes, a page at a time."""
         name("run_id", request.run_id)
         first = first_node(request)
-        return await self._engine.read_run(request.run_id, lambda state: nodes_page(request, state, first))
+        run_id = request.run_id
+        if request.owner_only:
+            self._home.shard(run_id)  # refuses, unless it is here
+        runs = (await self._home.reader(run_id)).runs
+        response = await runs.read_run(run_id, lambda state: nodes_page(request, state, first))
+        if (elsewhere := runs.elsewhere(run_id)) is not None:
+            if request.owner_only:
+                raise elsewhere  # it went meanwhile
+            response.durable_only, response.owner = True, elsewhere.owner or ""
+        return response
 
     async def ListRuns(
         self,
@@ -128,7 +138,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> pb.ListRunsResponse:
         """All runs, a page at a time."""
         check_list_runs(request)
-        return await self._engine.read_runs(partial(runs_page, request))
+        return await list_runs(request, [reader.runs for reader in await self._home.readers()])
 
     async def WatchRun(  # type: ignore[override]
         self,
@@ -138,13 +148,14 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """A run's states as they come."""
         self._check_not_draining()
         name("run_id", request.run_id)
-        states = await self._engine.watch(request.run_id, request.revision)
+        engine = self._home.shard(request.run_id).engine
+        states = await engine.watch(request.run_id, request.revision)
         self._end_if_draining(states)
         try:
             while (run := await states.take()) is not None:
                 await self._write(context, pb.WatchRunResponse(run=run))
         finally:
-            self._engine.unwatch(request.run_id, states)
+            engine.unwatch(request.run_id, states)
 
     async def CloseRun(
         self,
@@ -154,9 +165,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """End a run for good."""
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
-        run_end = await self._engine.close_run(
-            request.run_id, request.reason or NO_REASON, _operator(context)
-        )
+        engine = self._home.shard(request.run_id).engine
+        run_end = await engine.close_run(request.run_id, request.reason or NO_REASON, _operator(context))
         return pb.CloseRunResponse(run_end=run_end)
 
     async def RestartRun(
@@ -168,7 +178,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
         command = commands.Restart(request.reason or NO_REASON)
-        happened = await self._engine.execute(request.run_id, command, _operator(context))
+        engine = self._home.shard(request.run_id).engine
+        happened = await engine.execute(request.run_id, command, _operator(context))
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
         return pb.RestartRunResponse(ended_round=ended[0] if ended else 0, hurried=taken and not ended)
@@ -184,7 +195,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         text("reason", request.reason, SENTENCE_BYTES)
         kind = commands.Readmit if request.readmit else commands.Evict
         command = kind(request.node_id, request.reason or NO_REASON)
-        happened = await self._engine.execute(request.run_id, command, _operator(context))
+        engine = self._home.shard(request.run_id).engine
+        happened = await engine.execute(request.run_id, command, _operator(context))
         return pb.EvictNodeResponse(
             was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)
         )
@@ -205,6 +217,16 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """What happens to a run."""
         await self._events.watch(request, partial(self._write, context))
 
+    async def ListReplicas(
+        self,
+        request: pb.ListReplicasRequest,
+        context: grpc.aio.ServicerContext[pb.ListReplicasRequest, pb.ListReplicasResponse],
+    ) -> pb.ListReplicasResponse:
+        """Who serves what."""
+        if request.run_id:
+            name("run_id", request.run_id)
+        return self._list_replicas(request.run_id)
+
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any], message: Message) -> None:
         await in_time(context.write(message), self._write_timeout)
 
@@ -216,6 +238,20 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """A stream that was being opened when the others were ended has no longer a life than they."""
         if self._draining:
             slot.end(Draining())
+
+
+async def _listen(engine: RendezvousEngine, member: Member, requests: AsyncIterator[pb.JoinRequest]) -> None:
+    """Take what a node says until it stops; then end its updates, and with them the stream."""
+    try:
+        async for request in requests:
+            engine.renew(member)
+            command = _command(request, member)
+            if command is not None:
+                await engine.execute(member.run_id, command, f"node {member.node_id}")
+    except Exception as error:
+        member.updates.end(error)
+    else:
+        member.updates.end()
 
 
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:

@@ -29,6 +29,11 @@ class Slot(Generic[_T]):
             self._ended, self._end = True, error
             self._filled.set()
 
+    def cut(self, error: BaseException) -> None:
+        """Nothing comes any more, not even the value that waits; `error`, if the slot had not been ended."""
+        self._value = None
+        self.end(error)
+
     def wake(self) -> None:
         """Have `take_or_wake` return, without a value if none waits."""
         self._filled.set()

@@ -14,6 +14,7 @@ from rallypoint.rendezvous.fenced_state.core import SetState, StateLimits
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.homes import home_of
 from rendezvous.store.store_fakes import RUN, TestJournal, channel_to
 
 __all__ = [
@@ -81,7 +82,7 @@ async def served(states: FencedStateService) -> AsyncIterator[FencedStateService
 @asynccontextmanager
 async def serving(states: FencedStateService, path: str, **settings: Any) -> AsyncIterator[Server]:
     """The service on a server at a Unix socket, gone without a farewell at the end."""
-    services = [fenced_registration(states, **settings)]
+    services = [fenced_registration(home_of(states), **settings)]
     server = Server(ServerOptions(host=f"unix:{path}"), services=services, translate=translate)
     async with served(states):
         await server.start()

@@ -14,6 +14,7 @@ from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.homes import home_of
 
 
 async def serve(journal_path: str, endpoint: str) -> None:
@@ -22,7 +23,9 @@ async def serve(journal_path: str, endpoint: str) -> None:
     entries = [entry for entry in recovered.store_entries if entry.round == SPACE]
     states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
     serving = asyncio.create_task(states.serve())
-    server = Server(ServerOptions(host=endpoint), services=[fenced_registration(states)], translate=translate)
+    server = Server(
+        ServerOptions(host=endpoint), services=[fenced_registration(home_of(states))], translate=translate
+    )
     await server.start()
     await server.serve_until_signal()
     serving.cancel()

@@ -166,17 +166,22 @@ class Watches:
 
 
 class Calls:
-    """The watches that a client has called."""
+    """The watches that were called over a channel."""
 
-    def __init__(self, client: FencedStateClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
         self._last: Any = None
-        call = client._stub.WatchState
+        open_method = channel.unary_stream
 
-        def noting(*args: Any, **options: Any) -> Any:
-            self._last = call(*args, **options)
-            return self._last
+        def noting(method: str, *arguments: Any, **options: Any) -> Any:
+            call = open_method(method, *arguments, **options)
 
-        monkeypatch.setattr(client._stub, "WatchState", noting)
+            def begin(*request: Any, **how: Any) -> Any:
+                self._last = call(*request, **how)
+                return self._last
+
+            return begin
+
+        monkeypatch.setattr(channel, "unary_stream", noting)
 
     async def stand(self) -> None:
         """Wait until the client, too, knows that its last one stands."""
@@ -191,8 +196,8 @@ async def test_a_watch_goes_on_over_restarts_and_drains(
     away for the whole timeout."""
     journal, path, offset = TestJournal(), f"{tmp_path}/state.sock", 0.0
     async with channel_to(path) as channel:
+        calls = Calls(channel, monkeypatch)
         client = FencedStateClient(channel, RUN, pace=Pace(clock=lambda: loop_time() + offset))
-        calls = Calls(client, monkeypatch)
         async with aclosing(watched(client, timeout=30.0)) as told:
             async with serving(open_states(journal), path):
                 assert await anext(told) is None

@@ -21,6 +21,7 @@ from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.fenced_state.state_fakes import RUN, channel_to
+from rendezvous.homes import home_of
 
 JOURNALS: dict[str, Callable[[Path], Journal]] = {
     "memory": lambda folder: MemoryJournal(),
@@ -36,7 +37,9 @@ async def backend_of(journal: Journal, path: str) -> AsyncIterator[FencedStateCl
     states = FencedStateService(journal, entries, clock=time.monotonic, draw=secrets.token_bytes)
     serving = asyncio.create_task(states.serve())
     server = Server(
-        ServerOptions(host=f"unix:{path}"), services=[fenced_registration(states)], translate=translate
+        ServerOptions(host=f"unix:{path}"),
+        services=[fenced_registration(home_of(states))],
+        translate=translate,
     )
     await server.start()
     try:

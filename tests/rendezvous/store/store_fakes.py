@@ -17,6 +17,7 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.homes import home_of
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -115,7 +116,7 @@ def open_store(
 async def serving(store: StoreService, path: str) -> AsyncIterator[Server]:
     """The store on a server at a Unix socket, gone without a farewell at the end."""
     server = Server(
-        ServerOptions(host=f"unix:{path}"), services=[store_registration(store)], translate=translate
+        ServerOptions(host=f"unix:{path}"), services=[store_registration(home_of(store))], translate=translate
     )
     await server.start()
     try:

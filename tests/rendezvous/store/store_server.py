@@ -11,6 +11,7 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.homes import home_of
 from rendezvous.store.store_fakes import RUN
 
 
@@ -18,7 +19,9 @@ async def serve(journal_path: str, endpoint: str) -> None:
     journal = SqliteJournal(Path(journal_path))
     recovered = await journal.open()
     store = StoreService(journal, {RUN: 1}.get, recovered.store_entries)
-    server = Server(ServerOptions(host=endpoint), services=[store_registration(store)], translate=translate)
+    server = Server(
+        ServerOptions(host=endpoint), services=[store_registration(home_of(store))], translate=translate
+    )
     await server.start()
     await server.serve_until_signal()
     await journal.close()

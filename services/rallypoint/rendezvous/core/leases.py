@@ -60,15 +60,17 @@ def prune(state: RunState, now: float) -> None:
             return
 
 
-def restart_leases(state: RunState, now: float) -> None:
+def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_RESTART) -> None:
     """Give every lease a full new term, and time to come back: who was away has no evidence against anybody.
+
+    That is `least` seconds, where the term is shorter.
 
     Nor has it of when the round began. A failure that is known stays the first: what is reported from now on may be
     older only by the time that the server was away.
     """
     state.lease_queue = []
     state.final_at = state.first_failed_at = -math.inf
-    term = max(state.settings.time_to_live, LEAST_TERM_AFTER_RESTART)
+    term = max(state.settings.time_to_live, least)
     for node in state.nodes.values():
         node.connected = False
         node.lease_deadline = now + term

@@ -16,8 +16,10 @@ from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.serving.attempts import Attempts, Pace
+from rallypoint.serving.asking import Asking
+from rallypoint.serving.attempts import Pace
 from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.switchboard import Where, switchboard
 
 # Long enough for a service to be restarted by hand. Seconds.
 DEFAULT_TIMEOUT = 300.0
@@ -36,7 +38,7 @@ class FencedStateClient:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        where: Where,
         run_id: str,
         *,
         client_id: str | None = None,
@@ -45,7 +47,7 @@ class FencedStateClient:
         """Make a client.
 
         Args:
-            channel: Where the service is.
+            where: Where the service is: a switchboard, or a channel; stays the caller's to close.
             run_id: Name of the run.
             client_id: A name that no other client, also none of an earlier process, has; by default drawn.
             pace: How time passes.
@@ -54,15 +56,16 @@ class FencedStateClient:
             ServiceError: INVALID_ARGUMENT: the run can't have that name.
         """
         check_run_id(run_id)
-        self._stub = rpc.StateServiceStub(channel)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
-        self._pace = pace or Pace()
+        self._asking: Asking[rpc.StateServiceAsyncStub] = Asking(
+            switchboard(where), rpc.StateServiceStub, "state", pace or Pace()
+        )
 
     async def get(self, *, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:
         """Return the current state; None: there is none."""
         request = pb.GetStateRequest(run_id=self._run_id)
-        return _current(await self._attempts(timeout).call(self._stub.GetState, request))
+        return _current(await self._asking.call(lambda stub: stub.GetState, request, timeout))
 
     async def set(
         self,
@@ -82,7 +85,7 @@ class FencedStateClient:
             request.writer.CopyFrom(store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease))
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
-            response = await self._attempts(timeout).call(self._stub.SetState, request)
+            response = await self._asking.call(lambda stub: stub.SetState, request, timeout)
         return SetOutcome(_current(response), response.has_set)
 
     async def watch(
@@ -93,32 +96,37 @@ class FencedStateClient:
         Goes on until it is closed; whoever is slow skips states. `timeout` bounds how long the service may be away
         at a time.
         """
-        attempts = self._attempts(timeout)
+        attempts = self._asking.attempts(timeout)
         while True:
-            request = pb.WatchStateRequest(run_id=self._run_id, token=token)
-            call = self._stub.WatchState(request, wait_for_ready=True)
             stood = False
             try:
-                async with asyncio.timeout(attempts.remaining()):
-                    await call.initial_metadata()
-                stood = not call.done()
-                while isinstance(response := await call.read(), pb.WatchStateResponse):
-                    current = _current(response)
-                    token = None if current is None else current.token
-                    yield current
-                error = ServiceError(grpc.StatusCode.UNAVAILABLE, "WATCH_ENDED", "the watch ended")
-            except TimeoutError:
-                error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", "no connection")
-            except grpc.aio.AioRpcError as failure:
-                error = decode(failure)
-            finally:
-                call.cancel()
+                line = await attempts.line()
+            except ServiceError as no_connection:
+                error = no_connection
+            else:
+                request = pb.WatchStateRequest(run_id=self._run_id, token=token)
+                call = line.stub(rpc.StateServiceStub).WatchState(request, wait_for_ready=line.alone)
+                try:
+                    async with asyncio.timeout(min(attempts.remaining(), line.patience)):
+                        await call.initial_metadata()
+                    if stood := not call.done():
+                        line.answered()
+                    while isinstance(response := await call.read(), pb.WatchStateResponse):
+                        current = _current(response)
+                        token = None if current is None else current.token
+                        yield current
+                    error = ServiceError(grpc.StatusCode.UNAVAILABLE, "WATCH_ENDED", "the watch ended")
+                except TimeoutError:
+                    error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", "no connection")
+                except grpc.aio.AioRpcError as failure:
+                    error = decode(failure)
+                finally:
+                    call.cancel()
+                    line.hang_up()
+                line.failed(error)
             if stood:
-                attempts = self._attempts(timeout)
+                attempts = self._asking.attempts(timeout)
             await attempts.failed(error)
-
-    def _attempts(self, timeout: float) -> Attempts:
-        return Attempts(self._pace, timeout, "state")
 
 
 def _current(

@@ -187,17 +187,39 @@ class States:
 class Draft:
     """The states as a batch of changes will leave them."""
 
-    def __init__(self, states: States, limits: StateLimits) -> None:
+    def __init__(
+        self, states: States, limits: StateLimits, other_states: int = 0, other_bytes: int = 0
+    ) -> None:
+        """Begin with no changes.
+
+        Args:
+            states: What there is.
+            limits: Bounds of the service.
+            other_states: How many states the service has besides.
+            other_bytes: How many bytes these have.
+        """
         self._states = states
         self._limits = limits
         self._used_bytes = states.used_bytes
         self._count = len(states)
+        self._other_states = other_states
+        self._other_bytes = other_bytes
         self._entries: dict[tuple[str, str], bytes | None] = {}
         self.changed: dict[str, Held | None] = {}
 
     def held(self, run_id: str) -> Held | None:
         """Return what is kept of a run after the changes decided so far."""
         return self.changed[run_id] if run_id in self.changed else self._states.held(run_id)
+
+    @property
+    def count(self) -> int:
+        """How many states there will be."""
+        return self._count
+
+    @property
+    def used_bytes(self) -> int:
+        """How many bytes they will have."""
+        return self._used_bytes
 
     @property
     def entry_count(self) -> int:
@@ -273,10 +295,10 @@ class Draft:
         used = self._used_bytes
         used += (0 if held is None else held.used_bytes) - (0 if before is None else before.used_bytes)
         # What makes it no worse is always allowed: a service whose limits were lowered must still serve.
-        if count > max(self._limits.states, self._count):
+        if count > max(self._limits.states - self._other_states, self._count):
             raise TooManyStates(self._limits.states)
-        if used > max(self._limits.state_bytes, self._used_bytes):
-            raise StatesFull(run_id, used, self._limits.state_bytes)
+        if used > max(self._limits.state_bytes - self._other_bytes, self._used_bytes):
+            raise StatesFull(run_id, used + self._other_bytes, self._limits.state_bytes)
         self._count, self._used_bytes = count, used
         self.changed[run_id] = held
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rallypoint.rendezvous.answers import settle
 from rallypoint.rendezvous.core.refusals import Refused
-from rallypoint.rendezvous.errors import Draining
+from rallypoint.rendezvous.errors import NotOwner, Refusal, going_away, of_unknown_outcome
 from rallypoint.rendezvous.fenced_state.core import (
     Draft,
     FencedState,
@@ -22,7 +21,9 @@ from rallypoint.rendezvous.fenced_state.core import (
 from rallypoint.rendezvous.fenced_state.last_used import LastUsed
 from rallypoint.rendezvous.fenced_state.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES
-from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.guard import CheckOwned, always_owned
+from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
+from rallypoint.rendezvous.shares import Share, Totals
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.store.ports import (
     LEASE_REFUSALS,
@@ -69,9 +70,6 @@ class FencedStateService:
 
     One task changes them: it takes all requests that wait, decides them on what is durable, commits what comes of
     it as one group, and only then answers, tells watchers, and takes the next. Readers see what is durable.
-
-    Attributes:
-        watcher_count: How many watch a state.
     """
 
     def __init__(
@@ -83,7 +81,9 @@ class FencedStateService:
         draw: Callable[[int], bytes],
         check_lease: CheckLease = lambda run_id, node_id, lease: None,
         settled: Settled = at_once,
+        check_owned: CheckOwned = always_owned,
         limits: StateLimits | None = None,
+        totals: Totals | None = None,
         ttl: float = DEFAULT_TTL,
     ) -> None:
         """Build the states from what their journal holds; `serve` makes the service work.
@@ -95,7 +95,9 @@ class FencedStateService:
             draw: Returns so many random bytes, never the same ones again: the fence stands on it.
             check_lease: Refuses a node that doesn't hold its lease. Asked when a set that names a writer is decided.
             settled: Returns when what a lease was refused for is durable: nobody is told of it before.
+            check_owned: Raises NotOwner once the states may be another process's.
             limits: Bounds of the service.
+            totals: What all shards of the service count in; None: there is no other.
             ttl: How long a state is kept that nobody reads, sets or watches, seconds.
 
         Raises:
@@ -106,6 +108,7 @@ class FencedStateService:
         self._draw = draw
         self._check_lease = check_lease
         self._settled = settled
+        self._check_owned = check_owned
         self._limits = limits or StateLimits()
         try:
             self._states = States.restore(entries)
@@ -115,43 +118,89 @@ class FencedStateService:
         for run_id in self._states.runs():
             self._used.touch(run_id, clock())
         self._watchers: dict[str, set[Slot[StateView]]] = {}
-        self.watcher_count = 0
+        totals = totals or Totals()
+        self._count, self._bytes = Share(totals.states), Share(totals.state_bytes)
+        self._count.add(len(self._states))
+        self._bytes.add(self._states.used_bytes)
+        self._watching = Share(totals.state_watchers)
         self._queue: list[_Pending] = []
-        self._queued_bytes = 0
+        self._queued_bytes = Share(totals.state_queued_bytes)
+        self._under_way: Sequence[_Pending] = ()
+        self._retired = False
         self._unanswered: set[asyncio.Future[SetOutcome]] = set()
         self._forgotten: set[str] = set()
         self._wake = asyncio.Event()
-        self._closed: Callable[[], Refused] | None = None
+        self._closed: Refusal | None = None
+
+    @property
+    def watcher_count(self) -> int:
+        """How many watch a state."""
+        return self._watching.own
 
     async def serve(self) -> None:
-        """Set states and drop what expired, until cancelled.
+        """Set states and drop what expired, until retired or cancelled.
 
         Raises:
-            Exception: What the journal raised: it takes no more, so the process must end, and start again from
-                what is durable.
+            Exception: What the journal raised: it takes no more, so what is served must be built anew from what is
+                durable.
         """
-        batch: list[_Pending] = []
         try:
             while True:
                 await self._wait_for_work()
-                batch, self._queue, self._queued_bytes = self._queue, [], 0
-                await self._commit(batch)
+                if self._retired:
+                    return
+                self._under_way = self._take_queue()
+                await self._commit(self._under_way)
+                self._under_way = ()
         except BaseException as error:
             # Whatever it is: nobody may wait for an answer that can't come any more.
-            failed = isinstance(error, Exception)
-            refusal = partial(JournalFailed, str(error)) if failed else Draining
-            self._close(refusal)
-            for pending in [*batch, *self._queue]:
-                settle(pending.answer, refusal())
+            self._break(error)
             raise
+
+    def _take_queue(self) -> list[_Pending]:
+        taken, self._queue = self._queue, []
+        self._queued_bytes.release()
+        return taken
+
+    def _break(self, error: BaseException) -> None:
+        if isinstance(error, OwnershipLost):
+            self.halt(NotOwner)
+            return
+        detail = str(error)
+        refusal = (lambda _: JournalFailed(detail)) if isinstance(error, Exception) else going_away
+        self._close(refusal)
+        for pending in [*self._under_way, *self._take_queue()]:
+            settle(pending.answer, refusal(pending.request.run_id))
+
+    def retire(self, refusal: Refusal) -> None:
+        """Refuse what waits and what comes; `serve` returns once the commit under way is done. Watches go on."""
+        self._closed = refusal
+        self._retired = True
+        for pending in self._take_queue():
+            settle(pending.answer, refusal(pending.request.run_id))
+        self._wake.set()
+
+    def halt(self, refusal: Refusal) -> None:
+        """End everything at once; nothing is told any more. Whoever calls it cancels `serve`."""
+        self.retire(refusal)
+        for pending in self._under_way:
+            settle(pending.answer, of_unknown_outcome(refusal(pending.request.run_id)))
+        for run_id, slots in self._watchers.items():
+            for slot in slots:
+                slot.cut(refusal(run_id))
+
+    def release(self) -> None:
+        """Give back what was counted in the totals of the service; watches do so as they end."""
+        self._count.release()
+        self._bytes.release()
 
     def get(self, run_id: str) -> FencedState | None:
         """Return the current state of a run; None: there is none.
 
         Raises:
-            Refused: The service has ended.
+            Refused: The service has ended, or the state is another process's.
         """
-        self._check_open()
+        self._check_open(run_id)
         return self._read(run_id)
 
     async def set(self, request: SetState) -> SetOutcome:
@@ -160,16 +209,17 @@ class FencedStateService:
         Cancelling the caller leaves the outcome unknown.
 
         Raises:
-            Refused: It was refused; JournalFailed leaves the outcome unknown.
+            Refused: It was refused; JournalFailed and OutcomeUnknown leave the outcome unknown.
         """
-        self._check_open()
-        if self._queue and self._queued_bytes + request.queued_bytes > self._limits.queued_bytes:
-            raise StateBusy(self._queued_bytes)
+        self._check_open(request.run_id)
+        queued = self._queued_bytes.together
+        if queued and queued + request.queued_bytes > self._limits.queued_bytes:
+            raise StateBusy(queued)
         answer: asyncio.Future[SetOutcome] = asyncio.get_running_loop().create_future()
         self._unanswered.add(answer)
         answer.add_done_callback(self._unanswered.discard)
         self._queue.append(_Pending(request, answer))
-        self._queued_bytes += request.queued_bytes
+        self._queued_bytes.add(request.queued_bytes)
         self._wake.set()
         try:
             return await answer
@@ -185,22 +235,22 @@ class FencedStateService:
         Raises:
             Refused: There are too many watchers, or the service has ended.
         """
-        self._check_open()
-        if self.watcher_count >= self._limits.watchers:
+        self._check_open(run_id)
+        if self._watching.together >= self._limits.watchers:
             raise TooManyWatchers(self._limits.watchers)
         slot: Slot[StateView] = Slot()
         current = self._read(run_id)
         if current is None or current.token != token:
             slot.put(StateView(current))
         self._watchers.setdefault(run_id, set()).add(slot)
-        self.watcher_count += 1
+        self._watching.add(1)
         return slot
 
     def unwatch(self, run_id: str, slot: Slot[StateView]) -> None:
         """Take a slot back."""
         watchers = self._watchers[run_id]
         watchers.remove(slot)
-        self.watcher_count -= 1
+        self._watching.add(-1)
         if not watchers:
             del self._watchers[run_id]
             self._read(run_id)  # its time begins with the end of the watch
@@ -212,20 +262,24 @@ class FencedStateService:
 
     async def drain(self) -> None:
         """Take no more requests, end all watches with Draining, and return when what was taken is answered."""
-        self._close(Draining)
+        self._close(going_away)
         if self._unanswered:
             await asyncio.wait(self._unanswered)
 
-    def _check_open(self) -> None:
+    def _check_open(self, run_id: str) -> None:
         if self._closed is not None:
-            raise self._closed()
+            raise self._closed(run_id)
+        self._check_owned(run_id)
 
-    def _close(self, refusal: Callable[[], Refused]) -> None:
-        # A new refusal each time: one that is raised again and again would collect every traceback.
+    def _close(self, refusal: Refusal) -> None:
         self._closed = self._closed or refusal
-        for slots in self._watchers.values():
+        self.end_streams(refusal)
+
+    def end_streams(self, refusal: Refusal) -> None:
+        """End every watch, each with a refusal, after the state that waits to be told on it."""
+        for run_id, slots in self._watchers.items():
             for slot in slots:
-                slot.end(refusal())
+                slot.end(refusal(run_id))
 
     def _read(self, run_id: str) -> FencedState | None:
         held = self._states.held(run_id)
@@ -242,25 +296,36 @@ class FencedStateService:
                 await self._wake.wait()
         self._wake.clear()
 
-    async def _commit(self, batch: list[_Pending]) -> None:
-        draft = Draft(self._states, self._limits)
+    async def _commit(self, batch: Sequence[_Pending]) -> None:
+        draft = Draft(self._states, self._limits, self._count.others, self._bytes.others)
         forgotten, self._forgotten = self._forgotten, set()
         for run_id in forgotten:
             draft.drop(run_id)
         # A set whose caller has gone is left out: its outcome is unknown to the caller anyway.
         decided = [
-            (pending.answer, self._decide(draft, pending.request))
-            for pending in batch
-            if not pending.answer.done()
+            (pending, self._decide(draft, pending.request)) for pending in batch if not pending.answer.done()
         ]
         self._drop_expired(draft)
+        # Counted before it is durable: meanwhile other shards must not take the same room.
+        self._count.add(draft.count - self._count.own)
+        self._bytes.add(draft.used_bytes - self._bytes.own)
         if entries := draft.entries():
             await self._journal.append(entries)
+        else:
+            decided = [(pending, self._if_owned(pending, outcome)) for pending, outcome in decided]
         for run_id, held in draft.changed.items():
             self._states.apply(run_id, held)
             self._tell(run_id)
-        for answer, outcome in decided:
-            settle(answer, outcome)
+        for pending, outcome in decided:
+            settle(pending.answer, outcome)
+
+    def _if_owned(self, pending: _Pending, outcome: SetOutcome | Refused) -> SetOutcome | Refused:
+        """The outcome, of which nothing is durable that was not before."""
+        try:
+            self._check_owned(pending.request.run_id)
+        except NotOwner as refusal:
+            return refusal
+        return outcome
 
     def _decide(self, draft: Draft, request: SetState) -> SetOutcome | Refused:
         """Return how a set goes, or why it is refused."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeAlias
 
 import grpc.aio
 
 from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.fenced_state.requests import check_run_id, set_state
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
+from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
@@ -19,47 +20,51 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def fenced_registration(states: FencedStateService, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
-    """Return what stands the fenced states up on a server; draining the server drains them.
+def fenced_registration(home: Home, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
+    """Return what stands the fenced states of all runs up on a server; draining it drains those that are here.
 
     The server is to be given `rallypoint.rendezvous.errors.translate`.
     """
-    servicer = StateServicer(states, write_timeout)
+    servicer = StateServicer(home, write_timeout)
+
+    async def drain() -> None:
+        await asyncio.gather(*(shard.states.drain() for shard in home.shards()))
+
     return Registration(
-        SERVICE_NAME,
-        lambda server: rpc.add_StateServiceServicer_to_server(servicer, server),
-        states.drain,
+        SERVICE_NAME, lambda server: rpc.add_StateServiceServicer_to_server(servicer, server), drain
     )
 
 
 class StateServicer(rpc.StateServiceServicer):
     """The calls of StateService; the contract stands in state_service.proto."""
 
-    def __init__(self, states: FencedStateService, write_timeout: float) -> None:
-        self._states = states
+    def __init__(self, home: Home, write_timeout: float) -> None:
+        self._home = home
         self._write_timeout = write_timeout
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
         check_run_id(request.run_id)
-        return pb.GetStateResponse(current=_message(self._states.get(request.run_id)))
+        states = (await self._home.reader(request.run_id)).states
+        return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
     async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
         asked = set_state(request)
-        outcome = await self._states.set(asked)
+        outcome = await self._home.shard(request.run_id).states.set(asked)
         return pb.SetStateResponse(current=_message(outcome.current), has_set=outcome.has_set)
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]
         check_run_id(request.run_id)
         token = request.token if request.HasField("token") else None
-        views = self._states.watch(request.run_id, token)
+        states = self._home.shard(request.run_id).states
+        views = states.watch(request.run_id, token)
         try:
             await in_time(context.send_initial_metadata(()), self._write_timeout)
             while (view := await views.take()) is not None:
                 response = pb.WatchStateResponse(current=_message(view.current))
                 await in_time(context.write(response), self._write_timeout)
         finally:
-            self._states.unwatch(request.run_id, views)
+            states.unwatch(request.run_id, views)
 
 
 def _message(state: FencedState | None) -> pb.FencedState | None:

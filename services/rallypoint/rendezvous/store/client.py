@@ -6,9 +6,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.store.requests import (
@@ -22,7 +21,9 @@ from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
-from rallypoint.serving.attempts import Attempts, Pace
+from rallypoint.serving.asking import Asking
+from rallypoint.serving.attempts import Pace
+from rallypoint.serving.switchboard import Where, switchboard
 
 __all__ = ["StoreClient", "Writer"]
 
@@ -32,6 +33,7 @@ DEFAULT_TIMEOUT = 300.0
 # were missing. Seconds.
 ANSWER_MARGIN = 5.0
 _Response = TypeVar("_Response")
+_Pick: TypeAlias = "Callable[[rpc.StoreServiceAsyncStub], Callable[..., Awaitable[_Response]]]"
 
 
 class OperationSlots:
@@ -71,7 +73,7 @@ class StoreClient:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        where: Where,
         run_id: str,
         *,
         client_id: str | None = None,
@@ -81,17 +83,19 @@ class StoreClient:
         """Make a client.
 
         Args:
-            channel: Where the service is.
+            where: Where the service is: a switchboard, or a channel; stays the caller's to close.
             run_id: Name of the run.
             client_id: A name that no other client, also none of an earlier process, has; by default drawn.
             writer: The node that writes, and its lease; asked at each write. None: nobody's lease is looked at.
             pace: How time passes.
         """
-        self._stub = rpc.StoreServiceStub(channel)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
         self._writer = writer
         self._pace = pace or Pace()
+        self._asking: Asking[rpc.StoreServiceAsyncStub] = Asking(
+            switchboard(where), rpc.StoreServiceStub, "store", self._pace
+        )
 
     async def set(
         self,
@@ -108,13 +112,13 @@ class StoreClient:
         request = pb.SetRequest(
             run_id=self._run_id, round=round, key=key, value=value, writer_round=writer_round
         )
-        await self._write(self._stub.Set, request, timeout)
+        await self._write(lambda stub: stub.Set, request, timeout)
 
     async def get(self, key: str, *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bytes:
         """Return the value of a key, waiting for the key up to `timeout`."""
         check_key(key)
         request = pb.GetRequest(run_id=self._run_id, round=round, key=key)
-        response: pb.GetResponse = await self._wait(self._stub.Get, request, timeout)
+        response: pb.GetResponse = await self._wait(lambda stub: stub.Get, request, timeout)
         return response.value
 
     async def add(
@@ -131,7 +135,7 @@ class StoreClient:
         request = pb.AddRequest(
             run_id=self._run_id, round=round, key=key, amount=amount, writer_round=writer_round
         )
-        response: pb.AddResponse = await self._write(self._stub.Add, request, timeout)
+        response: pb.AddResponse = await self._write(lambda stub: stub.Add, request, timeout)
         return response.value
 
     async def append(
@@ -149,7 +153,7 @@ class StoreClient:
         request = pb.AppendRequest(
             run_id=self._run_id, round=round, key=key, value=value, writer_round=writer_round
         )
-        response: pb.AppendResponse = await self._write(self._stub.Append, request, timeout)
+        response: pb.AppendResponse = await self._write(lambda stub: stub.Append, request, timeout)
         return response.length
 
     async def compare_set(
@@ -173,7 +177,7 @@ class StoreClient:
             desired=desired,
             writer_round=writer_round,
         )
-        response: pb.CompareSetResponse = await self._write(self._stub.CompareSet, request, timeout)
+        response: pb.CompareSetResponse = await self._write(lambda stub: stub.CompareSet, request, timeout)
         return Comparison(response.swapped, response.value if response.exists else None)
 
     async def multi_set(
@@ -194,7 +198,7 @@ class StoreClient:
             writer_round=writer_round,
         )
         check_entries(request.entries)
-        await self._write(self._stub.MultiSet, request, timeout)
+        await self._write(lambda stub: stub.MultiSet, request, timeout)
 
     async def multi_get(
         self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT
@@ -202,18 +206,18 @@ class StoreClient:
         """Return the values of the keys, in their order, waiting up to `timeout` until all are there at once."""
         check_keys(keys)
         request = pb.MultiGetRequest(run_id=self._run_id, round=round, keys=keys)
-        response: pb.MultiGetResponse = await self._wait(self._stub.MultiGet, request, timeout)
+        response: pb.MultiGetResponse = await self._wait(lambda stub: stub.MultiGet, request, timeout)
         return list(response.values)
 
     async def wait(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Return when all keys are there, waiting for them up to `timeout`."""
         request = pb.WaitRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
-        await self._wait(self._stub.Wait, request, timeout)
+        await self._wait(lambda stub: stub.Wait, request, timeout)
 
     async def check(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bool:
         """Return whether all keys are there."""
         request = pb.CheckRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
-        response: pb.CheckResponse = await self._attempts(timeout).call(self._stub.Check, request)
+        response: pb.CheckResponse = await self._asking.call(lambda stub: stub.Check, request, timeout)
         return response.present
 
     async def delete(
@@ -222,7 +226,7 @@ class StoreClient:
         """Remove a key; return whether it was there."""
         check_key(key)
         request = pb.DeleteRequest(run_id=self._run_id, round=round, key=key, writer_round=writer_round)
-        response: pb.DeleteResponse = await self._write(self._stub.Delete, request, timeout)
+        response: pb.DeleteResponse = await self._write(lambda stub: stub.Delete, request, timeout)
         return response.deleted
 
     async def list_keys(
@@ -230,22 +234,20 @@ class StoreClient:
     ) -> tuple[list[str], str]:
         """Return a page of the keys that begin with `prefix`, and the token of the next; empty: the last."""
         request = pb.ListKeysRequest(run_id=self._run_id, round=round, prefix=prefix, page_token=page_token)
-        response: pb.ListKeysResponse = await self._attempts(timeout).call(self._stub.ListKeys, request)
+        response: pb.ListKeysResponse = await self._asking.call(lambda stub: stub.ListKeys, request, timeout)
         return list(response.keys), response.next_page_token
 
-    async def _write(
-        self, method: Callable[..., Awaitable[_Response]], request: WriteRequest, timeout: float
-    ) -> _Response:
+    async def _write(self, pick: _Pick[_Response], request: WriteRequest, timeout: float) -> _Response:
         # Asked once: a repetition of what a node began under an older lease must be refused.
         if (writer := self._writer()) is not None:
             request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
-            return await self._attempts(timeout).call(method, request)
+            return await self._asking.call(pick, request, timeout)
 
     async def _wait(
         self,
-        method: Callable[..., Awaitable[_Response]],
+        pick: _Pick[_Response],
         request: pb.GetRequest | pb.MultiGetRequest | pb.WaitRequest,
         timeout: float,
     ) -> _Response:
@@ -254,10 +256,7 @@ class StoreClient:
         def ask_for_the_rest() -> None:
             request.timeout.CopyFrom(_duration(max(0.0, end - self._pace.clock())))
 
-        return await self._attempts(timeout + ANSWER_MARGIN).call(method, request, ask_for_the_rest)
-
-    def _attempts(self, timeout: float) -> Attempts:
-        return Attempts(self._pace, timeout, "store")
+        return await self._asking.call(pick, request, timeout + ANSWER_MARGIN, ask_for_the_rest, waits=True)
 
 
 def _duration(seconds: float) -> Duration:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +37,18 @@ class StoreLimits:
     batch_bytes: int = 8 * 1024 * 1024
     batch_entries: int = 1_000
     operations: int = 65_536
+
+
+# A commit on etcd is one transaction as long as it has at most 100 operations and about 1 MiB: with more it takes three
+# or more, one after the other.
+ETCD_BATCH_BYTES = 1024 * 1024
+ETCD_BATCH_ENTRIES = 100
+
+
+def on_etcd(limits: StoreLimits) -> StoreLimits:
+    """The limits where the journal is in etcd: usual commits fit into one of its transactions."""
+    return replace(
+        limits,
+        batch_bytes=min(limits.batch_bytes, ETCD_BATCH_BYTES),
+        batch_entries=min(limits.batch_entries, ETCD_BATCH_ENTRIES),
+    )

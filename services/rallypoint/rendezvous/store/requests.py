@@ -36,6 +36,9 @@ WriteRequest: TypeAlias = (
     | pb.MultiSetRequest
     | pb.DeleteRequest
 )
+ReadRequest: TypeAlias = (
+    pb.GetRequest | pb.MultiGetRequest | pb.WaitRequest | pb.CheckRequest | pb.ListKeysRequest
+)
 
 _CLIENT_ID = re.compile(r"[!-.0-~]{1,64}")
 

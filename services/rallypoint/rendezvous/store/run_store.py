@@ -6,11 +6,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 from rallypoint.rendezvous.answers import settle
 from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunNotFound
+from rallypoint.rendezvous.errors import NotOwner, OutcomeUnknown, Refusal, of_unknown_outcome
+from rallypoint.rendezvous.guard import CheckOwned
+from rallypoint.rendezvous.journal.journal import OwnershipLost
 from rallypoint.rendezvous.store.core import Draft, RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
@@ -60,6 +64,7 @@ class RunStore:
         journal: StoreJournal,
         current_round: Callable[[str], int | None],
         check_lease: CheckLease,
+        check_owned: CheckOwned,
         limits: StoreLimits,
         on_journal_failure: Callable[[Exception], None],
     ) -> None:
@@ -69,6 +74,7 @@ class RunStore:
         self._journal = journal
         self._current_round = current_round
         self._check_lease = check_lease
+        self._check_owned = check_owned
         self._limits = limits
         self._on_journal_failure = on_journal_failure
         self._queue: deque[_Pending] = deque()
@@ -77,6 +83,9 @@ class RunStore:
         # What a run that was forgotten held. The journal drops it by itself; here it goes bit by bit.
         self._released: Iterator[object] = iter(())
         self._committing: asyncio.Task[None] | None = None
+        # What is being committed.
+        self._batch: Sequence[_Pending] = ()
+        self._retired = False
 
     @property
     def committing(self) -> asyncio.Task[None] | None:
@@ -115,19 +124,34 @@ class RunStore:
         self.sweep(self.spaces.forget_rounds_before(round))
         for old in self.waits.rounds:
             if 0 < old < round:
-                self.waits.end([old], RoundOver(self.spaces.run_id, old, round))
+                self.waits.end([old], partial(RoundOver, self.spaces.run_id, old, round))
 
     def forget(self) -> None:
         """Drop everything but what the journal holds; refuse who waits for it."""
         run_id = self.spaces.run_id
         self._released = chain(self._released, self._sweep.take_all(), self.spaces.forget())
         self.spaces = RunSpaces(run_id)
-        self.waits.end(self.waits.rounds, RunNotFound(run_id))
+        self._refuse(RunNotFound)
+        self._start_committing()
+
+    def retire(self, refusal: Refusal) -> None:
+        """Refuse who waits; the batch under way is the last. What is left to delete, the next to open does."""
+        self._retired = True
+        self._refuse(refusal)
+
+    def halt(self, refusal: Refusal) -> None:
+        """Refuse who waits, and leave the batch under way to its fate; whoever calls this cancels `committing`."""
+        self.retire(refusal)
+        for pending in self._batch:
+            settle(pending.answer, of_unknown_outcome(refusal(self.spaces.run_id)))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        run_id = self.spaces.run_id
+        self.waits.end(self.waits.rounds, partial(refusal, run_id))
         for pending in self._queue:
-            settle(pending.answer, RunNotFound(run_id))
+            settle(pending.answer, refusal(run_id))
         self._queue.clear()
         self._queued_bytes = 0
-        self._start_committing()
 
     def sweep(self, deletions: Iterable[StoreChange]) -> None:
         """Delete from the journal what is in no space any more."""
@@ -147,7 +171,7 @@ class RunStore:
             raise LeaseLost(run_id, writer.node_id, writer.lease, None, why) from refusal
 
     def _start_committing(self) -> None:
-        if self._committing is None:
+        if self._committing is None and not self._retired:
             self._committing = asyncio.get_running_loop().create_task(self._commit())
 
     async def _commit(self) -> None:
@@ -159,12 +183,12 @@ class RunStore:
                 released = sum(1 for _ in islice(self._released, _SWEEP))
                 # A journal that never makes anyone wait must not let a long queue keep all others out.
                 await asyncio.sleep(0)
-                left = bool(self._queue or self._sweep or released)
+                left = bool(self._queue or self._sweep or released) and not self._retired
         finally:
             self._committing = None
 
     async def _commit_batch(self) -> None:
-        batch: list[_Pending] = []
+        self._batch = batch = list[_Pending]()
         draft = Draft(self.spaces, self._limits)
         try:
             outcomes = [self._decide(draft, pending.write) for pending in self._next_writes(draft, batch)]
@@ -172,7 +196,7 @@ class RunStore:
             records = draft.records()
             # First, so that what the batch sets anew is there in the end.
             swept = self._sweep.take(_SWEEP, self.spaces.holds)
-            failure: Refused | None = await self._append([*swept, *entries, *records])
+            failure = await self._append([*swept, *entries, *records])
             if failure is None:
                 # The batch is durable. No await until all are told: no reader sees half of it.
                 failure = self._take_over(draft, entries, records)
@@ -182,6 +206,7 @@ class RunStore:
             # Whatever went wrong here, nobody waits for ever.
             for pending in batch:
                 pending.answer.cancel()
+            self._batch = ()
 
     def _next_writes(self, draft: Draft, batch: list[_Pending]) -> Iterator[_Pending]:
         """Move writes from the queue to the batch, one after another is decided, until it is full."""
@@ -208,13 +233,19 @@ class RunStore:
         except Refused as refusal:
             return refusal
 
-    async def _append(self, entries: list[StoreChange]) -> JournalFailed | None:
-        if not entries:
-            return None
+    async def _append(self, entries: list[StoreChange]) -> Refused | None:
+        run_id = self.spaces.run_id
         try:
-            await self._journal.append(entries)
+            if entries:
+                await self._journal.append(entries)
+            else:
+                self._check_owned(run_id)
+        except NotOwner as refusal:
+            return refusal
+        except OwnershipLost as error:
+            self._on_journal_failure(error)
+            return OutcomeUnknown(run_id)
         except Exception as error:
-            run_id = self.spaces.run_id
             _log.error("store.journal_failed", run_id=run_id, entries=len(entries), error=str(error))
             self._on_journal_failure(error)
             return JournalFailed(str(error))

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TypeVar
 
 from rallypoint.rendezvous.core.refusals import RunNotFound
-from rallypoint.rendezvous.errors import Draining
+from rallypoint.rendezvous.errors import Draining, Refusal, going_away
+from rallypoint.rendezvous.guard import CheckOwned, always_owned
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import (
@@ -19,7 +20,7 @@ from rallypoint.rendezvous.store.ports import (
     StoreJournal,
     at_once,
 )
-from rallypoint.rendezvous.store.refusals import AnswerTooLarge
+from rallypoint.rendezvous.store.refusals import AnswerTooLarge, KeyWaitTimedOut
 from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.sizes import FRAME_BYTES, MAX_MULTI_BYTES
 from rallypoint.rendezvous.store.writes import Write
@@ -42,6 +43,7 @@ class StoreService:
         limits: StoreLimits | None = None,
         check_lease: CheckLease = lambda run_id, node_id, lease: None,
         settled: Settled = at_once,
+        check_owned: CheckOwned = always_owned,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """Build the store from what its journal holds; to be called in the event loop that it is served by.
@@ -55,20 +57,23 @@ class StoreService:
             limits: Bounds of each run.
             check_lease: Refuses a node that may not write: it doesn't hold the lease. Asked when a write is decided.
             settled: Returns when what a lease was refused for is durable: nobody is told of it before.
+            check_owned: Raises NotOwner once the runs may be another process's.
             on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
         """
         self._current_round = current_round
         self._settled = settled
+        self._check_owned = check_owned
         self._open_run = partial(
             RunStore,
             journal=journal,
             current_round=current_round,
             check_lease=check_lease,
+            check_owned=check_owned,
             limits=limits or StoreLimits(),
             on_journal_failure=on_journal_failure,
         )
         self._runs: dict[str, RunStore] = {}
-        self._draining = False
+        self._closed: Refusal | None = None
         by_run: dict[str, list[StoreChange]] = {}
         for entry in entries:
             by_run.setdefault(entry.run_id, []).append(entry)
@@ -90,7 +95,7 @@ class StoreService:
         Cancelling the caller leaves the outcome unknown.
 
         Raises:
-            Refused: It was refused; JournalFailed leaves the outcome unknown.
+            Refused: It was refused; JournalFailed and OutcomeUnknown leave the outcome unknown.
         """
         try:
             return await self._run(run_id).write(write)
@@ -105,7 +110,7 @@ class StoreService:
             Refused: KeyWaitTimedOut, or the run, its round or the service ended.
         """
         run = self._reading(run_id, round)
-        (value,) = await run.waits.until_present(run.spaces, round, [key], timeout, wanted=[key])
+        (value,) = await self._until_present(run, round, [key], timeout, wanted=[key])
         return value
 
     async def multi_get(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
@@ -116,10 +121,10 @@ class StoreService:
         """
         run = self._reading(run_id, round)
         distinct = list(dict.fromkeys(keys))
-        found = await run.waits.until_present(run.spaces, round, distinct, timeout, wanted=distinct)
+        found = await self._until_present(run, round, distinct, timeout, wanted=distinct)
         by_key = dict(zip(distinct, found, strict=True))
         values = [by_key[key] for key in keys]
-        _check_answer(values)
+        check_answer(values)
         return values
 
     async def wait(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> None:
@@ -129,7 +134,16 @@ class StoreService:
             Refused: KeyWaitTimedOut, or the run, its round or the service ended.
         """
         run = self._reading(run_id, round)
-        await run.waits.until_present(run.spaces, round, keys, timeout)
+        await self._until_present(run, round, keys, timeout)
+
+    async def _until_present(
+        self, run: RunStore, round: int, keys: Sequence[str], timeout: float, wanted: Sequence[str] = ()
+    ) -> list[bytes]:
+        try:
+            return await run.waits.until_present(run.spaces, round, keys, timeout, wanted)
+        except KeyWaitTimedOut:
+            self._check_owned(run.spaces.run_id)  # elsewhere they may have been set meanwhile
+            raise
 
     def check(self, run_id: str, round: int, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
@@ -160,15 +174,31 @@ class StoreService:
 
     async def drain(self) -> None:
         """Take no more requests, end all waiting with Draining, and return when what was taken is durable."""
-        self._draining = True
-        runs = list(self._runs.values())
-        for run in runs:
-            run.waits.end(run.waits.rounds, Draining())
-        await asyncio.gather(*(run.committing for run in runs if run.committing is not None))
+        self._closed = going_away
+        for run in self._runs.values():
+            run.waits.end(run.waits.rounds, Draining)
+        await asyncio.gather(*self.committing())
+
+    def committing(self) -> list[asyncio.Task[None]]:
+        """What ends when nothing is left to write."""
+        return [run.committing for run in self._runs.values() if run.committing is not None]
+
+    def retire(self, refusal: Refusal) -> None:
+        """Refuse what waits and what comes; what is being committed is the last, see `committing`."""
+        self._closed = refusal
+        for run in self._runs.values():
+            run.retire(refusal)
+
+    def halt(self, refusal: Refusal) -> None:
+        """End everything at once; nothing is told any more. Whoever calls it cancels what is `committing`."""
+        self._closed = refusal
+        for run in self._runs.values():
+            run.halt(refusal)
 
     def _run(self, run_id: str) -> RunStore:
-        if self._draining:
-            raise Draining
+        if self._closed is not None:
+            raise self._closed(run_id)
+        self._check_owned(run_id)
         if self._current_round(run_id) is None:
             raise RunNotFound(run_id)
         run = self._runs.get(run_id)
@@ -189,8 +219,12 @@ class StoreService:
             del self._runs[run_id]
 
 
-def _check_answer(values: Sequence[bytes]) -> None:
-    """Raises AnswerTooLarge for values that don't fit into one answer."""
+def check_answer(values: Sequence[bytes]) -> None:
+    """Check that values fit into one answer.
+
+    Raises:
+        AnswerTooLarge: They don't.
+    """
     total = fitting = 0
     for value in values:
         total += len(value) + FRAME_BYTES

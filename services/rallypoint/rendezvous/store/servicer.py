@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeAlias, TypedDict
 
 import grpc.aio
 
+from rallypoint.rendezvous.home import Home
+from rallypoint.rendezvous.reader import StoreReader
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.requests import (
+    ReadRequest,
     WriteRequest,
     check_entries,
     check_key,
@@ -31,59 +35,62 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def store_registration(store: StoreService) -> Registration:
-    """Return what stands the store up on a server; draining the server drains it.
+def store_registration(home: Home) -> Registration:
+    """Return what stands the stores of all runs up on a server; draining the server drains those that are here.
 
     The server is to be given `rallypoint.rendezvous.errors.translate`.
     """
-    servicer = StoreServicer(store)
+    servicer = StoreServicer(home)
+
+    async def drain() -> None:
+        await asyncio.gather(*(shard.store.drain() for shard in home.shards()))
+
     return Registration(
-        SERVICE_NAME,
-        lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server),
-        store.drain,
+        SERVICE_NAME, lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server), drain
     )
 
 
 class StoreServicer(rpc.StoreServiceServicer):
     """The calls of StoreService; the contract stands in store_service.proto."""
 
-    def __init__(self, store: StoreService) -> None:
-        self._store = store
+    def __init__(self, home: Home) -> None:
+        self._home = home
 
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("value", [request.value])
         write = Set(key=request.key, value=request.value, **addressed)
-        await self._store.write(request.run_id, write)
+        await self._store(request).write(request.run_id, write)
         return pb.SetResponse()
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
         check_space(request.run_id, request.round)
         check_key(request.key)
         timeout = wait_seconds(request.timeout)
-        value = await self._store.get(request.run_id, request.round, request.key, timeout)
+        store = await self._reader(request)
+        value = await store.get(request.run_id, request.round, request.key, timeout)
         return pb.GetResponse(value=value)
 
     async def Add(self, request: pb.AddRequest, context: _Context) -> pb.AddResponse:
         addressed = _addressed(request)
         check_key(request.key)
         write = Add(key=request.key, amount=request.amount, **addressed)
-        return pb.AddResponse(value=await self._store.write(request.run_id, write))
+        return pb.AddResponse(value=await self._store(request).write(request.run_id, write))
 
     async def Append(self, request: pb.AppendRequest, context: _Context) -> pb.AppendResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("value", [request.value])
         write = Append(key=request.key, value=request.value, **addressed)
-        return pb.AppendResponse(length=await self._store.write(request.run_id, write))
+        return pb.AppendResponse(length=await self._store(request).write(request.run_id, write))
 
     async def CompareSet(self, request: pb.CompareSetRequest, context: _Context) -> pb.CompareSetResponse:
         addressed = _addressed(request)
         check_key(request.key)
         check_value("desired", [request.expected, request.desired], besides="expected")
         write = CompareSet(key=request.key, expected=request.expected, desired=request.desired, **addressed)
-        comparison = await self._store.write(request.run_id, write)
+        comparison = await self._store(request).write(request.run_id, write)
         return pb.CompareSetResponse(
             swapped=comparison.swapped,
             exists=comparison.value is not None,
@@ -93,43 +100,51 @@ class StoreServicer(rpc.StoreServiceServicer):
     async def MultiSet(self, request: pb.MultiSetRequest, context: _Context) -> pb.MultiSetResponse:
         addressed = _addressed(request)
         write = MultiSet(entries=check_entries(request.entries), **addressed)
-        await self._store.write(request.run_id, write)
+        await self._store(request).write(request.run_id, write)
         return pb.MultiSetResponse()
 
     async def MultiGet(self, request: pb.MultiGetRequest, context: _Context) -> pb.MultiGetResponse:
         check_space(request.run_id, request.round)
         check_keys(request.keys)
         timeout = wait_seconds(request.timeout)
-        values = await self._store.multi_get(request.run_id, request.round, request.keys, timeout)
+        store = await self._reader(request)
+        values = await store.multi_get(request.run_id, request.round, request.keys, timeout)
         return pb.MultiGetResponse(values=values)
 
     async def Wait(self, request: pb.WaitRequest, context: _Context) -> pb.WaitResponse:
         check_space(request.run_id, request.round)
         keys = check_keys(request.keys)
         timeout = wait_seconds(request.timeout)
-        await self._store.wait(request.run_id, request.round, keys, timeout)
+        store = await self._reader(request)
+        await store.wait(request.run_id, request.round, keys, timeout)
         return pb.WaitResponse()
 
     async def Check(self, request: pb.CheckRequest, context: _Context) -> pb.CheckResponse:
         check_space(request.run_id, request.round)
         keys = check_keys(request.keys)
-        return pb.CheckResponse(present=self._store.check(request.run_id, request.round, keys))
+        store = await self._reader(request)
+        return pb.CheckResponse(present=store.check(request.run_id, request.round, keys))
 
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         addressed = _addressed(request)
         check_key(request.key)
         write = Delete(key=request.key, **addressed)
-        return pb.DeleteResponse(deleted=await self._store.write(request.run_id, write))
+        return pb.DeleteResponse(deleted=await self._store(request).write(request.run_id, write))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:
         check_space(request.run_id, request.round)
         count = page(request)
         # One more than asked for tells whether there is a next page.
-        keys = self._store.list_keys(
-            request.run_id, request.round, request.prefix, request.page_token, count + 1
-        )
+        store = await self._reader(request)
+        keys = store.list_keys(request.run_id, request.round, request.prefix, request.page_token, count + 1)
         more = len(keys) > count
         return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
+
+    def _store(self, request: WriteRequest) -> StoreService:
+        return self._home.shard(request.run_id).store
+
+    async def _reader(self, request: ReadRequest) -> StoreReader:
+        return (await self._home.reader(request.run_id)).store
 
 
 class _Addressed(TypedDict):

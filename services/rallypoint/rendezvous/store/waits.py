@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -111,13 +111,13 @@ class Waits:
             for waiter in waiting.key_set(change.key):
                 waiter.told.tell(_values(spaces, change.round, waiter.told.wanted))
 
-    def end(self, rounds: Sequence[int], refusal: Refused) -> None:
-        """Tell those who wait in these rounds why there is nothing to wait for any more."""
+    def end(self, rounds: Sequence[int], refusal: Callable[[], Refused]) -> None:
+        """Tell those who wait in these rounds why there is nothing to wait for any more, each with one of its own."""
         for round in rounds:
             waiting = self._waiting.pop(round, None) or Waiting()
             for waiter in waiting:
                 waiting.discard(waiter)
-                waiter.told.tell(refusal)
+                waiter.told.tell(refusal())
 
     @property
     def rounds(self) -> list[int]:

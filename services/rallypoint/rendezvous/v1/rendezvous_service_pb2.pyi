@@ -1139,22 +1139,28 @@ class GetRunRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    OWNER_ONLY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     page_size: _builtins.int
     """Most nodes to return, at most 2,000; 0: 2,000."""
     page_token: _builtins.str
     """The next_page_token of the page before; empty: the first page."""
+    owner_only: _builtins.bool
+    """Only the replica that owns the run may answer, which knows the nodes that are connected: others refuse with
+    NOT_OWNER. Without it any replica answers.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        owner_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_only", b"owner_only", "page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1168,8 +1174,16 @@ class GetRunResponse(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    DURABLE_ONLY_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Token of the next page; empty: this is the last."""
+    durable_only: _builtins.bool
+    """Another replica than the owner answers, from what is durable: the run is as it is, but who is connected is not
+    known, and every Node.connected is false.
+    """
+    owner: _builtins.str
+    """With durable_only: where the replica that owns the run is reached, host:port; empty: nobody owns it just now."""
     @_builtins.property
     def run(self) -> Global___Run:
         """The run, with the nodes of this page. Pages whose runs have the same revision are of one and the same state; if
@@ -1181,10 +1195,12 @@ class GetRunResponse(_message.Message):
         *,
         run: Global___Run | None = ...,
         next_page_token: _builtins.str = ...,
+        durable_only: _builtins.bool = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_only", b"durable_only", "next_page_token", b"next_page_token", "owner", b"owner", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1473,7 +1489,7 @@ class Node(_message.Message):
     state: Global___NodeState.ValueType
     """What it does."""
     connected: _builtins.bool
-    """Whether it has a stream open."""
+    """Whether it has a stream open. Only the replica that owns the run knows; see GetRunResponse.durable_only."""
     topology: _builtins.str
     """Where it is."""
     lease: _builtins.int
@@ -1893,3 +1909,145 @@ class WatchEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
+class ListReplicasRequest(_message.Message):
+    """ListReplicasRequest asks for the replicas of the service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Also say which of them owns this run, whether there is such a run or not; empty: of no run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
+
+@_typing.final
+class ListReplicasResponse(_message.Message):
+    """ListReplicasResponse says who serves what."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    ANSWERED_BY_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    FREE_SHARDS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    answered_by: _builtins.str
+    """Name of the one that answers."""
+    journal: _builtins.str
+    """What keeps the runs: "memory", "sqlite" or "etcd"."""
+    shards: _builtins.int
+    """Into how many shards runs are divided; each is owned by one replica at a time."""
+    free_shards: _builtins.int
+    """Shards that nobody owns just now: their runs wait for a replica to take them over."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """The replicas, ordered by name."""
+
+    @_builtins.property
+    def run(self) -> Global___RunPlace:
+        """Where the run is; absent: no run_id was given."""
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[Global___Replica] | None = ...,
+        answered_by: _builtins.str = ...,
+        journal: _builtins.str = ...,
+        shards: _builtins.int = ...,
+        free_shards: _builtins.int = ...,
+        run: Global___RunPlace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_by", b"answered_by", "free_shards", b"free_shards", "journal", b"journal", "replicas", b"replicas", "run", b"run", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class Replica(_message.Message):
+    """Replica is one process of the service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, one of a kind; of the host and the port unless it was given another."""
+    address: _builtins.str
+    """Where clients, and the other replicas, reach it: host:port."""
+    instance: _builtins.str
+    """Drawn anew each time that the process starts."""
+    shards: _builtins.int
+    """How many shards it owns."""
+    leaving: _builtins.bool
+    """It is going away: it takes no shards, and hands over those that it owns."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """When it began to serve; absent where that is not known."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        instance: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        shards: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance", b"instance", "leaving", b"leaving", "name", b"name", "shards", b"shards", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class RunPlace(_message.Message):
+    """RunPlace says where a run is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    shard: _builtins.int
+    """The shard that the run is in, from 0; the same for ever."""
+    owner: _builtins.str
+    """Name of the replica that owns the shard; empty: nobody does just now."""
+    address: _builtins.str
+    """Its address; empty: see `owner`."""
+    def __init__(
+        self,
+        *,
+        shard: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "owner", b"owner", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunPlace: _TypeAlias = RunPlace  # noqa: Y015

@@ -28,6 +28,17 @@ if _version_not_supported:
 class RendezvousServiceStub(object):
     """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
 
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
+    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
+    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
+    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
+    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
+    - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
+    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+    have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
+    EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
+
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
@@ -49,6 +60,9 @@ class RendezvousServiceStub(object):
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
     RetryInfo says
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
+    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -106,10 +120,26 @@ class RendezvousServiceStub(object):
                 request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/rallypoint.rendezvous.v1.RendezvousService/ListReplicas',
+                request_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
 
 
 class RendezvousServiceServicer(object):
     """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
+    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
+    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
+    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
+    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
+    - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
+    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+    have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
+    EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -132,6 +162,9 @@ class RendezvousServiceServicer(object):
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
     RetryInfo says
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
+    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -221,6 +254,15 @@ class RendezvousServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReplicas(self, request, context):
+        """ListReplicas returns the replicas of this service, which share its runs, as the one that answers sees them: what it
+        says may be old by the time it is read, and by seconds where that one is cut off from the others. A service whose
+        journal is its own has one replica.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RendezvousServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -269,6 +311,11 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
                     request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsRequest.FromString,
                     response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsResponse.SerializeToString,
             ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListReplicasRequest.FromString,
+                    response_serializer=rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListReplicasResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'rallypoint.rendezvous.v1.RendezvousService', rpc_method_handlers)
@@ -279,6 +326,17 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RendezvousService(object):
     """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
+    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
+    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
+    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
+    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
+    - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
+    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+    have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
+    EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -301,6 +359,9 @@ class RendezvousService(object):
     RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
     RetryInfo says
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
+    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -540,6 +601,33 @@ class RendezvousService(object):
             '/rallypoint.rendezvous.v1.RendezvousService/WatchEvents',
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsRequest.SerializeToString,
             rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rallypoint.rendezvous.v1.RendezvousService/ListReplicas',
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListReplicasRequest.SerializeToString,
+            rallypoint_dot_rendezvous_dot_v1_dot_rendezvous__service__pb2.ListReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,17 @@ GRPC_VERSION: str
 class RendezvousServiceStub:
     """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
 
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
+    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
+    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
+    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
+    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
+      - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
+      - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+        have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
+        EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
+
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
@@ -50,6 +61,9 @@ class RendezvousServiceStub:
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
                                               RetryInfo says
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+      UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
+      UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -106,10 +120,26 @@ class RendezvousServiceStub:
     is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
     events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
     """
+    ListReplicas: _grpc.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListReplicasRequest, _rendezvous_service_pb2.ListReplicasResponse]
+    """ListReplicas returns the replicas of this service, which share its runs, as the one that answers sees them: what it
+    says may be old by the time it is read, and by seconds where that one is cut off from the others. A service whose
+    journal is its own has one replica.
+    """
 
 @_typing.type_check_only
 class RendezvousServiceAsyncStub(RendezvousServiceStub):
     """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
+    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
+    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
+    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
+    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
+      - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
+      - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+        have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
+        EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -132,6 +162,9 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
                                               RetryInfo says
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+      UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
+      UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -185,9 +218,25 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
     is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
     events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
     """
+    ListReplicas: _aio.UnaryUnaryMultiCallable[_rendezvous_service_pb2.ListReplicasRequest, _rendezvous_service_pb2.ListReplicasResponse]  # type: ignore[assignment]
+    """ListReplicas returns the replicas of this service, which share its runs, as the one that answers sees them: what it
+    says may be old by the time it is read, and by seconds where that one is cut off from the others. A service whose
+    journal is its own has one replica.
+    """
 
 class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
     """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
+    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
+    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
+    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
+    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
+      - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
+      - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+        have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
+        EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
@@ -210,6 +259,9 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
                                               RetryInfo says
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+      UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
+      UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -314,6 +366,17 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchEvents streams what happens to a run: everything after a revision, then everything new, until the run
         is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
         events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
+        """
+
+    @_abc_1.abstractmethod
+    def ListReplicas(
+        self,
+        request: _rendezvous_service_pb2.ListReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rendezvous_service_pb2.ListReplicasResponse, _abc.Awaitable[_rendezvous_service_pb2.ListReplicasResponse]]:
+        """ListReplicas returns the replicas of this service, which share its runs, as the one that answers sees them: what it
+        says may be old by the time it is read, and by seconds where that one is cut off from the others. A service whose
+        journal is its own has one replica.
         """
 
 def add_RendezvousServiceServicer_to_server(servicer: RendezvousServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

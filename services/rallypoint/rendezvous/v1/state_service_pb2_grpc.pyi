@@ -70,8 +70,19 @@ class StateServiceStub:
     did the repetition says so, with the token that the state was given, even if others have replaced it since.
     Without one, a repetition of a SetState that took effect answers has_set false. Reads may be repeated freely.
 
+    Replicas. Where several replicas serve the same states, that of each run is owned by one of them at a time. Any
+    replica answers GetState, from what is durable.
+    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
+    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
+    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+      - NOT_OWNER: nothing was done.
+      - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+        have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
+        took effect, and answers a repetition as the first would have been answered.
+
     Expiry. A state that nobody read, set, tried to set or watched for two hours (a setting of the server) is
-    dropped, and with it the record of its operations. A restart gives it the full time again.
+    dropped, and with it the record of its operations. A restart gives it the full time again, and so does another
+    replica that takes its run over. What a replica reads that does not own the run does not count as use.
 
     Limits. A state has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it), a run_id 1 to 256
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
@@ -92,6 +103,9 @@ class StateServiceStub:
       RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     no room for one more watcher; metadata "limit"; retry likewise
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+      UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
+      UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
@@ -160,8 +174,19 @@ class StateServiceAsyncStub(StateServiceStub):
     did the repetition says so, with the token that the state was given, even if others have replaced it since.
     Without one, a repetition of a SetState that took effect answers has_set false. Reads may be repeated freely.
 
+    Replicas. Where several replicas serve the same states, that of each run is owned by one of them at a time. Any
+    replica answers GetState, from what is durable.
+    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
+    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
+    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+      - NOT_OWNER: nothing was done.
+      - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+        have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
+        took effect, and answers a repetition as the first would have been answered.
+
     Expiry. A state that nobody read, set, tried to set or watched for two hours (a setting of the server) is
-    dropped, and with it the record of its operations. A restart gives it the full time again.
+    dropped, and with it the record of its operations. A restart gives it the full time again, and so does another
+    replica that takes its run over. What a replica reads that does not own the run does not count as use.
 
     Limits. A state has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it), a run_id 1 to 256
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
@@ -182,6 +207,9 @@ class StateServiceAsyncStub(StateServiceStub):
       RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     no room for one more watcher; metadata "limit"; retry likewise
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+      UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
+      UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
@@ -246,8 +274,19 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
     did the repetition says so, with the token that the state was given, even if others have replaced it since.
     Without one, a repetition of a SetState that took effect answers has_set false. Reads may be repeated freely.
 
+    Replicas. Where several replicas serve the same states, that of each run is owned by one of them at a time. Any
+    replica answers GetState, from what is durable.
+    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
+    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
+    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+      - NOT_OWNER: nothing was done.
+      - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+        have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
+        took effect, and answers a repetition as the first would have been answered.
+
     Expiry. A state that nobody read, set, tried to set or watched for two hours (a setting of the server) is
-    dropped, and with it the record of its operations. A restart gives it the full time again.
+    dropped, and with it the record of its operations. A restart gives it the full time again, and so does another
+    replica that takes its run over. What a replica reads that does not own the run does not count as use.
 
     Limits. A state has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it), a run_id 1 to 256
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
@@ -268,6 +307,9 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
       RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     no room for one more watcher; metadata "limit"; retry likewise
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+      UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
+      UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token

@@ -53,6 +53,16 @@ class StoreServiceStub(object):
     jittered back-off, until your own deadline. With the same `operation` a repeated write takes effect exactly
     once, also when the service was restarted in between (see StoreOperation). Reads may be repeated freely.
 
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    Check and ListKeys, and Get, MultiGet and Wait where all keys are there, from what is durable; the owner alone waits.
+    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
+    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
+    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    - NOT_OWNER: nothing was done.
+    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
+    took effect, and answers a repetition as the first would have been answered.
+
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
     a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
@@ -86,6 +96,9 @@ class StoreServiceStub(object):
     RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
     UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
     UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
@@ -182,6 +195,16 @@ class StoreServiceServicer(object):
     jittered back-off, until your own deadline. With the same `operation` a repeated write takes effect exactly
     once, also when the service was restarted in between (see StoreOperation). Reads may be repeated freely.
 
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    Check and ListKeys, and Get, MultiGet and Wait where all keys are there, from what is durable; the owner alone waits.
+    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
+    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
+    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    - NOT_OWNER: nothing was done.
+    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
+    took effect, and answers a repetition as the first would have been answered.
+
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
     a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
@@ -215,6 +238,9 @@ class StoreServiceServicer(object):
     RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
     UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
     UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
@@ -398,6 +424,16 @@ class StoreService(object):
     jittered back-off, until your own deadline. With the same `operation` a repeated write takes effect exactly
     once, also when the service was restarted in between (see StoreOperation). Reads may be repeated freely.
 
+    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
+    Check and ListKeys, and Get, MultiGet and Wait where all keys are there, from what is durable; the owner alone waits.
+    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
+    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
+    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    - NOT_OWNER: nothing was done.
+    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
+    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
+    took effect, and answers a repetition as the first would have been answered.
+
     Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
     reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
     a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
@@ -431,6 +467,9 @@ class StoreService(object):
     RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
     RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
     UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
     UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log

@@ -1,0 +1,162 @@
+"""Runs whose owner is elsewhere, as they were durable when they were read: to be looked at only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.core.state import RunSettings, RunState
+from rallypoint.rendezvous.errors import NotOwner, Refusal
+from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, States
+from rallypoint.rendezvous.history import Histories, History
+from rallypoint.rendezvous.hosted_run import HostedRun
+from rallypoint.rendezvous.journal.journal import JournalError, Recovered
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.reader import RunsReader, StateReader, StoreReader
+from rallypoint.rendezvous.recovery import recover_runs
+from rallypoint.rendezvous.store.core import RunSpaces
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut
+from rallypoint.rendezvous.store.service import check_answer
+
+_T = TypeVar("_T")
+
+
+class ReadOnlyRuns:
+    """The runs that a journal holds. A RunReader.
+
+    It answers as their owner would have at the moment when the journal was read, but for what is not durable: which
+    nodes are connected. Nothing changes here, no lease expires, and no task runs. Whoever would have to wait for
+    something is sent to the owner.
+
+    Attributes:
+        runs: The runs.
+        store: Their keys and values.
+        states: Their fenced states.
+    """
+
+    def __init__(
+        self,
+        recovered: Recovered,
+        *,
+        not_owner: Callable[[str], NotOwner],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        limits: RendezvousLimits | None = None,
+    ) -> None:
+        """Take in what was read.
+
+        Args:
+            recovered: What the journal held.
+            not_owner: Makes the refusal of what only the owner of a run can do: a NotOwner.
+            clock: Monotonic seconds.
+            wall_clock: Unix seconds.
+            limits: How much of the events is kept.
+
+        Raises:
+            JournalError: A record is missing, or of a newer version.
+        """
+        limits = limits or RendezvousLimits()
+        now = clock()
+        histories = Histories(limits.events_per_run, limits.event_bytes_per_run, limits.event_bytes)
+        hosted, _ = recover_runs(recovered, histories.open, now, wall_clock() - now)
+        histories.keep_within()
+        by_run: dict[str, list[StoreChange]] = {}
+        of_states: list[StoreChange] = []
+        for entry in recovered.store_entries:
+            (of_states if entry.round == SPACE else by_run.setdefault(entry.run_id, [])).append(entry)
+        self.runs: RunsReader = _Runs(hosted, not_owner)
+        self.store: StoreReader = _Store(hosted, by_run, not_owner)
+        self.states: StateReader = _States(of_states)
+
+
+class _Runs:
+    def __init__(self, hosted: Mapping[str, HostedRun], not_owner: Callable[[str], NotOwner]) -> None:
+        self._hosted = hosted
+        self._not_owner = not_owner
+
+    def elsewhere(self, run_id: str) -> NotOwner | None:
+        return self._not_owner(run_id)
+
+    async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
+        return view(_run(self._hosted, run_id).state)
+
+    async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
+        return view(run.state for run in self._hosted.values())
+
+    def history(self, run_id: str) -> History:
+        return _run(self._hosted, run_id).history
+
+    def settings(self, run_id: str) -> RunSettings:
+        return _run(self._hosted, run_id).state.settings
+
+
+class _Store:
+    def __init__(
+        self, hosted: Mapping[str, HostedRun], entries: dict[str, list[StoreChange]], not_owner: Refusal
+    ) -> None:
+        self._hosted = hosted
+        self._not_owner = not_owner
+        # A store may be large, and mostly only one run is asked for: it is taken apart when that is.
+        self._entries = entries
+        self._spaces: dict[str, RunSpaces] = {}
+
+    async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
+        (value,) = self._present(run_id, round, [key], timeout)
+        return value
+
+    async def multi_get(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
+        values = self._present(run_id, round, keys, timeout)
+        check_answer(values)
+        return values
+
+    async def wait(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> None:
+        self._present(run_id, round, keys, timeout)
+
+    def check(self, run_id: str, round: int, keys: Sequence[str]) -> bool:
+        return not self._reading(run_id, round).missing(round, keys)
+
+    def list_keys(self, run_id: str, round: int, prefix: str, after: str, count: int) -> list[str]:
+        return self._reading(run_id, round).keys(round, prefix, after, count)
+
+    def _present(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """The values of keys that are all there.
+
+        Raises:
+            NotOwner: Some are not, and would have to be waited for.
+            KeyWaitTimedOut: Some are not, and are not to be waited for.
+        """
+        spaces = self._reading(run_id, round)
+        if missing := spaces.missing(round, dict.fromkeys(keys)):
+            if timeout > 0:
+                raise self._not_owner(run_id)
+            raise KeyWaitTimedOut(run_id, missing, timeout)
+        return [spaces.value(round, key) or b"" for key in keys]
+
+    def _reading(self, run_id: str, round: int) -> RunSpaces:
+        current_round = _run(self._hosted, run_id).writable_round
+        if run_id not in self._spaces:
+            self._spaces[run_id] = RunSpaces.restore(run_id, self._entries.pop(run_id, ()))
+        spaces = self._spaces[run_id]
+        spaces.check_round(round, current_round or 0)
+        return spaces
+
+
+class _States:
+    def __init__(self, entries: Iterable[StoreChange]) -> None:
+        try:
+            self._states = States.restore(entries)
+        except ValueError as error:
+            raise JournalError(f"the journal can't be read by this version: {error}") from error
+
+    def get(self, run_id: str) -> FencedState | None:
+        held = self._states.held(run_id)
+        return None if held is None else held.current
+
+
+def _run(hosted: Mapping[str, HostedRun], run_id: str) -> HostedRun:
+    run = hosted.get(run_id)
+    if run is None:
+        raise RunNotFound(run_id)
+    return run

@@ -1,0 +1,1 @@
+"""Several replicas of the rendezvous service over one etcd."""

@@ -1,0 +1,95 @@
+"""Who is alive and who owns which shard, as etcd tells it: kept up to date by one watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rallypoint.etcd.values import Change, KeyValue
+from rallypoint.rendezvous.journal.etcd_owner import Owner
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.registration import Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Who owns a shard, and since which revision: the shard's fencing token."""
+
+    owner: Owner
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Who owned a shard that is free, or was; `ended`: its lease did, so that it is gone or was cut off from etcd."""
+
+    owner: Owner
+    ended: bool
+
+
+class Cluster:
+    """Registrations and owner keys. It may be behind etcd, and is never ahead of it.
+
+    Attributes:
+        live: Replicas that are registered, by name.
+        live_since: When their instances last changed, seconds of the clock that `now` is of.
+        owned: Shards that somebody owns.
+        free: The other ones, and since when that is known.
+        before: Of shards that were seen to become free, who had them; for people.
+        shards: How many there are.
+    """
+
+    def __init__(self, keys: Keys, shards: int) -> None:
+        """Know nothing: nobody is alive, and no shard is known to be free."""
+        self._keys = keys
+        self.shards = shards
+        self.live: dict[str, Registration] = {}
+        self.live_since = float("-inf")
+        self.owned: dict[int, Owned] = {}
+        self.free: dict[int, float] = {}
+        self.before: dict[int, Before] = {}
+
+    def read(self, pairs: Iterable[KeyValue], now: float) -> None:
+        """Begin anew with all that there is."""
+        live, free = self.live, self.free
+        self.live, self.owned = {}, {}
+        for pair in pairs:
+            self._put(pair)
+        self.free = {shard: free.get(shard, now) for shard in range(self.shards) if shard not in self.owned}
+        if self.live != live:
+            self.live_since = now
+
+    def apply(self, changes: Sequence[Change], now: float) -> None:
+        """Take in what changed."""
+        live = dict(self.live)
+        # What a lease took with it went in one revision; who hands a shard over deletes its key and nothing else.
+        ended = {
+            change.revision
+            for change in changes
+            if change.deleted and self._keys.replica_named(change.pair.key) is not None
+        }
+        for change in changes:
+            if change.deleted:
+                self._delete(change.pair.key, now, ended=change.revision in ended)
+            else:
+                self._put(change.pair)
+        if self.live != live:
+            self.live_since = now
+
+    def _put(self, pair: KeyValue) -> None:
+        name = self._keys.replica_named(pair.key)
+        if name is not None and (registration := Registration.decode(pair.value)) is not None:
+            self.live[name] = registration
+        shard = self._keys.shard_owned(pair.key)
+        if shard is not None and shard < self.shards:
+            self.owned[shard] = Owned(Owner.decode(pair.value), pair.create_revision)
+            self.free.pop(shard, None)
+
+    def _delete(self, key: bytes, now: float, *, ended: bool) -> None:
+        name = self._keys.replica_named(key)
+        if name is not None:
+            self.live.pop(name, None)
+        shard = self._keys.shard_owned(key)
+        if shard is not None and (owned := self.owned.pop(shard, None)) is not None:
+            self.free[shard] = now
+            self.before[shard] = Before(owned.owner, ended)

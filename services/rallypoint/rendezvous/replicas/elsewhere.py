@@ -1,0 +1,161 @@
+"""Shards whose owner is another replica, to be read here: from etcd, and kept while they don't change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdError
+from rallypoint.etcd.values import Get, Txn
+from rallypoint.rendezvous.errors import EtcdAway
+from rallypoint.rendezvous.journal.etcd import head_revision, read_space
+from rallypoint.rendezvous.journal.etcd_keys import HEAD
+from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.reader import RunReader
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.shared_read import SharedRead
+
+_MOST_BYTES = 64 * 1024 * 1024
+"""Of what is kept, as it is in etcd; in memory it takes some times that. More spares reading large shards again that
+change seldom."""
+
+# Heads that are looked at in one request: etcd takes 128 operations.
+_HEADS = 100
+# Shards that are read at a time where all are wanted.
+_READS = 8
+# A shard that took longer than this to read, seconds, is read for a twentieth of the time at most: a large one that
+# changes all the time is better read where it is in memory.
+_LONG = 0.1
+_REST = 20.0
+
+
+@dataclass(slots=True)
+class _Kept:
+    revision: int
+    reader: RunReader
+    bytes: int
+    rest_until: float
+
+
+class Elsewhere:
+    """Reads shards as they are durable, linearizably: whoever asks sees every commit that was told before it asked."""
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        keys: Keys,
+        build: Callable[[int, Recovered], RunReader],
+        *,
+        refuse: Callable[[int], None],
+        clock: Callable[[], float],
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            client: Of the etcd.
+            keys: Of the prefix.
+            build: Makes a reader of what the journal of a shard holds.
+            refuse: Sends whoever wants to read a shard to its owner, by raising NotOwner, if it has one elsewhere.
+            clock: Monotonic seconds.
+            most_bytes: What is kept of shards that were read, the latest read first; one is always kept.
+        """
+        self._client = client
+        self._keys = keys
+        self._build = build
+        self._refuse = refuse
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._reads: dict[int, SharedRead[RunReader]] = {}
+        self._heads: SharedRead[Mapping[int, int]] = SharedRead(self._read_heads)
+        self._shards = 0
+
+    async def reader(self, shard: int) -> RunReader:
+        """A shard as it is now.
+
+        Raises:
+            EtcdAway: etcd does not answer, or refuses.
+            NotOwner: It is large, changes all the time, and has an owner who should be asked.
+            JournalError: What is there can't be read by this version.
+        """
+        read = self._reads.get(shard)
+        if read is None:
+            read = self._reads[shard] = SharedRead(partial(self._read, shard))
+        try:
+            return await read.ask()
+        except EtcdError as error:
+            raise EtcdAway from error
+
+    async def readers(self, wanted: Collection[int], shards: int) -> dict[int, RunReader]:
+        """Several of all `shards` shards: in one request, where most did not change.
+
+        Raises:
+            EtcdAway, NotOwner, JournalError: As `reader`.
+        """
+        self._shards = shards
+        try:
+            heads = await self._heads.ask()
+        except EtcdError:
+            heads = {}  # one attempt at one member; each shard of its own has more
+        found = {
+            shard: kept.reader
+            for shard in wanted
+            if (kept := self._kept.get(shard)) is not None and heads.get(shard) == kept.revision
+        }
+        room = asyncio.Semaphore(_READS)
+
+        async def read(shard: int) -> None:
+            async with room:
+                found[shard] = await self.reader(shard)
+
+        await asyncio.gather(*(read(shard) for shard in wanted if shard not in found))
+        return found
+
+    async def _read_heads(self) -> Mapping[int, int]:
+        """The revision of every shard's head that there is; 0 where there is none."""
+        found: dict[int, int] = {}
+        for first in range(0, self._shards, _HEADS):
+            batch = range(first, min(first + _HEADS, self._shards))
+            heads = [Get(self._keys.space(shard) + HEAD, keys_only=True) for shard in batch]
+            answer = await self._client.transact(Txn([], heads))
+            for shard, pairs in zip(batch, answer.found, strict=True):
+                found[shard] = pairs[0].mod_revision if pairs else 0
+        return found
+
+    async def _read(self, shard: int) -> RunReader:
+        space = self._keys.space(shard)
+        kept = self._kept.get(shard)
+        # Read of etcd's leader, after whoever asks has asked: if it says that nothing was committed since, what we have
+        # is the present.
+        if kept is not None:
+            if await head_revision(self._client, space) == kept.revision:
+                self._kept.move_to_end(shard)
+                return kept.reader
+            if self._clock() < kept.rest_until:
+                self._refuse(shard)
+        began = self._clock()
+        found = await read_space(self._client, space)
+        reader = self._build(shard, found.recovered)
+        now = self._clock()
+        rest = _REST * (now - began) if now - began > _LONG else 0.0
+        self._kept[shard] = _Kept(found.head_revision, reader, _bytes(found.recovered), now + rest)
+        self._kept.move_to_end(shard)
+        self._keep_within()
+        return reader
+
+    def _keep_within(self) -> None:
+        total = sum(kept.bytes for kept in self._kept.values())
+        while total > self._most_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            total -= dropped.bytes
+
+
+def _bytes(recovered: Recovered) -> int:
+    contents = sum(len(each.content) for each in recovered.checkpoints)
+    contents += sum(len(each.content) for each in recovered.records)
+    return contents + sum(len(each.key) + len(each.value or b"") for each in recovered.store_entries)

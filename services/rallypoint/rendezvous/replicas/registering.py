@@ -1,0 +1,98 @@
+"""Getting a replica's name, and giving it up."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdError
+from rallypoint.etcd.session import Session
+from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.registration import Registration
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.settings import SettingError
+
+_log = get_logger(__name__)
+
+# What etcd takes at most to end a lease whose time is over, seconds.
+_ENDING = 5.0
+
+
+class NameTaken(EtcdError):
+    """Another process has registered under our name."""
+
+
+async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration: Registration) -> None:
+    """Return when no other process is registered under a name: that of a dead one goes with its lease.
+
+    Raises:
+        SettingError: Another replica of this name is alive; one line.
+        EtcdError: etcd did not answer, or refused.
+    """
+    snapshot = await client.get(keys.replica(name))
+    if not snapshot.pairs:
+        return
+    there = Registration.decode(snapshot.pairs[0].value)
+    if there is not None and there.instance == registration.instance:
+        return
+    where = there.address if there is not None else "an unknown address"
+    time_to_live = there.lease_ttl if there is not None else 0.0
+    _log.info("waiting for the replica of the same name to be gone", name=name, address=where)
+    while True:
+        term = await client.term()
+        try:
+            async with asyncio.timeout(time_to_live + _ENDING):
+                await _until_deleted(client, keys.replica(name), snapshot.revision)
+            return
+        except TimeoutError:
+            # A leader that was elected meanwhile has given the lease of a dead one its full time anew.
+            if await client.term() == term:
+                raise SettingError(
+                    f"--replica-name: a replica {name!r} is alive already, at {where}: stop that one, or give this one "
+                    "another name"
+                ) from None
+
+
+async def _until_deleted(client: EtcdClient, key: bytes, revision: int) -> None:
+    async with aclosing(client.watch(key, b"", revision + 1)) as watching:
+        async for changes in watching:
+            if any(change.deleted for change in changes):
+                return
+
+
+async def register(
+    client: EtcdClient, session: Session, keys: Keys, name: str, registration: Registration
+) -> None:
+    """Count among the replicas that are alive, for as long as the session's lease.
+
+    Raises:
+        NameTaken: Another process was quicker.
+        EtcdError: etcd did not answer, or refused.
+    """
+    key = keys.replica(name)
+    ours = Put(key, registration.encode(), session.lease)
+    answer = await client.transact(Txn([CreateRevision(key, 0)], [ours], [Get(key)]))
+    while not answer.succeeded:
+        (found,) = answer.found[0] or (None,)
+        there = Registration.decode(found.value) if found is not None else None
+        if found is not None and (there is None or there.instance != registration.instance):
+            raise NameTaken(f"another replica has registered as {name!r}")
+        # Our own: of the session before, or of an attempt at this one whose answer was lost. Or gone by now.
+        condition = ModRevision(key, found.mod_revision) if found is not None else CreateRevision(key, 0)
+        answer = await client.transact(Txn([condition], [ours], [Get(key)]))
+
+
+async def withdraw(client: EtcdClient, keys: Keys, name: str, registration: Registration) -> None:
+    """Count no more among the replicas that are alive.
+
+    Raises:
+        EtcdError: Whether it did is unknown; it goes with the session's lease in any case.
+    """
+    key = keys.replica(name)
+    snapshot = await client.get(key)
+    for pair in snapshot.pairs:
+        there = Registration.decode(pair.value)
+        if there is not None and there.instance == registration.instance:
+            await client.transact(Txn([ModRevision(key, pair.mod_revision)], [Delete(key)]))

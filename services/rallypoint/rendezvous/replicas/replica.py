@@ -1,0 +1,338 @@
+"""One replica: a session with etcd for as long as there is one, and in it its share of the shards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import Compacted, EtcdError, EtcdRefused, Reason
+from rallypoint.etcd.session import Session, boot_time
+from rallypoint.etcd.values import CreateRevision, Delete, Txn
+from rallypoint.etcd.version import check_versions
+from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.journal.etcd_owner import Owner
+from rallypoint.rendezvous.replicas.cluster import Cluster
+from rallypoint.rendezvous.replicas.hosting import Hosting
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.layout import agreed_shards
+from rallypoint.rendezvous.replicas.news import News
+from rallypoint.rendezvous.replicas.ownership import Moves, decide
+from rallypoint.rendezvous.replicas.registering import register, wait_for_name, withdraw
+from rallypoint.rendezvous.replicas.registration import Registration
+from rallypoint.rendezvous.shard import Shard
+from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.settings import SettingError
+
+_log = get_logger(__name__)
+
+# Between two attempts at a session: drawn from 0 to this at most, seconds. An outage of etcd lasts that much longer.
+_LONGEST_BACKOFF = 2.0
+# What a replica that goes away may take to hand its shards over, seconds; what is left then is freed with its lease.
+_DRAIN_WITHIN = 15.0
+
+# What trying again can't mend, and a person can.
+_HOPELESS = frozenset({Reason.PERMISSION_DENIED, Reason.UNAUTHENTICATED, Reason.NOT_ETCD, Reason.INVALID})
+
+ClaimShard = Callable[[Session, int, Callable[[BaseException], None]], Awaitable[Shard]]
+"""Becomes the owner of a shard in a session; see `OpenShard`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What is asked of a set of replicas.
+
+    Attributes:
+        lease_ttl: Seconds after which a replica that died, or that etcd can't hear, has lost its shards. Shorter
+            takes over sooner, and takes a pause of that length for death.
+        shards: How many a new prefix gets; None: the default, or what the prefix has.
+        moves: How fast shards move.
+        keeps_etcd: Whether who reads this replica's log is who looks after the etcd, and is warned of what is off with
+            its members; otherwise that is told at info.
+    """
+
+    lease_ttl: float = 10.0
+    shards: int | None = None
+    moves: Moves = field(default_factory=Moves)
+    keeps_etcd: bool = True
+
+
+Tell = Callable[[bool], Awaitable[None]]
+"""Told whether a replica answers for runs."""
+
+
+async def tell_nobody(ready: bool) -> None:
+    """Nobody wants to know."""
+
+
+class Replica:
+    """Serves its share of the shards of a prefix, for as long as `serve` runs.
+
+    Attributes:
+        keys: Of the prefix.
+        name: Its name; empty before it serves.
+        registration: What it says of itself.
+        shards: How many the prefix has; 0: not known yet.
+        cluster: Who is alive and owns what; None while there is no session.
+        hosting: What is served here; None while there is no session.
+        draining: Whether it is going away.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        claim: ClaimShard,
+        instance: str,
+        *,
+        wanted: Replicas,
+        clock: Callable[[], float],
+        lease_clock: Callable[[], float] = boot_time,
+        pace: Pace | None = None,
+        on_ready: Tell = tell_nobody,
+    ) -> None:
+        """Set up; `serve` makes it work.
+
+        Args:
+            client: Of the etcd; its address names the prefix.
+            claim: How a shard is claimed.
+            instance: Drawn by this process, unlike any other's.
+            wanted: What is asked of all replicas.
+            clock: Monotonic seconds.
+            lease_clock: Seconds that count on while the machine is suspended.
+            pace: How time passes between attempts.
+            on_ready: Told when it has come to answer for runs, and when it has ceased to.
+        """
+        self._client = client
+        self.keys = Keys(client.address.prefix)
+        self.name = ""
+        self.registration = Registration("", instance, 0.0, wanted.lease_ttl)
+        self._claim = claim
+        self._wanted = wanted
+        self._clock = clock
+        self._lease_clock = lease_clock
+        self._pace = pace or Pace()
+        self._on_ready = on_ready
+        self._news = News()
+        self._sessions = 0
+        self._lost_at: float | None = None
+        self._advised: set[str] = set()
+        self.shards = 0
+        self.cluster: Cluster | None = None
+        self.hosting: Hosting | None = None
+        self.draining = False
+
+    @property
+    def me(self) -> Owner:
+        """This replica, as the owner of a shard."""
+        return Owner(self.name, self.registration.address, self.registration.instance)
+
+    def owner_address(self, shard: int) -> str | None:
+        """Where the owner of a shard is reached; None if that is nobody, or this replica, or not known."""
+        if self.cluster is None or (owned := self.cluster.owned.get(shard)) is None:
+            return None
+        # Ours, and somebody asks: it is being claimed or handed over. To name ourselves would send clients in a circle.
+        return None if owned.owner.instance == self.registration.instance else owned.owner.address
+
+    def refuse_if_elsewhere(self, shard: int) -> None:
+        """Raises NotOwner if another replica is known to own a shard."""
+        if (address := self.owner_address(shard)) is not None:
+            raise NotOwner("", address)
+
+    async def serve(self, name: str, address: str, since: float) -> None:
+        """Serve until cancelled or drained: begin anew, with nothing kept, whenever the session is lost.
+
+        Args:
+            name: Of this replica: no two that are alive have one name.
+            address: How clients and the others reach it.
+            since: Unix seconds, for people.
+
+        Raises:
+            SettingError: It can't, and trying again would not help; one line.
+        """
+        self.name = name
+        self.registration = replace(self.registration, address=address, since=since)
+        backoff, said = FIRST_BACKOFF, ""
+        while not self.draining:
+            began, sessions = self._clock(), self._sessions
+            try:
+                await self._one_session()
+            except EtcdError as error:
+                if not self._sessions and isinstance(error, EtcdRefused) and error.reason in _HOPELESS:
+                    raise SettingError(
+                        f"--journal {self._client.address}: etcd refuses us: {error}"
+                    ) from error
+                # Once, not at each attempt: an outage may last. What refuses us is another matter than an outage.
+                # The end of a session was told when it came.
+                if self._sessions == sessions and said != type(error).__name__:
+                    _log.warning("no session with etcd: runs wait until there is one", error=str(error))
+                said = type(error).__name__ if self._sessions == sessions else ""
+            if self._sessions > sessions and self._clock() - began > self._wanted.lease_ttl:
+                backoff = FIRST_BACKOFF
+            await self._pace.sleep(self._pace.draw() * backoff)
+            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+    async def drain(self) -> None:
+        """Go away in good order: no more counted among the live ones, then hand over every shard. Bounded.
+
+        Reads are answered until the end; streams of a shard end when its next owner is known.
+        """
+        self.draining = True
+        await self._on_ready(False)
+        if (hosting := self.hosting) is None:
+            return
+        try:
+            async with asyncio.timeout(_DRAIN_WITHIN):
+                with suppress(EtcdError):  # it goes with the lease in any case
+                    await withdraw(self._client, self.keys, self.name, self.registration)
+                hosting.draining = True
+                self._news.tell()
+                await self._news.until(lambda: hosting.empty or self.hosting is not hosting)
+        except TimeoutError:
+            _log.warning("not every shard was handed over in time", within=_DRAIN_WITHIN)
+        hosting.tell()
+
+    async def _one_session(self) -> None:
+        """From a new lease to its end.
+
+        Raises:
+            EtcdError: There is none, or it was lost.
+            SettingError: Nothing that trying again could mend.
+        """
+        if not self._sessions:
+            await self._look_at_etcd()
+        if not self.draining:
+            # Before there is a lease to keep: it takes the time of another one.
+            await wait_for_name(self._client, self.keys, self.name, self.registration)
+        session = await Session.open(
+            self._client, self._wanted.lease_ttl, clock=self._lease_clock, pace=self._pace
+        )
+        try:
+            shards = await agreed_shards(self._client, self.keys, self._wanted.shards)
+            if not self.draining:
+                await register(self._client, session, self.keys, self.name, self.registration)
+            cluster = Cluster(self.keys, shards)
+            snapshot = await self._client.get(*self.keys.watched)
+            cluster.read(snapshot.pairs, self._clock())
+            await self._stand(session, cluster, snapshot.revision)
+        finally:
+            await session.close()
+
+    async def _look_at_etcd(self) -> None:
+        """Say what an operator should know of etcd's members."""
+        try:
+            for advice in await check_versions(self._client):
+                if advice not in self._advised:
+                    self._advised.add(advice)
+                    say = _log.warning if self._wanted.keeps_etcd else _log.info
+                    say("etcd", advice=advice)
+        except EtcdRefused as error:
+            if error.reason is not Reason.PERMISSION_DENIED:  # nobody needs the right to ask this
+                raise
+
+    async def _stand(self, session: Session, cluster: Cluster, revision: int) -> None:
+        async def claim(shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
+            return await self._claim(session, shard, on_failure)
+
+        hosting = Hosting(
+            cluster,
+            self.me,
+            open_shard=claim,
+            release=self._release,
+            news=self._news,
+            moves=self._wanted.moves,
+            clock=self._clock,
+        )
+        hosting.draining = self.draining
+        self.shards, self.cluster, self.hosting = cluster.shards, cluster, hosting
+        self._sessions += 1
+        if not self.draining:
+            await self._on_ready(True)
+        again = {} if self._lost_at is None else {"away": round(self._clock() - self._lost_at, 3)}
+        _log.info("session with etcd", lease=f"{session.lease:x}", replicas=sorted(cluster.live), **again)
+        parts = [
+            asyncio.create_task(session.lost()),
+            asyncio.create_task(self._follow(session, cluster, revision)),
+            asyncio.create_task(self._act(hosting)),
+        ]
+        lost = False
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            lost = True
+        finally:
+            # All of this at once, before anything that takes time: the shards may be another's by now.
+            dropped = [shard.engine.run_count for shard in hosting.serving.values()]
+            hosting.halt()
+            self.cluster = self.hosting = None
+            if lost:
+                self._lost_at = self._clock()
+                error = _why_over(session, parts)
+                _log.warning(
+                    "session with etcd lost, all shards dropped",
+                    shards=len(dropped),
+                    runs=sum(dropped),
+                    error=error,
+                )
+            await self._on_ready(False)
+            await _end(parts)
+            await hosting.ended()
+        for part in parts:
+            if not part.cancelled():
+                part.result()  # raises what ended the watch, or a decision that failed
+        session.check()
+
+    async def _follow(self, session: Session, cluster: Cluster, revision: int) -> None:
+        """Keep the cluster up to date, and ourselves in it."""
+        while True:
+            try:
+                async with aclosing(self._client.watch(*self.keys.watched, revision + 1)) as watching:
+                    async for changes in watching:
+                        cluster.apply(changes, self._clock())
+                        await self._heard(session, cluster)
+            except Compacted:
+                snapshot = await self._client.get(*self.keys.watched)
+                revision = snapshot.revision
+                cluster.read(snapshot.pairs, self._clock())
+                await self._heard(session, cluster)
+
+    async def _heard(self, session: Session, cluster: Cluster) -> None:
+        if self.hosting is not None:
+            self.hosting.heard()
+        self._news.tell()
+        if not self.draining and self.name not in cluster.live:
+            _log.warning("this replica's registration was deleted; registering anew")
+            await register(self._client, session, self.keys, self.name, self.registration)
+
+    async def _act(self, hosting: Hosting) -> None:
+        while True:
+            seen = self._news.count
+            now = self._clock()
+            decision = decide(hosting.standing(), now, self._wanted.moves)
+            for action in decision.actions:
+                hosting.begin(action)
+            look = decision.look_again
+            await self._news.since(seen, None if look is None else max(0.0, look - now))
+
+    async def _release(self, shard: int, fence: int) -> None:
+        key = self.keys.owner(shard)
+        await self._client.transact(Txn([CreateRevision(key, fence)], [Delete(key)]))
+
+
+def _why_over(session: Session, parts: Sequence[asyncio.Task[None]]) -> str:
+    """Why a session is over, for people."""
+    for part in parts:
+        if part.done() and not part.cancelled() and (error := part.exception()) is not None:
+            return str(error)
+    try:
+        session.check()
+    except EtcdError as error:
+        return str(error)
+    return "it ended"
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

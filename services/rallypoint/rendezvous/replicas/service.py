@@ -1,0 +1,163 @@
+"""A replica put together: etcd, journals, shards, and what a server serves of them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.session import Session
+from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.fenced_state.core import StateLimits
+from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
+from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, Place
+from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.read_only import ReadOnlyRuns
+from rallypoint.rendezvous.reader import RunReader
+from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
+from rallypoint.rendezvous.replicas.home import ReplicatedHome
+from rallypoint.rendezvous.replicas.listing import list_replicas
+from rallypoint.rendezvous.replicas.replica import Replica, Replicas, Tell, tell_nobody
+from rallypoint.rendezvous.service import registrations
+from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
+from rallypoint.rendezvous.shares import Totals
+from rallypoint.rendezvous.store.limits import StoreLimits, on_etcd
+from rallypoint.serving.attempts import Pace
+from rallypoint.serving.server import Registration
+
+_INSTANCE_BYTES = 8
+
+
+class ReplicatedServices:
+    """What a server serves of a replica, and the replica behind it.
+
+    Attributes:
+        registrations: For the server.
+        home: Where runs are.
+        replica: Once begun, it serves its share of the shards.
+    """
+
+    def __init__(self, registered: list[Registration], home: ReplicatedHome, replica: Replica) -> None:
+        """See `replicated_services`."""
+        self.registrations = registered
+        self.home = home
+        self.replica = replica
+        self._serving: asyncio.Task[None] | None = None
+
+    def begin(self, name: str, address: str, on_failure: Callable[[BaseException], None]) -> None:
+        """Begin to serve, once it is known where.
+
+        Args:
+            name: Of this replica.
+            address: How clients and the other replicas reach it.
+            on_failure: Called if it can't, and trying again would not help, with a SettingError.
+        """
+        self._serving = asyncio.create_task(self.replica.serve(name, address, time.time()))
+        self._serving.add_done_callback(partial(_report, on_failure))
+
+    async def drain(self) -> None:
+        """Hand all shards over, and be counted no more. Bounded; to be called before the server drains."""
+        await self.replica.drain()
+
+    async def end(self) -> None:
+        """Give up what is left."""
+        if self._serving is not None:
+            self._serving.cancel()
+            with suppress(asyncio.CancelledError, Exception):  # a failure was reported when it happened
+                await self._serving
+
+
+def _report(on_failure: Callable[[BaseException], None], serving: asyncio.Task[None]) -> None:
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        on_failure(error)
+
+
+@asynccontextmanager
+async def replicated_services(
+    address: EtcdAddress,
+    wanted: Replicas,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    draw: Callable[[int], bytes] = secrets.token_bytes,
+    pace: Pace | None = None,
+    limits: RendezvousLimits | None = None,
+    store_limits: StoreLimits | None = None,
+    state_limits: StateLimits | None = None,
+    state_ttl: float = DEFAULT_TTL,
+    on_ready: Tell = tell_nobody,
+    connect: Callable[..., EtcdClient] = EtcdClient,
+) -> AsyncIterator[ReplicatedServices]:
+    """One replica of the rendezvous service, for as long as the context lasts.
+
+    Args:
+        address: Of the etcd, and of the prefix that the replicas share.
+        wanted: What is asked of all replicas.
+        clock: Monotonic seconds.
+        wall_clock: Unix seconds.
+        draw: So many random bytes.
+        pace: How time passes between attempts.
+        limits: What this replica, and each run, may use.
+        store_limits: What the store of each run may use.
+        state_limits: What fenced states may use.
+        state_ttl: How long a fenced state is kept that nobody reads, sets or watches, seconds.
+        on_ready: Told when it has come to answer for runs, and when it has ceased to.
+        connect: Makes the client of the etcd, of `address` and `pace`.
+
+    Raises:
+        TLSFileError: A TLS file of the etcd's URL is missing or unusable.
+    """
+    totals = Totals()
+    pace = pace or Pace()
+    async with connect(address, pace=pace) as client:
+        pool = CommitPool(client)
+
+        async def claim(session: Session, shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
+            place = Place(replica.keys.owner(shard), replica.keys.space(shard))
+            return await open_shard(
+                EtcdJournal(client, session, place, replica.me, pool=pool, pace=pace, draw=draw),
+                clock=clock,
+                wall_clock=wall_clock,
+                draw=draw,
+                limits=limits,
+                store_limits=on_etcd(store_limits or StoreLimits()),
+                state_limits=state_limits,
+                state_ttl=state_ttl,
+                totals=totals,
+                guard=session.check,
+                least_lease=LEAST_TERM_AFTER_TAKEOVER,
+                on_failure=on_failure,
+            )
+
+        def read(shard: int, recovered: Recovered) -> RunReader:
+            return ReadOnlyRuns(
+                recovered,
+                not_owner=partial(_not_here, replica, shard),
+                clock=clock,
+                wall_clock=wall_clock,
+                limits=limits,
+            )
+
+        instance = draw(_INSTANCE_BYTES).hex()
+        replica = Replica(client, claim, instance, wanted=wanted, clock=clock, pace=pace, on_ready=on_ready)
+        home = ReplicatedHome(
+            replica, Elsewhere(client, replica.keys, read, refuse=replica.refuse_if_elsewhere, clock=clock)
+        )
+        services = ReplicatedServices(
+            registrations(home, limits, partial(list_replicas, replica)), home, replica
+        )
+        try:
+            yield services
+        finally:
+            await services.end()
+
+
+def _not_here(replica: Replica, shard: int, run_id: str) -> NotOwner:
+    """The refusal of what can't be had of a shard by reading it."""
+    return NotOwner(run_id, replica.owner_address(shard))

@@ -1,0 +1,258 @@
+"""A shard: some runs with their store and fenced states, over one journal. What a process owns, or does not."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.errors import NotOwner, Refusal
+from rallypoint.rendezvous.fenced_state.core import SPACE, StateLimits
+from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL, FencedStateService
+from rallypoint.rendezvous.guard import checked_by
+from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.reader import RunsReader
+from rallypoint.rendezvous.shares import Totals
+from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.tracked_journal import TrackedJournal
+from rallypoint.serving.lag import LagSettings
+from rallypoint.serving.logs import get_logger
+
+_log = get_logger(__name__)
+
+# What is cancelled ends in a few turns of the event loop; whatever does not, is left behind. Seconds.
+_CANCELLING = 5.0
+
+LEAST_TERM_AFTER_TAKEOVER = 20.0
+"""Seconds that a lease lives at least once another replica has taken its run over, however short its term. A node whose
+owner was paused, or cut off, learns of it only by gRPC's keep-alive, 10 + 5 s, and then looks for the new owner."""
+
+
+class Shard:
+    """Some runs with all that belongs to them; a RunReader of them. `open_shard` makes one, and it works from then on.
+
+    It ends in one of two ways. In good order: `retire`, and once it is known where its runs are now, `end_streams`.
+    Or because it was lost: `halt` or `drop`. Nothing of it is used again.
+
+    Attributes:
+        engine: The runs.
+        store: Their keys and values.
+        states: Their fenced states.
+    """
+
+    def __init__(
+        self,
+        journal: TrackedJournal,
+        engine: RendezvousEngine,
+        store: StoreService,
+        states: FencedStateService,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Put together what `open_shard` has made, and begin to work."""
+        self.engine = engine
+        self.store = store
+        self.states = states
+        self._journal = journal
+        self._on_failure = on_failure
+        self._failed = False
+        self._retiring: asyncio.Task[None] | None = None
+        self._halted = False
+        self._serving = [asyncio.create_task(self._serve(each)) for each in (engine.serve, states.serve)]
+
+    @property
+    def runs(self) -> RunsReader:
+        """The runs, to be read."""
+        return self.engine
+
+    async def settled(self) -> None:
+        """Return when what is on its way to the journal is durable, and is what reads answer with, or has failed.
+
+        To be waited for before each read where others can read the journal (see `TrackedJournal`).
+        """
+        await self._journal.settled()
+
+    async def _serve(self, serve: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await serve()
+        except Exception as error:
+            self.fail(error)  # in the same step of the event loop: nobody else tells anything in between
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the journal broke; whoever is responsible is told once."""
+        if isinstance(error, OwnershipLost):
+            # Another process may be telling by now what we know nothing of: not a word more, not even this once.
+            self.halt(NotOwner)
+        if not self._failed:
+            self._failed = True
+            self._on_failure(error)
+
+    async def retire(self, refusal: Refusal) -> None:
+        """Hand the runs over in good order: what is under way is finished and answered, and the journal is closed.
+
+        Requests that wait, or come, are refused. Nobody loses a lease any more, and streams stay open, so that they
+        can be told where to go: see `end_streams`. Takes as long as the journal takes for one commit and its closing.
+        A second call waits for the first; `halt` ends both.
+
+        Raises:
+            JournalError: The journal could not be closed in good order.
+        """
+        if self._halted:
+            return
+        if self._retiring is None:
+            self.engine.retire(refusal)
+            self.store.retire(refusal)
+            self.states.retire(refusal)
+            self._retiring = asyncio.create_task(self._retire())
+        # Not cancelled with its caller: a journal that is half closed is of use to nobody.
+        await asyncio.wait([self._retiring])
+        if not self._retiring.cancelled():
+            self._retiring.result()
+
+    async def _retire(self) -> None:
+        await asyncio.wait([*self._serving, *self.store.committing()])
+        self._release()
+        await self._journal.close()
+
+    def end_streams(self, refusal: Refusal) -> None:
+        """End all streams with a refusal each, after what waits to be told to them."""
+        self.engine.end_streams(refusal)
+        self.states.end_streams(refusal)
+
+    def halt(self, refusal: Refusal) -> None:
+        """End everything at once, for the runs are another's: nothing is told any more, and nothing written.
+
+        Streams are ended with a refusal each, and what was to be told to them is thrown away. Requests that were not
+        begun are refused; those that were are told that their outcome is unknown (`errors.of_unknown_outcome`).
+        The journal is left as it is: to close it would be to write. Never raises. A second call changes nothing.
+        """
+        if self._halted:
+            return
+        self._halted = True
+        self.engine.halt(refusal)
+        self.store.halt(refusal)
+        self.states.halt(refusal)
+        for task in self._ending():
+            task.cancel()
+        self._release()
+
+    async def drop(self, refusal: Refusal) -> None:
+        """Halt, and return when nothing of the shard runs any more. Never raises."""
+        ending = self._ending()
+        self.halt(refusal)
+        if ending:
+            _, left = await asyncio.wait(ending, timeout=_CANCELLING)
+            if left:
+                _log.error("a shard does not end; leaving it", tasks=len(left))
+
+    def _ending(self) -> list[asyncio.Task[None]]:
+        retiring = [] if self._retiring is None else [self._retiring]
+        return [*self._serving, *self.store.committing(), *retiring]
+
+    def _release(self) -> None:
+        """What it counted in the limits of the process is free for others."""
+        self.engine.release()
+        self.states.release()
+
+
+async def open_shard(
+    journal: Journal,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    draw: Callable[[int], bytes] = secrets.token_bytes,
+    limits: RendezvousLimits | None = None,
+    store_limits: StoreLimits | None = None,
+    state_limits: StateLimits | None = None,
+    state_ttl: float = DEFAULT_TTL,
+    totals: Totals | None = None,
+    guard: Callable[[], None] | None = None,
+    least_lease: float = LEAST_TERM_AFTER_RESTART,
+    lag: LagSettings | None = None,
+    on_failure: Callable[[BaseException], None] = lambda error: None,
+) -> Shard:
+    """Open a journal, recover what it holds, and begin to work on it.
+
+    Args:
+        journal: Not opened yet. The shard closes it when it is retired.
+        clock: Monotonic seconds.
+        wall_clock: Unix seconds.
+        draw: So many random bytes.
+        limits: What the service, and each run, may use.
+        store_limits: What the store of each run may use.
+        state_limits: What fenced states may use.
+        state_ttl: How long a fenced state is kept that nobody reads, sets or watches, seconds.
+        totals: What all shards of the process count in, so that the limits hold for all of them together; None:
+            there is no other.
+        guard: Called before anything is told that no append has just vouched for. If it raises, whatever it raises,
+            that is not told, and whoever asked is refused with NotOwner. None: nobody else can ever own the runs.
+        least_lease: How long leases that the journal holds live at least, seconds.
+        lag: How pauses of this process are noticed and forgiven.
+        on_failure: Called once, if the journal breaks: nothing can be changed any more. If it broke because
+            ownership was lost, the shard has halted by itself.
+
+    Raises:
+        JournalError: The journal can't be opened, or not be read by this version. It is closed again.
+    """
+    journal = tracked = TrackedJournal(journal)
+    recovered = await journal.open()
+    shards: list[Shard] = []
+
+    def forget_ended_round(run_id: str, next_round: int) -> None:
+        store.forget_rounds_before(run_id, next_round)
+
+    def forget_run(run_id: str) -> None:
+        store.forget_run(run_id)
+        states.forget_run(run_id)
+
+    def fail(error: BaseException) -> None:
+        for shard in shards:
+            shard.fail(error)
+
+    check_owned = checked_by(guard)
+    engine = RendezvousEngine(
+        journal,
+        clock=clock,
+        wall_clock=wall_clock,
+        on_round_end=forget_ended_round,
+        on_expiry=forget_run,
+        limits=limits,
+        totals=totals,
+        check_owned=check_owned,
+        lag=lag,
+    )
+    try:
+        engine.recover(recovered, least_lease)
+        states = FencedStateService(
+            journal,
+            [entry for entry in recovered.store_entries if entry.round == SPACE],
+            clock=clock,
+            draw=draw,
+            check_lease=engine.check_lease,
+            check_owned=check_owned,
+            settled=engine.settled,
+            limits=state_limits,
+            totals=totals,
+            ttl=state_ttl,
+        )
+        # Last: it begins to delete at once what a store that was killed left behind.
+        store = StoreService(
+            journal,
+            engine.writable_round,
+            [entry for entry in recovered.store_entries if entry.round != SPACE],
+            limits=store_limits,
+            on_journal_failure=fail,
+            check_lease=engine.check_lease,
+            check_owned=check_owned,
+            settled=engine.settled,
+        )
+    except BaseException:
+        engine.release()
+        await journal.close()
+        raise
+    shards.append(Shard(tracked, engine, store, states, on_failure))
+    return shards[0]

@@ -1,0 +1,178 @@
+"""Replicas on real sockets over a real etcd, all in the process of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc.aio
+import pytest
+
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.replicas.ownership import Moves
+from rallypoint.rendezvous.replicas.placement import by_preference, shard_of
+from rallypoint.rendezvous.replicas.replica import Replicas
+from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
+from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.serving.server import Server, ServerOptions
+
+_T = TypeVar("_T")
+
+PATIENCE = 40.0
+"""Seconds that a test waits for what should take few, before it gives up."""
+
+SHARDS = 8
+TTL = 6.0
+QUICK = Moves(settle=0.3, turn=1.0)
+
+
+@dataclass
+class Served:
+    """One replica."""
+
+    name: str
+    services: ReplicatedServices
+    server: Server
+    channel: grpc.aio.Channel
+    failures: list[BaseException] = field(default_factory=list)
+    readiness: list[bool] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self.server.address
+
+    @property
+    def serving(self) -> set[int]:
+        """The shards that it serves."""
+        hosting = self.services.replica.hosting
+        return set(hosting.serving) if hosting is not None else set()
+
+    @property
+    def known_owners(self) -> dict[int, str]:
+        """Who owns what, as far as it knows."""
+        cluster = self.services.replica.cluster
+        return {shard: owned.owner.replica for shard, owned in cluster.owned.items()} if cluster else {}
+
+    @property
+    def rendezvous(self) -> pb_grpc.RendezvousServiceAsyncStub:
+        """A stub that follows nobody."""
+        stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(self.channel)
+        return stub
+
+    @property
+    def states(self) -> state_grpc.StateServiceAsyncStub:
+        """The same, of the fenced states."""
+        stub: state_grpc.StateServiceAsyncStub = state_grpc.StateServiceStub(self.channel)
+        return stub
+
+    async def set_state(
+        self, run_id: str, state: bytes, token: bytes | None = None
+    ) -> state_pb.SetStateResponse:
+        """Set a fenced state here."""
+        request = state_pb.SetStateRequest(run_id=run_id, state=state)
+        if token is not None:
+            request.token = token
+        return await self.states.SetState(request, timeout=PATIENCE)
+
+    async def get_state(self, run_id: str) -> state_pb.FencedState:
+        """What it says that a state is."""
+        return (await self.states.GetState(state_pb.GetStateRequest(run_id=run_id), timeout=PATIENCE)).current
+
+    async def listed(self, run_id: str = "") -> pb.ListReplicasResponse:
+        """What it says of all of them."""
+        return await self.rendezvous.ListReplicas(pb.ListReplicasRequest(run_id=run_id), timeout=PATIENCE)
+
+
+@asynccontextmanager
+async def served(
+    address: EtcdAddress,
+    name: str,
+    *,
+    ttl: float = TTL,
+    shards: int | None = SHARDS,
+    moves: Moves = QUICK,
+    keeps_etcd: bool = True,
+) -> AsyncIterator[Served]:
+    """A replica that has begun to serve; at the end it is gone, without having handed anything over."""
+    async with AsyncExitStack() as stack:
+        readiness: list[bool] = []
+
+        async def on_ready(ready: bool) -> None:
+            readiness.append(ready)
+
+        services = await stack.enter_async_context(
+            replicated_services(
+                address,
+                Replicas(lease_ttl=ttl, shards=shards, moves=moves, keeps_etcd=keeps_etcd),
+                on_ready=on_ready,
+            )
+        )
+        server = Server(
+            ServerOptions(host="127.0.0.1"), services=services.registrations, translate=translate, ready=False
+        )
+        await server.start()
+        stack.push_async_callback(server.stop)
+        channel = open_channel(server.address)
+        stack.push_async_callback(channel.close)
+        replica = Served(name, services, server, channel, readiness=readiness)
+        services.begin(name, server.address, replica.failures.append)
+        yield replica
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < PATIENCE, f"waited {PATIENCE:g} s in vain for: {what}"
+        await asyncio.sleep(0.01)
+
+
+async def shared_out(*replicas: Served, shards: int = SHARDS) -> None:
+    """Wait until every shard is served by the replica that is preferred, and all of them know it."""
+    names = [replica.name for replica in replicas]
+    owners = {shard: by_preference(shard, names)[0] for shard in range(shards)}
+
+    def settled() -> bool:
+        return all(replica.known_owners == owners for replica in replicas) and all(
+            replica.serving == {shard for shard, owner in owners.items() if owner == replica.name}
+            for replica in replicas
+        )
+
+    await until(settled, f"{names} to have shared {shards} shards out")
+
+
+def run_in(shard: int, shards: int = SHARDS) -> str:
+    """The name of a run that is in a shard."""
+    return next(name for number in range(9999) if shard_of(name := f"run-{number}", shards) == shard)
+
+
+async def insisting(call: Callable[[], Awaitable[_T]]) -> _T:
+    """Call again while a shard is on its way from one owner to the next."""
+    began = time.monotonic()
+    while True:
+        try:
+            return await call()
+        except grpc.aio.AioRpcError as refused:
+            error = decode(refused)
+            moving = error.reason in ("NOT_OWNER", "OWNERSHIP_LOST", "JOURNAL_BROKEN", "JOURNAL_FAILED")
+            if not moving or time.monotonic() - began > PATIENCE:
+                raise
+        await asyncio.sleep(error.retry_after or 0.02)
+
+
+async def refusal(call: grpc.aio.UnaryUnaryCall[object, object] | object) -> ServiceError:
+    """With what a call is refused; fails if it isn't."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call  # type: ignore[misc]
+    return decode(refused.value)

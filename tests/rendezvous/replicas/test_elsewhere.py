@@ -1,0 +1,165 @@
+"""Shards that are read from etcd: always the present, and never read again without need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from etcd_server import NEEDS_ETCD
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.session import Session
+from rallypoint.rendezvous.errors import EtcdAway, NotOwner
+from rallypoint.rendezvous.journal.etcd import EtcdJournal, Owner, Place
+from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.store.ports import StoreChange
+
+pytestmark = NEEDS_ETCD
+
+
+class Readers:
+    """What reads a prefix, and how often it read whole shards."""
+
+    def __init__(self, client: EtcdClient, prefix: str, most_bytes: int = 1 << 20) -> None:
+        self.now = 0.0
+        self.reading_takes = 0.0
+        self.owner: str | None = None
+        self.built: list[int] = []
+        self.elsewhere = Elsewhere(
+            client,
+            Keys(prefix),
+            self._build,
+            refuse=self._refuse,
+            clock=lambda: self.now,
+            most_bytes=most_bytes,
+        )
+
+    def _build(self, shard: int, recovered: Recovered) -> Any:  # stands for its own reader
+        self.built.append(shard)
+        self.now += self.reading_takes
+        return recovered
+
+    def _refuse(self, shard: int) -> None:
+        if self.owner is not None:
+            raise NotOwner("", self.owner)
+
+    async def values(self, shard: int) -> list[bytes | None]:
+        """The values that a shard has."""
+        recovered = await self.elsewhere.reader(shard)
+        return [each.value for each in recovered.store_entries]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def readers(client: EtcdClient, address: EtcdAddress) -> Readers:
+    """Of a new prefix."""
+    return Readers(client, address.prefix)
+
+
+@pytest.fixture
+async def journals(client: EtcdClient, address: EtcdAddress) -> AsyncIterator[list[EtcdJournal]]:
+    """The journals of three shards, which somebody owns."""
+    session = await Session.open(client, 60.0)
+    keys = Keys(address.prefix)
+    opened = []
+    for shard in range(3):
+        journal = EtcdJournal(
+            client, session, Place(keys.owner(shard), keys.space(shard)), Owner("o", "o:1", "1")
+        )
+        await journal.open()
+        opened.append(journal)
+    yield opened
+    for journal in opened:
+        await journal.close()
+    await session.close()
+
+
+def _entry(value: bytes) -> StoreChange:
+    return StoreChange("run", 0, "key", value)
+
+
+async def test_what_was_acknowledged_is_read_and_what_did_not_change_is_not_read_again(
+    readers: Readers, journals: list[EtcdJournal]
+) -> None:
+    """One small request says whether what is kept is the present."""
+    for number in range(3):
+        await journals[0].append([_entry(b"%d" % number)])
+        for _ in range(3):
+            assert await readers.values(0) == [b"%d" % number]
+    assert readers.built == [0, 0, 0]
+
+
+async def test_a_shard_that_nobody_ever_wrote_is_empty(readers: Readers) -> None:
+    """And not read again either."""
+    assert [await readers.values(7) for _ in range(3)] == [[]] * 3
+    assert readers.built == [7]
+
+
+async def test_all_shards_are_looked_at_at_once_and_only_those_that_changed_are_read(
+    readers: Readers, journals: list[EtcdJournal]
+) -> None:
+    """Listing runs costs one request where nothing happened since."""
+    assert sorted(await readers.elsewhere.readers(range(3), 3)) == [0, 1, 2]
+    await journals[1].append([_entry(b"new")])
+    readers.built.clear()
+    found = await readers.elsewhere.readers(range(3), 3)
+    assert [each.value for each in found[1].store_entries] == [b"new"]  # type: ignore[attr-defined]
+    assert readers.built == [1]
+
+
+async def test_many_who_ask_at_once_cost_two_reads_at_most(
+    readers: Readers, journals: list[EtcdJournal]
+) -> None:
+    """One that is under way, and one for all who came meanwhile."""
+    await journals[0].append([_entry(b"x")])
+    answers = await asyncio.gather(*(readers.values(0) for _ in range(50)))
+    assert answers == [[b"x"]] * 50
+    assert len(readers.built) <= 2
+
+
+async def test_what_is_kept_is_bounded(
+    client: EtcdClient, address: EtcdAddress, journals: list[EtcdJournal]
+) -> None:
+    """Those read last stay; one always does."""
+    readers = Readers(client, address.prefix, most_bytes=1_000)
+    for journal in journals:
+        await journal.append([_entry(bytes(600))])
+    for shard in (0, 1, 1, 2, 2, 1):
+        await readers.values(shard)
+    assert readers.built == [0, 1, 2, 1]
+
+
+async def test_a_shard_that_takes_long_and_changes_is_left_to_its_owner(
+    readers: Readers, journals: list[EtcdJournal]
+) -> None:
+    """Reading it for everybody who asks would leave no time for anything else; unchanged, it is answered here."""
+    readers.reading_takes, readers.owner = 1.0, "owner:1"
+    await journals[0].append([_entry(b"1")])
+    assert await readers.values(0) == [b"1"]
+    assert await readers.values(0) == [b"1"]
+    await journals[0].append([_entry(b"2")])
+    with pytest.raises(NotOwner) as refused:
+        await readers.values(0)
+    assert refused.value.owner == "owner:1"
+    readers.owner = None  # nobody else could answer
+    assert await readers.values(0) == [b"2"]
+    readers.owner = "owner:1"
+    await journals[0].append([_entry(b"3")])
+    readers.now += 20.0
+    assert await readers.values(0) == [b"3"]
+
+
+async def test_without_etcd_nothing_is_told(address: EtcdAddress) -> None:
+    """Not even what was read a moment ago: it may be old by now."""
+    async with EtcdClient(address, request_timeout=3.0) as client:
+        readers = Readers(client, address.prefix)
+        assert await readers.values(0) == []
+        await client.close()
+        with pytest.raises(EtcdAway):
+            await readers.values(0)
+        with pytest.raises(EtcdAway):
+            await readers.elsewhere.readers(range(3), 3)

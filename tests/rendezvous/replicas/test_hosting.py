@@ -1,0 +1,93 @@
+"""The shards of one session: what is begun goes by what holds then, not by what held when it was decided."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from rallypoint.etcd.values import KeyValue
+from rallypoint.rendezvous.journal.etcd import Owner
+from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.replicas.cluster import Cluster
+from rallypoint.rendezvous.replicas.hosting import Hosting
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.news import News
+from rallypoint.rendezvous.replicas.ownership import Claim, Moves, Release, Why
+from rallypoint.rendezvous.shard import Shard, open_shard
+
+_KEYS = Keys("/test")
+_ME = Owner("replica-0", "10.0.0.1:29400", "mine")
+_OTHER = Owner("replica-1", "10.0.0.2:29400", "another's")
+_SHARD = 3
+
+
+def _owned_by(owner: Owner, revision: int) -> KeyValue:
+    return KeyValue(_KEYS.owner(_SHARD), owner.encode("id"), revision, revision, 1, 7)
+
+
+async def _never(shard: int, on_failure: Callable[[BaseException], None], /) -> Shard:
+    raise AssertionError("nothing is claimed here")
+
+
+async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() -> None:
+    """Each claim reads the whole shard: the pauses grow, up to half a minute, until it has held for as long."""
+    now = 0.0
+    broken: list[Callable[[BaseException], None]] = []
+
+    async def claim(shard: int, on_failure: Callable[[BaseException], None], /) -> Shard:
+        broken.append(on_failure)
+        return await open_shard(MemoryJournal(), on_failure=on_failure)
+
+    async def release(shard: int, fence: int, /) -> None:
+        raise AssertionError("no key is seen here")
+
+    news = News()
+    hosting = Hosting(
+        Cluster(_KEYS, 8),
+        _ME,
+        open_shard=claim,
+        release=release,
+        news=news,
+        moves=Moves(),
+        clock=lambda: now,
+    )
+
+    async def pause_after_breaking() -> float:
+        hosting.begin(Claim(_SHARD, Why.PREFERRED))
+        assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
+        broken.pop()(JournalError("etcd refuses"))
+        assert await news.until(lambda: hosting.empty, 30.0)
+        return hosting.standing().not_before[_SHARD] - now
+
+    pauses = []
+    for _ in range(7):
+        pauses.append(await pause_after_breaking())
+        now += pauses[-1]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    now += 31
+    assert await pause_after_breaking() == 1
+
+
+@pytest.mark.parametrize("then", [[], [_owned_by(_OTHER, 9)]], ids=["gone", "another's"])
+async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
+    then: list[KeyValue], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the decision to delete an owner key of ours and the deletion it went: with its lease, or to another."""
+    released: list[int] = []
+
+    async def release(shard: int, fence: int, /) -> None:
+        released.append(fence)
+
+    cluster, news = Cluster(_KEYS, 8), News()
+    cluster.read([_owned_by(_ME, 5)], 0.0)
+    hosting = Hosting(
+        cluster, _ME, open_shard=_never, release=release, news=news, moves=Moves(), clock=lambda: 0.0
+    )
+    hosting.begin(Release(_SHARD))
+    cluster.read(then, 1.0)
+    assert await news.until(lambda: hosting.empty, 30.0)
+    assert released == []
+    assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []

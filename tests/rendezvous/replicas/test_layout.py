@@ -1,0 +1,61 @@
+"""The layout of a prefix: agreed once, and kept by everybody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import Put, Txn
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.layout import DEFAULT_SHARDS, agreed_shards
+from rallypoint.serving.settings import SettingError
+
+
+@pytest.fixture
+def keys(address: EtcdAddress) -> Keys:
+    """Of a new prefix."""
+    return Keys(address.prefix)
+
+
+async def test_whoever_comes_first_decides_how_many_shards_there_are(client: EtcdClient, keys: Keys) -> None:
+    """Those who name no number take what there is; so does who names the same."""
+    assert await agreed_shards(client, keys, 16) == 16
+    assert await agreed_shards(client, keys, None) == 16
+    assert await agreed_shards(client, keys, 16) == 16
+
+
+async def test_all_who_come_at_once_agree(client: EtcdClient, keys: Keys) -> None:
+    """However many begin on a new prefix at the same time, one layout comes of it."""
+    answers = await asyncio.gather(*(agreed_shards(client, keys, None) for _ in range(20)))
+    assert set(answers) == {DEFAULT_SHARDS}
+
+
+async def test_another_number_of_shards_is_refused(client: EtcdClient, keys: Keys) -> None:
+    """Runs would be looked for where they are not."""
+    await agreed_shards(client, keys, 16)
+    with pytest.raises(SettingError, match=r"has 16 shards, and --journal asks for 32: leave `shards` out"):
+        await agreed_shards(client, keys, 32)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"version": 2, "shards": 64}', "of version 2, and this replica knows 1: start a newer one"),
+        (b'{"version": 1, "shards": 0}', "says 0 shards, expected 1 to 4096"),
+        (b'{"version": 1}', "no layout of ours"),
+        (b"hello", "no layout of ours"),
+        (b"\xff", "no layout of ours"),
+    ],
+)
+async def test_what_is_not_understood_is_refused(
+    client: EtcdClient, keys: Keys, content: bytes, told: str
+) -> None:
+    """And never written over: it may be another program's, or a newer version's."""
+    await client.transact(Txn([], [Put(keys.layout, content)]))
+    with pytest.raises(SettingError, match=told) as refused:
+        await agreed_shards(client, keys, None)
+    assert "\n" not in str(refused.value)
+    assert (await client.get(keys.layout)).pairs[0].value == content

@@ -1,0 +1,43 @@
+"""Where runs and shards belong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rallypoint.rendezvous.replicas.placement import by_preference, shard_of
+
+NAMES = ["a-29400", "b-29400", "c-29400"]
+
+
+@pytest.mark.parametrize(
+    ("run_id", "shards", "shard"),
+    [("job", 64, 36), ("job", 1, 0), ("", 64, 52), ("größe/1", 64, 21), ("job", 4096, 3876)],
+)
+def test_the_shard_of_a_run_is_the_same_for_ever(run_id: str, shards: int, shard: int) -> None:
+    """What another version wrote is looked for where it put it: these numbers never change."""
+    assert shard_of(run_id, shards) == shard
+
+
+def test_the_preferences_of_a_shard_are_the_same_for_everybody() -> None:
+    """All replicas agree without a word, whatever order they learnt of one another in; so must all versions."""
+    assert [by_preference(shard, NAMES)[0][0] for shard in range(16)] == list("cbcaacccbcacbbbc")
+    assert all(by_preference(shard, NAMES) == by_preference(shard, NAMES[::-1]) for shard in range(64))
+
+
+def test_a_replica_that_goes_moves_its_own_shards_only() -> None:
+    """Every other shard keeps its owner, and those that move go to the next in their order."""
+    for shard in range(256):
+        before = by_preference(shard, NAMES)
+        after = by_preference(shard, NAMES[1:])
+        assert after == [name for name in before if name != NAMES[0]]
+
+
+def test_shards_and_runs_are_spread_evenly() -> None:
+    """No replica and no shard gets much more than its share."""
+    owners = Counter(by_preference(shard, NAMES)[0] for shard in range(3000))
+    assert all(900 < count < 1100 for count in owners.values())
+    shards = Counter(shard_of(f"run-{number}", 64) for number in range(64_000))
+    assert len(shards) == 64
+    assert all(850 < count < 1150 for count in shards.values())

@@ -1,0 +1,54 @@
+"""A name is taken by whoever is alive under it, and by nobody who is dead."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etcd_server import etcd_cluster
+from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import Delete, Put, Txn
+from rallypoint.rendezvous.replicas import registering
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.registering import wait_for_name
+from rallypoint.rendezvous.replicas.registration import Registration
+from rallypoint.serving.settings import SettingError
+
+PATIENCE = 60.0
+OTHERS = Registration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)
+OURS = Registration("10.9.9.8:29400", "ours", 0.0, lease_ttl=0.5)
+
+
+async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the lease of a dead one its full time anew; only one that outlives that time without one is alive."""
+    monkeypatch.setattr(registering, "_ENDING", 0.5)
+    with etcd_cluster(tmp_path) as cluster:
+        address = parse_address(f"{cluster.url}/x")
+        async with EtcdClient(address) as client:
+            keys = Keys(address.prefix)
+            await client.transact(Txn([], [Put(keys.replica("a"), OTHERS.encode())]))
+            with pytest.raises(SettingError, match="alive already"):
+                await wait_for_name(client, keys, "a", OURS)
+
+            before, real, asked = await client.term(), client.term, 0
+            waits_again = asyncio.Event()
+
+            async def term() -> int:
+                """The first is asked before an election, the second after it, the third as it waits once more."""
+                nonlocal asked
+                asked += 1
+                if asked == 3:
+                    waits_again.set()
+                return before if asked == 1 else await real()
+
+            monkeypatch.setattr(client, "term", term)
+            await asyncio.to_thread(cluster.members[0].restart)
+            waiting = asyncio.create_task(wait_for_name(client, keys, "a", OURS))
+            async with asyncio.timeout(PATIENCE):
+                await waits_again.wait()
+                assert not waiting.done()
+                await client.transact(Txn([], [Delete(keys.replica("a"))]))
+                await waiting

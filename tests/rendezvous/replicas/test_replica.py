@@ -1,0 +1,357 @@
+"""Several replicas over one etcd: who serves what, and what clients are told elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from etcd_server import NEEDS_ETCD
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import Delete, Put, Txn
+from rallypoint.rendezvous.replicas import replica
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.registration import Registration
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
+from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.settings import SettingError
+from rendezvous.cut_proxy import CutProxy
+from rendezvous.replicas.served import (
+    PATIENCE,
+    SHARDS,
+    TTL,
+    insisting,
+    refusal,
+    run_in,
+    served,
+    shared_out,
+    until,
+)
+
+pytestmark = NEEDS_ETCD
+
+
+async def test_shards_are_shared_out_among_all_who_come(address: EtcdAddress) -> None:
+    """The first one has them all at once; the others get theirs when they come."""
+    async with served(address, "a") as a:
+        await shared_out(a)
+        async with served(address, "b") as b, served(address, "c") as c:
+            await shared_out(a, b, c)
+            assert len(a.serving) + len(b.serving) + len(c.serving) == SHARDS
+
+
+async def test_a_run_elsewhere_is_refused_with_the_address_of_its_owner(address: EtcdAddress) -> None:
+    """Nothing was done, and clients know where to go without asking anybody."""
+    async with served(address, "a") as a, served(address, "b") as b:
+        await shared_out(a, b)
+        run_id = run_in(min(b.serving))
+        error = await refusal(a.rendezvous.CloseRun(pb.CloseRunRequest(run_id=run_id), timeout=PATIENCE))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_OWNER")
+        assert error.metadata == {"run_id": run_id, "owner": b.address}
+        error = await refusal(a.set_state(run_id, b"mine"))
+        assert (error.reason, error.metadata["owner"]) == ("NOT_OWNER", b.address)
+        await b.set_state(run_id, b"mine")
+
+
+async def test_nobody_is_sent_to_the_replica_that_sends(address: EtcdAddress) -> None:
+    """A shard that is being handed over, or claimed, is its own by etcd: clients would go in a circle."""
+    async with served(address, "a") as a, served(address, "b") as b:
+        await shared_out(a, b)
+        known = {shard: a.services.replica.owner_address(shard) for shard in range(SHARDS)}
+        assert known == {shard: b.address if shard in b.serving else None for shard in range(SHARDS)}
+
+
+async def test_every_replica_reads_what_was_acknowledged_by_any(address: EtcdAddress) -> None:
+    """Each read sees the write that came before it, wherever it is asked, and whatever it was told a moment ago."""
+    async with served(address, "a") as a, served(address, "b") as b:
+        await shared_out(a, b)
+        run_id = run_in(min(b.serving))
+        token = None
+        for number in range(20):
+            answer = await b.set_state(run_id, b"%d" % number, token)
+            assert answer.has_set
+            token = answer.current.token
+            for asked in (a, b):
+                assert await asked.get_state(run_id) == answer.current
+
+
+async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: EtcdAddress) -> None:
+    """Its shards are with the others before it ends; streams end when it is known where to go, and are told."""
+    async with served(address, "a") as a, served(address, "b") as b:
+        await shared_out(a, b)
+        run_id = run_in(min(b.serving))
+        set_ = await b.set_state(run_id, b"before")
+        watch = b.states.WatchState(state_pb.WatchStateRequest(run_id=run_id), timeout=PATIENCE)
+        first = await watch.read()
+        assert isinstance(first, state_pb.WatchStateResponse)
+        assert first.current == set_.current
+        draining = asyncio.create_task(b.services.drain())
+        error = await refusal(watch.read())
+        assert (error.reason, error.metadata) == ("NOT_OWNER", {"run_id": run_id, "owner": a.address})
+        answer = await insisting(lambda: a.set_state(run_id, b"after", set_.current.token))
+        assert answer.has_set
+        await draining
+        assert b.serving == set()
+        assert b.readiness == [True, False]
+        await shared_out(a)
+
+
+async def test_who_drains_is_shown_as_leaving_and_then_not_at_all(address: EtcdAddress) -> None:
+    """An operator sees who serves what, by any replica, and where a run is."""
+    async with served(address, "a") as a, served(address, "b") as b:
+        await shared_out(a, b)
+        run_id = run_in(min(b.serving))
+        answer = await a.listed(run_id)
+        assert [(each.name, each.address, each.shards) for each in answer.replicas] == [
+            ("a", a.address, len(a.serving)),
+            ("b", b.address, len(b.serving)),
+        ]
+        assert (answer.answered_by, answer.journal, answer.shards, answer.free_shards) == (
+            "a",
+            "etcd",
+            SHARDS,
+            0,
+        )
+        assert (answer.run.owner, answer.run.address, answer.run.shard) == ("b", b.address, min(b.serving))
+        await b.services.drain()
+        assert [each.name for each in (await a.listed()).replicas] == ["a"]
+
+
+async def test_a_replica_that_vanishes_is_replaced_when_its_lease_ends(address: EtcdAddress) -> None:
+    """Cut off from etcd it lets go of everything by its own clock; what was acknowledged is with the next owner."""
+    async with CutProxy(str(address.endpoints[0])) as proxy:
+        cut_off = replace(address, endpoints=(parse_endpoint(proxy.address),))
+        async with served(address, "a") as a, served(cut_off, "b") as b:
+            await shared_out(a, b)
+            run_id = run_in(min(b.serving))
+            set_ = await b.set_state(run_id, b"before")
+            watch = b.states.WatchState(state_pb.WatchStateRequest(run_id=run_id), timeout=PATIENCE)
+            await watch.read()
+            proxy.refuse()
+            error = await refusal(watch.read())
+            assert error.reason == "NOT_OWNER"
+            await until(lambda: len(a.serving) == SHARDS, "a to serve everything")
+            assert b.serving == set()
+            assert (await a.set_state(run_id, b"after", set_.current.token)).has_set
+            for call in (
+                b.states.GetState(state_pb.GetStateRequest(run_id=run_id), timeout=PATIENCE),
+                b.set_state(run_id, b"too late", set_.current.token),
+                b.rendezvous.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE),
+                b.rendezvous.ListReplicas(pb.ListReplicasRequest(), timeout=PATIENCE),
+            ):
+                error = await refusal(call)
+                assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE")
+            assert b.readiness == [True, False]
+            proxy.heal()
+            await shared_out(a, b)
+            assert b.readiness == [True, False, True]
+            assert (await b.get_state(run_id)).state == b"after"
+
+
+async def test_runs_of_all_replicas_are_listed_by_each(address: EtcdAddress) -> None:
+    """Once each, in order, however they are spread."""
+    async with served(address, "a") as a, served(address, "b") as b:
+        await shared_out(a, b)
+        run_ids = sorted(run_in(shard) for shard in range(SHARDS))
+        streams = []
+        for run_id in run_ids:
+            owner = a if (await a.listed(run_id)).run.owner == "a" else b
+            stream = owner.rendezvous.Join(timeout=PATIENCE)
+            settings = pb.RunSettings(min_nodes=2, max_nodes=2)
+            join = pb.JoinRun(
+                run_id=run_id, node_id="n", address="10.0.0.1", local_world_size=1, settings=settings
+            )
+            await stream.write(pb.JoinRequest(join=join))
+            answer = await stream.read()
+            assert isinstance(answer, pb.JoinResponse)
+            assert answer.lease.lease
+            streams.append(stream)
+        for asked in (a, b):
+            for _ in range(2):  # from etcd, and from what was kept
+                listed = await asked.rendezvous.ListRuns(pb.ListRunsRequest(), timeout=PATIENCE)
+                assert [run.run_id for run in listed.runs] == run_ids
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_a_second_replica_of_the_same_name_is_refused(address: EtcdAddress) -> None:
+    """With the address of the one that has it; the first one is not disturbed."""
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(served(address, "a"))
+        await shared_out(first)
+        second = await stack.enter_async_context(served(address, "a"))
+        await until(lambda: bool(second.failures), "the second to be refused")
+        (error,) = second.failures
+        assert isinstance(error, SettingError)
+        assert str(error) == (
+            f"--replica-name: a replica 'a' is alive already, at {first.address}: stop that one, or give this one "
+            "another name"
+        )
+        assert first.serving == set(range(SHARDS))
+        assert second.serving == set()
+
+
+async def test_a_replica_that_was_killed_is_followed_by_the_next_of_its_name(
+    address: EtcdAddress, client: EtcdClient
+) -> None:
+    """It waits for the dead one's lease, which ends by itself."""
+    lease, _ = await client.grant(2)
+    keys = Keys(address.prefix)
+    dead = Registration("10.9.9.9:29400", "dead", 0.0, lease_ttl=2.0)
+    await client.transact(Txn([], [Put(keys.replica("a"), dead.encode(), lease)]))
+    async with served(address, "a") as a:
+        await shared_out(a)
+        assert a.failures == []
+
+
+async def test_an_owner_key_that_somebody_deletes_costs_nothing_but_a_blink(
+    address: EtcdAddress, client: EtcdClient
+) -> None:
+    """The owner's next commit fails, and the shard is claimed and read anew, with all that was acknowledged."""
+    async with served(address, "a") as a:
+        await shared_out(a)
+        run_id = run_in(3)
+        token = (await a.set_state(run_id, b"before")).current.token
+        await client.transact(Txn([], [Delete(Keys(address.prefix).owner(3))]))
+        answer = await insisting(lambda: a.set_state(run_id, b"after", token))
+        # Whether an attempt that ended with "outcome unknown" had set it, the token tells.
+        assert answer.current.state == b"after"
+
+
+async def test_an_owner_whose_key_somebody_deletes_tells_nothing_more(
+    address: EtcdAddress, client: EtcdClient
+) -> None:
+    """Also if it has nothing to write: others may claim the shard from now on, and it would answer from memory."""
+    async with served(address, "a") as a:
+        await shared_out(a)
+        run_id = run_in(3)
+        set_ = await a.set_state(run_id, b"before")
+        watch = a.states.WatchState(state_pb.WatchStateRequest(run_id=run_id), timeout=PATIENCE)
+        first = await watch.read()
+        assert isinstance(first, state_pb.WatchStateResponse)
+        await client.transact(Txn([], [Delete(Keys(address.prefix).owner(3))]))
+        assert (await refusal(watch.read())).reason == "NOT_OWNER"
+        await shared_out(a)
+        assert await a.get_state(run_id) == set_.current
+        assert a.readiness == [True]  # nobody who is served in another shard notices
+
+
+async def test_a_registration_that_somebody_deletes_comes_back(
+    address: EtcdAddress, client: EtcdClient
+) -> None:
+    """At once, and in the same session: nobody who is served here notices."""
+    key = Keys(address.prefix).replica("a")
+    async with served(address, "a") as a:
+        await shared_out(a)
+        written = await client.transact(Txn([], [Delete(key)]))
+        async with aclosing(client.watch(key, b"", written.revision + 1)) as watching:
+            async for changes in watching:
+                if any(not change.deleted for change in changes):
+                    break
+        await shared_out(a)
+        assert a.readiness == [True]
+
+
+async def test_what_changed_while_a_replica_could_not_hear_is_known_afterwards(
+    address: EtcdAddress, client: EtcdClient
+) -> None:
+    """Even if etcd has compacted the changes away: then all is read anew."""
+    async with CutProxy(str(address.endpoints[0])) as proxy:
+        deaf = replace(address, endpoints=(parse_endpoint(proxy.address),))
+        async with served(deaf, "a", ttl=30.0) as a:
+            await shared_out(a)
+            proxy.refuse()
+            keys = Keys(address.prefix)
+            other = Registration("10.9.9.9:29400", "other", 0.0, lease_ttl=2.0)
+            for _ in range(3):
+                written = await client.transact(Txn([], [Put(keys.replica("z"), other.encode())]))
+            await _compact(address, written.revision)
+            proxy.heal()
+            await until(lambda: "z" in a.services.replica.cluster.live, "z to be known")  # type: ignore[union-attr]
+            assert a.readiness == [True]
+            await client.transact(Txn([], [Delete(keys.replica("z"))]))
+            await until(lambda: "z" not in a.services.replica.cluster.live, "z to be gone")  # type: ignore[union-attr]
+
+
+async def test_replicas_that_disagree_about_the_shards_do_not_mix(address: EtcdAddress) -> None:
+    """The later one ends with what to do, before it has touched anything."""
+    async with served(address, "a", shards=8) as a:
+        await shared_out(a)
+        async with served(address, "b", shards=16) as b:
+            await until(lambda: bool(b.failures), "b to be refused")
+            assert "has 8 shards, and --journal asks for 16" in str(b.failures[0])
+
+
+async def test_a_start_without_etcd_waits_for_it(address: EtcdAddress) -> None:
+    """It listens and says that it is not ready; when etcd comes, so is it."""
+    async with CutProxy(str(address.endpoints[0])) as proxy:
+        proxy.refuse()
+        late = replace(address, endpoints=(parse_endpoint(proxy.address),), request_timeout=1.0)
+        async with served(late, "a") as a:
+            for call in (a.set_state("job", b"x"), a.get_state("job"), a.listed()):
+                assert (await refusal(call)).reason == "ETCD_UNAVAILABLE"
+            assert a.readiness == []
+            proxy.heal()
+            await shared_out(a)
+            assert a.readiness == [True]
+
+
+async def test_many_replicas_that_come_and_go_leave_no_shard_behind(address: EtcdAddress) -> None:
+    """In order and without: in the end the one that is left serves everything that was acknowledged."""
+    async with served(address, "z") as last:
+        await shared_out(last)
+        tokens: dict[int, bytes] = {}
+        for round_ in range(3):
+            async with AsyncExitStack() as stack:
+                others = [
+                    await stack.enter_async_context(served(address, f"{name}{round_}")) for name in "ab"
+                ]
+                await shared_out(last, *others)
+                for shard in range(SHARDS):
+                    owner = next(each for each in (last, *others) if shard in each.serving)
+                    answer = await owner.set_state(run_in(shard), b"%d" % round_, tokens.get(shard))
+                    assert answer.has_set
+                    tokens[shard] = answer.current.token
+                await others[0].services.drain()
+                assert others[0].serving == set()
+            await shared_out(last)
+        for shard in range(SHARDS):
+            assert (await last.get_state(run_in(shard))).token == tokens[shard]
+
+
+async def _compact(address: EtcdAddress, revision: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        "etcdctl",
+        f"--endpoints=http://{address.endpoints[0]}",
+        "compact",
+        str(revision),
+        env={"ETCDCTL_API": "3", "PATH": "/usr/bin:/bin:/usr/local/bin"},
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    assert await process.wait() == 0
+
+
+assert TTL < PATIENCE
+
+
+@pytest.mark.parametrize("keeps_etcd", [True, False])
+async def test_advice_on_etcd_is_a_warning_only_to_who_keeps_it(
+    address: EtcdAddress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps_etcd: bool
+) -> None:
+    """The user of a job can't mend it; told is it all the same."""
+
+    async def advice(client: EtcdClient) -> list[str]:
+        return ["upgrade it"]
+
+    monkeypatch.setattr(replica, "check_versions", advice)
+    caplog.set_level(logging.INFO)
+    async with served(address, "a", keeps_etcd=keeps_etcd) as a:
+        await shared_out(a)
+    (told,) = [each for each in caplog.records if "upgrade it" in each.getMessage()]
+    assert told.levelno == (logging.WARNING if keeps_etcd else logging.INFO)

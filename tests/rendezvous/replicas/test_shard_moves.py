@@ -1,0 +1,124 @@
+"""Whoever reads a replica's log is told in one line that it took shards over, from whom and why, or lost them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from etcd_server import NEEDS_ETCD
+from log_events import log_events
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.rendezvous.replicas.ownership import Moves
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.endpoint import parse_endpoint
+from rendezvous.cut_proxy import CutProxy
+from rendezvous.replicas.served import PATIENCE, SHARDS, Served, run_in, served, shared_out, until
+
+pytestmark = NEEDS_ETCD
+
+# Nothing is spread evenly while a test looks.
+_STAYING = Moves(settle=3600.0, turn=1.0)
+
+
+class _Told:
+    """The events of replicas at info and above, the spread of shards at their start left out."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level(logging.INFO)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The fields of each event of that name, but for how long it took."""
+        fields = [each.fields for each in log_events(self._caplog.records) if each.name == event]
+        return [{key: value for key, value in each.items() if key != "seconds"} for each in fields]
+
+    async def once(self, event: str) -> dict[str, Any]:
+        """Wait for an event, which comes once."""
+        await until(lambda: bool(self.of(event)), event)
+        (fields,) = self.of(event)
+        return fields
+
+    def forget(self) -> None:
+        """What was told so far is of no interest."""
+        self._caplog.clear()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> _Told:
+    return _Told(caplog)
+
+
+async def _joined(replica: Served, run_id: str) -> None:
+    """Have a run in it, whose only node goes on at once."""
+    settings = pb.RunSettings(min_nodes=1, max_nodes=1)
+    join = pb.JoinRun(
+        run_id=run_id, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
+    )
+    stream = replica.rendezvous.Join(timeout=PATIENCE)
+    await stream.write(pb.JoinRequest(join=join))
+    first = await stream.read()
+    assert isinstance(first, pb.JoinResponse)
+    assert first.HasField("lease")
+    stream.cancel()
+
+
+async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None:
+    """Of the first to come as of who takes over from one that vanished: how many, with how many runs, and whose."""
+    async with served(address, "a", moves=_STAYING) as a:
+        fields = await told.once("took free shards")
+        assert (fields["shards"], fields["runs"]) == (SHARDS, 0)
+        for shard in range(2):
+            await _joined(a, run_in(shard))
+        async with served(address, "b") as b:
+            await until(lambda: "b" in _live(a), "a to know of b")
+            told.forget()
+            await a.services.end()  # as one that vanishes, but that its lease ends at once
+            fields = await told.once("took shards over")
+            assert len(b.serving) == SHARDS
+    assert fields == {
+        "shards": SHARDS,
+        "runs": 2,
+        "before": "a",
+        "address": a.address,
+        "how": "its lease ended",
+        "why": fields["why"],
+    }
+
+
+async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _Told) -> None:
+    async with served(address, "a", moves=_STAYING) as a, served(address, "b", moves=_STAYING) as b:
+        await until(lambda: len(a.serving | b.serving) == SHARDS and not a.serving & b.serving, "all shards")
+        await until(lambda: len(a.known_owners) == len(b.known_owners) == SHARDS, "all to be known")
+        count = len(a.serving)
+        told.forget()
+        await a.services.drain()
+        if count:
+            assert told.of("handed shards over"), "told before the server goes"
+            given, taken = await told.once("handed shards over"), await told.once("took shards over")
+            assert (given["shards"], given["to"], given["address"]) == (count, "b", b.address)
+            assert given["why"] == "this replica is going away"
+            assert (taken["shards"], taken["before"], taken["how"]) == (count, "a", "it handed them over")
+
+
+async def test_the_loss_of_all_shards_is_a_warning_with_its_cause(address: EtcdAddress, told: _Told) -> None:
+    """One line; and one when there is a session again."""
+    async with CutProxy(str(address.endpoints[0])) as proxy:
+        cut_off = replace(address, endpoints=(parse_endpoint(proxy.address),))
+        async with served(cut_off, "a") as a:
+            await shared_out(a)
+            told.forget()
+            proxy.refuse()
+            fields = await told.once("session with etcd lost, all shards dropped")
+            assert fields["shards"] == SHARDS
+            assert "could not be kept alive for 6 s" in fields["error"]
+            proxy.heal()
+            assert (await told.once("session with etcd"))["away"] > 0
+            assert (await told.once("took free shards"))["shards"] == SHARDS
+
+
+def _live(replica: Served) -> set[str]:
+    cluster = replica.services.replica.cluster
+    return set(cluster.live) if cluster is not None else set()

@@ -1,0 +1,74 @@
+"""One read serves all who want it, and nobody is told what was before it asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rallypoint.rendezvous.replicas.shared_read import SharedRead
+
+
+class _Source:
+    """Reads that end when they are told to; each returns its number."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ends: dict[int, asyncio.Future[int]] = {}
+
+    async def read(self) -> int:
+        self.begun += 1
+        number = self.begun
+        self.ends[number] = asyncio.get_running_loop().create_future()
+        return await self.ends[number]
+
+
+async def _turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_who_asks_while_a_read_is_under_way_shares_the_next_one() -> None:
+    """The one under way may have looked before they asked: it would be stale for them."""
+    source = _Source()
+    shared = SharedRead(source.read)
+    first = asyncio.create_task(shared.ask())
+    await _turns()
+    later = [asyncio.create_task(shared.ask()) for _ in range(5)]
+    await _turns()
+    assert source.begun == 1
+    source.ends[1].set_result(1)
+    await _turns()
+    assert first.result() == 1
+    assert source.begun == 2
+    assert not any(task.done() for task in later)
+    source.ends[2].set_result(2)
+    assert await asyncio.gather(*later) == [2] * 5
+
+
+async def test_who_gives_up_takes_nothing_from_the_others() -> None:
+    """A caller's deadline is its own."""
+    source = _Source()
+    shared = SharedRead(source.read)
+    impatient, patient = (asyncio.create_task(shared.ask()) for _ in range(2))
+    await _turns()
+    impatient.cancel()
+    await _turns()
+    source.ends[1].set_result(1)
+    assert await patient == 1
+
+
+async def test_a_read_that_fails_fails_for_those_who_share_it_only() -> None:
+    """The next one is another try."""
+    source = _Source()
+    shared = SharedRead(source.read)
+    failing = [asyncio.create_task(shared.ask()) for _ in range(2)]
+    await _turns()
+    next_one = asyncio.create_task(shared.ask())
+    source.ends[1].set_exception(OSError("away"))
+    for task in failing:
+        with pytest.raises(OSError, match="away"):
+            await task
+    await _turns()
+    source.ends[2].set_result(2)
+    assert await next_one == 2

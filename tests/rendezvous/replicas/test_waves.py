@@ -1,0 +1,49 @@
+"""Shards that move alike and soon after one another are told of together, and none is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+
+import pytest
+
+from rallypoint.rendezvous.replicas import waves
+from rallypoint.rendezvous.replicas.waves import Wave, Waves
+
+
+async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it was in all; what is not alike is another wave."""
+    monkeypatch.setattr(waves, "QUIET", 0.05)
+    monkeypatch.setattr(waves, "LONGEST", 3600.0)
+    told: asyncio.Queue[tuple[Hashable, Wave]] = asyncio.Queue()
+    both = Waves(lambda alike, wave: told.put_nowait((alike, wave)))
+    for number in range(64):
+        both.add("came", runs=2, seconds=number / 100)
+    both.add("went", runs=5)
+    assert told.empty()
+    async with asyncio.timeout(30):
+        assert await told.get() == ("came", Wave(64, 128, 0.63))
+        assert await told.get() == ("went", Wave(1, 5, 0.0))
+    both.add("came", runs=1)
+    async with asyncio.timeout(30):
+        assert await told.get() == ("came", Wave(1, 1, 0.0))
+
+
+async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waves, "QUIET", 3600.0)
+    monkeypatch.setattr(waves, "LONGEST", 0.05)
+    told: asyncio.Queue[Wave] = asyncio.Queue()
+    endless = Waves(lambda alike, wave: told.put_nowait(wave))
+    endless.add("came", runs=1)
+    async with asyncio.timeout(30):
+        assert await told.get() == Wave(1, 1, 0.0)
+
+
+async def test_what_was_not_told_yet_is_told_at_the_end() -> None:
+    """Once."""
+    told: list[Wave] = []
+    ended = Waves(lambda alike, wave: told.append(wave))
+    ended.add("came", runs=1)
+    ended.end()
+    ended.end()
+    assert told == [Wave(1, 1, 0.0)]

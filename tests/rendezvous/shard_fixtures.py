@@ -1,0 +1,222 @@
+"""A shard with something of everything in it, over a journal whose commits the test holds in its hands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.fenced_state.core import FencedState, SetState
+from rallypoint.rendezvous.hosted_run import Member
+from rallypoint.rendezvous.journal.journal import Entry, Forgotten, OwnershipLost, Recovered
+from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.writes import Set
+from rendezvous.engine_fixtures import NO_PAUSES, RUN, HeldJournal, begun, idle
+
+__all__ = ["OWNER", "RUN", "Scene", "ShardJournal", "begun", "elsewhere", "idle", "opened", "refusal_of"]
+
+OWNER = "b.cluster:29400"
+_PATIENCE = 60.0
+
+
+def elsewhere(run_id: str) -> NotOwner:
+    """The refusal of a shard whose new owner is known."""
+    return NotOwner(run_id, OWNER)
+
+
+class ShardJournal(HeldJournal):
+    """Keeps what belongs to stores and states too, and may be another's from some moment on."""
+
+    def __init__(self, durable: Sequence[Entry] = ()) -> None:
+        super().__init__(durable)
+        self.closed = False
+        self.appends = 0
+        self._may_tell = asyncio.Event()
+        self._may_tell.set()
+
+    def kept(self) -> Recovered:
+        recovered = super().kept()
+        values: dict[tuple[str, int, str], bytes] = {}
+        for entry in self.durable:
+            match entry:
+                case StoreChange(run_id, round_, key, value):
+                    values.pop((run_id, round_, key), None)
+                    if value is not None:
+                        values[run_id, round_, key] = value
+                case Forgotten():
+                    values = {place: value for place, value in values.items() if place[0] != entry.run_id}
+        return replace(
+            recovered, store_entries=[StoreChange(*place, value) for place, value in values.items()]
+        )
+
+    async def append(self, entries: Sequence[Entry]) -> None:
+        self.appends += 1
+        await super().append(entries)
+        await self._may_tell.wait()
+
+    def hold_answers(self) -> None:
+        """From now on commits are made, and nobody learns of it."""
+        self._may_tell.clear()
+
+    def answer(self) -> None:
+        """Those who made them learn of it."""
+        self._may_tell.set()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def lose(self) -> None:
+        """Let commits find that the journal is another's."""
+        self._error = OwnershipLost("another replica has it")
+        self._free.set()
+
+
+class Scene:
+    """A shard whose run has two nodes in a round that runs, and everybody who may be waiting for something of it."""
+
+    def __init__(self, journal: ShardJournal) -> None:
+        self.journal = journal
+        self.now = 1000.0
+        self.failures: list[BaseException] = []
+        self.guarded = 0
+        self.lost: Exception | None = None
+        self.shard: Shard
+        self.members: list[Member] = []
+
+    def guard(self) -> None:
+        """Counts how often it is asked."""
+        self.guarded += 1
+        if self.lost is not None:
+            raise self.lost
+
+    async def open(self, **settings: Any) -> None:
+        self.shard = await open_shard(
+            self.journal,
+            clock=lambda: self.now,
+            wall_clock=lambda: 1.7e9,
+            draw=Random(7).randbytes,
+            guard=self.guard,
+            lag=NO_PAUSES,
+            on_failure=self.failures.append,
+            **settings,
+        )
+
+    async def join(self, node_id: str, run_id: str = RUN) -> Member:
+        settings = RunSettings(min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
+        command = commands.Join(node_id, settings, f"{node_id}.cluster", 2, "trainer")
+        return await self.shard.engine.join(run_id, command)
+
+    async def populate(self) -> None:
+        """A round that runs, a key and a state; members have taken all their updates."""
+        self.members = [await self.join("a"), await self.join("b")]
+        for member in self.members:
+            await self.confirm(member)
+        for member in self.members:
+            await member.updates.take()
+        await self.set("here", b"value")
+        await self.set_state(b"state")
+
+    async def confirm(self, member: Member, round_: int = 1) -> None:
+        command = commands.Confirm(member.node_id, member.lease.lease, round_, 29500)
+        await self.shard.engine.execute(RUN, command)
+
+    async def restart(self) -> None:
+        """A change that every member is told."""
+        await self.shard.engine.execute(RUN, commands.Restart("the operator wants it"))
+
+    async def set(self, key: str, value: bytes, operation: Operation | None = None) -> None:
+        await self.shard.store.write(RUN, Set(round=0, key=key, value=value, operation=operation))
+
+    async def set_state(self, state: bytes, token: bytes | None = None, **rest: Any) -> FencedState | None:
+        outcome = await self.shard.states.set(SetState(run_id=RUN, state=state, token=token, **rest))
+        return outcome.current
+
+    @property
+    def token(self) -> bytes:
+        """Of the state that is there."""
+        held = self.shard.states._states.held(RUN)
+        assert held is not None
+        return held.current.token
+
+    async def streams(self) -> dict[str, Slot[Any]]:
+        """One of each kind, all of them read to the end."""
+        streams: dict[str, Slot[Any]] = {
+            "member": self.members[0].updates,
+            "watcher": await self.shard.engine.watch(RUN, self.revision),
+            "follower": self.shard.engine.follow(RUN, self.revision),
+            "state": self.shard.states.watch(RUN, self.token),
+        }
+        await streams["follower"].take()
+        return streams
+
+    @property
+    def revision(self) -> int:
+        """Of the latest durable event."""
+        return self.shard.engine._runs[RUN].history.latest
+
+    def requests(self) -> dict[str, Callable[[], Awaitable[object]]]:
+        """Whatever can be asked of a shard, and can be answered."""
+        engine, store, states = self.shard.engine, self.shard.store, self.shard.states
+        member = self.members[0]
+
+        def at_once(ask: Callable[[], object]) -> Callable[[], Awaitable[object]]:
+            async def answer() -> object:
+                return ask()
+
+            return answer
+
+        return {
+            "join": lambda: self.join("c"),
+            "resume": lambda: engine.resume(RUN, member.node_id, member.lease.lease, 1),
+            "execute": self.restart,
+            "close": lambda: engine.close_run(RUN, "over"),
+            "get run": lambda: engine.get_run(RUN),
+            "list runs": lambda: engine.read_runs(lambda runs: [run.run_id for run in runs]),
+            "watch run": lambda: engine.watch(RUN, 0),
+            "history": at_once(lambda: engine.history(RUN)),
+            "settings": at_once(lambda: engine.settings(RUN)),
+            "follow": at_once(lambda: engine.follow(RUN, 0)),
+            "set": lambda: self.set("key", b"value"),
+            "get": lambda: store.get(RUN, 0, "here", 1.0),
+            "multi get": lambda: store.multi_get(RUN, 0, ["here", "here"], 1.0),
+            "wait": lambda: store.wait(RUN, 0, ["here"], 1.0),
+            "check": at_once(lambda: store.check(RUN, 0, ["here"])),
+            "list keys": at_once(lambda: store.list_keys(RUN, 0, "", "", 10)),
+            "get state": at_once(lambda: states.get(RUN)),
+            "set state": lambda: self.set_state(b"new", self.token),
+            "watch state": at_once(lambda: states.watch(RUN, None)),
+        }
+
+
+@asynccontextmanager
+async def opened(journal: ShardJournal | None = None, **settings: Any) -> AsyncIterator[Scene]:
+    """A scene; nothing of it runs any more at the end."""
+    scene = Scene(journal or ShardJournal())
+    await scene.open(**settings)
+    if journal is None:
+        await scene.populate()
+    try:
+        yield scene
+    finally:
+        await scene.shard.drop(elsewhere)
+        assert all(task.done() for task in scene.shard._ending()), "something of it runs on"
+
+
+async def refusal_of(awaitable: Awaitable[object]) -> Exception:
+    """What a request is refused with."""
+    async with asyncio.timeout(_PATIENCE):
+        with pytest.raises(Exception) as refused:  # noqa: PT011 (which one it is, is for the test to say)
+            await awaitable
+    assert not isinstance(refused.value, TimeoutError), "it waits for ever"
+    return refused.value

@@ -1,0 +1,192 @@
+"""Who may have lost its runs tells nothing of them: whatever no commit has just vouched for is asked about first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.refusals import LeaseLost
+from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.fenced_state.core import SetState
+from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut
+from rallypoint.rendezvous.store.writer import Writer
+from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set
+from rendezvous.shard_fixtures import RUN, Scene, begun, idle, opened, refusal_of
+
+# What is asked, and is answered without a commit, besides what `Scene.requests` has.
+Asks = Callable[[Scene], Awaitable[object]]
+
+
+async def wait_in_vain(scene: Scene) -> object:
+    """For a key that is not there, for so long that the guard would have been asked at the beginning only."""
+    waiting = asyncio.create_task(scene.shard.store.get(RUN, 0, "nowhere", 0.2))
+    await idle()
+    scene.lost = OSError("the session is lost")
+    return await waiting
+
+
+WITHOUT_A_COMMIT: dict[str, Asks] = {
+    "a command that changes nothing": lambda scene: scene.confirm(scene.members[0]),
+    "a refused command": lambda scene: scene.confirm(scene.members[0], round_=7),
+    "a comparison that fails": lambda scene: scene.shard.store.write(
+        RUN, CompareSet(round=0, key="here", expected=b"other", desired=b"new")
+    ),
+    "a deletion of nothing": lambda scene: scene.shard.store.write(RUN, Delete(round=0, key="nowhere")),
+    "a write in a round to come": lambda scene: scene.shard.store.write(
+        RUN, Set(round=9, key="key", value=b"")
+    ),
+    "a write with a lease that nobody holds": lambda scene: scene.shard.store.write(
+        RUN, Set(round=0, key="key", value=b"", writer=Writer("a", 999))
+    ),
+    "a state that loses": lambda scene: scene.set_state(b"new", b"an old token"),
+    "a state with a lease that nobody holds": lambda scene: scene.set_state(
+        b"new", scene.token, writer=Writer("a", 999)
+    ),
+    "a key of a round to come": lambda scene: scene.shard.store.get(RUN, 9, "key", 1.0),
+    "an unknown run": lambda scene: scene.shard.engine.get_run("nowhere"),
+    "keys of an unknown run": lambda scene: scene.shard.store.get("nowhere", 0, "key", 1.0),
+}
+WITH_A_COMMIT = ["join", "execute", "close", "set", "set state"]
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_COMMIT)
+async def test_what_needs_no_commit_is_not_told(name: str) -> None:
+    """Neither an answer nor a refusal: both may be outdated. It is told once the guard allows it, so it was no other's
+    fault."""
+    async with opened() as scene:
+        ask = WITHOUT_A_COMMIT[name]
+        appends = scene.journal.appends
+        scene.lost = OSError("the session is lost")
+        refusal = await refusal_of(ask(scene))
+        assert isinstance(refusal, NotOwner), repr(refusal)
+        assert refusal.owner is None
+        scene.lost = None
+        task = asyncio.ensure_future(ask(scene))
+        await asyncio.wait([task])
+        assert not isinstance(task.exception(), NotOwner)
+        assert scene.journal.appends == appends
+
+
+async def test_reads_are_not_answered() -> None:
+    """Whatever is read, at once or in a step, and whoever begins to watch."""
+    async with opened() as scene:
+        asks = {name: ask for name, ask in scene.requests().items() if name not in WITH_A_COMMIT}
+        assert len(asks) == 14
+        scene.lost = OSError("the session is lost")
+        for name, ask in asks.items():
+            assert isinstance(await refusal_of(ask()), NotOwner), name
+        scene.lost = None
+        for ask in asks.values():
+            await ask()
+
+
+async def test_a_wait_that_is_over_says_nothing_of_the_key() -> None:
+    """Elsewhere it may have been set."""
+    async with opened() as scene:
+        assert isinstance(await refusal_of(wait_in_vain(scene)), NotOwner)
+        scene.lost = None
+        assert isinstance(await refusal_of(scene.shard.store.get(RUN, 0, "nowhere", 0.0)), KeyWaitTimedOut)
+
+
+async def test_a_commit_vouches_by_itself() -> None:
+    """What it made durable is told without the guard: the journal has looked already."""
+    async with opened() as scene:
+        token = scene.token
+        scene.journal.hold()
+        tasks = await begun(
+            scene.restart(), scene.set("new", b"value"), scene.set_state(b"new", token), scene.join("c")
+        )
+        await scene.journal.held()
+        scene.lost = OSError("the session is lost")
+        asked = scene.guarded
+        scene.journal.release()
+        # The join came while the restart was being committed, and has a commit of its own.
+        for task in tasks:
+            await task
+        assert scene.guarded == asked
+
+
+async def test_watchers_are_told_nothing() -> None:
+    """A step without a commit tells neither members nor watchers, though it has something for them."""
+    async with opened() as scene:
+        watcher = await scene.shard.engine.watch(RUN, scene.revision)
+        run = scene.shard.engine._runs[RUN]
+        for lost in (OSError("the session is lost"), None):
+            scene.lost = lost
+            run._told = 0  # as if it were a large run, which is told to watchers only now and then
+            scene.shard.engine._schedule.put(RUN, scene.now)
+            (reading,) = await begun(scene.shard.engine.get_run(RUN))
+            assert isinstance(reading.exception(), NotOwner) == (lost is not None)
+            (listening,) = await begun(watcher.take())
+            assert listening.done() == (lost is None)
+            listening.cancel()
+
+
+async def test_a_lost_process_that_stays_does_not_spin() -> None:
+    """A deadline that came up is left alone once the guard refuses: nothing wakes the engine again and again."""
+    async with opened() as scene:
+        scene.lost = OSError("the session is lost")
+        scene.shard.engine._schedule.put(RUN, scene.now)
+        assert isinstance(await refusal_of(scene.shard.engine.get_run(RUN)), NotOwner)
+        await idle()
+        asked = scene.guarded
+        await idle()
+        assert scene.guarded == asked
+
+
+async def test_a_lease_that_is_refused_is_no_news_before_it_is_durable() -> None:
+    """As ever: who shows a lease that was lost is told so when the loss is durable, and that vouches for it."""
+    async with opened() as scene:
+        member = scene.members[0]
+        leave = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        scene.journal.hold()
+        leaving, writing = await begun(
+            scene.shard.engine.execute(RUN, leave),
+            scene.shard.store.write(
+                RUN, Set(round=0, key="key", value=b"", writer=Writer(member.node_id, member.lease.lease))
+            ),
+        )
+        await scene.journal.held()
+        assert not writing.done()
+        scene.journal.release()
+        await leaving
+        assert isinstance(await refusal_of(writing), LeaseLost)
+
+
+async def test_what_was_lost_behind_a_commit_is_not_told() -> None:
+    """The guard allowed it when it came; by the time that it is decided, it does no longer."""
+    async with opened() as scene:
+        store, states, token = scene.shard.store, scene.shard.states, scene.token
+        operation = Operation("client", 0, 1)
+        await scene.set("key", b"value", operation)
+        scene.journal.hold()
+        first = await begun(scene.set("new", b"value"), scene.set_state(b"new", token))
+        await scene.journal.held()
+        behind = [
+            *await begun(scene.set("key", b"value", operation)),
+            *await begun(store.write(RUN, Delete(round=0, key="nowhere"))),
+            *await begun(states.set(SetState(run_id=RUN, state=b"newer", token=b"an old token"))),
+        ]
+        scene.lost = OSError("the session is lost")
+        scene.journal.release()
+        for task in first:
+            await task
+        for each in behind:
+            assert isinstance(await refusal_of(each), NotOwner)
+
+
+async def test_a_repetition_is_guarded_too() -> None:
+    """Its first attempt may have been repeated elsewhere, and its slot have gone on."""
+    async with opened() as scene:
+        operation = Operation("client", 0, 1)
+        write = Set(round=0, key="key", value=b"value", operation=operation)
+        request = SetState(run_id=RUN, state=b"new", token=scene.token, operation=operation)
+        await scene.shard.store.write(RUN, write)
+        await scene.shard.states.set(request)
+        scene.lost = OSError("the session is lost")
+        assert isinstance(await refusal_of(scene.shard.store.write(RUN, write)), NotOwner)
+        assert isinstance(await refusal_of(scene.shard.states.set(request)), NotOwner)

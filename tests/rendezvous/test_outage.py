@@ -1,0 +1,88 @@
+"""People are told once that the rendezvous is lost, with who was and why; and of a move in good order nothing worse."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+
+from log_events import log_events
+from rallypoint.rendezvous.outage import Outage
+from rallypoint.serving.errors import ServiceError
+from serving.fleet import not_owner
+
+ALL = "a:1,b:1"
+LOST = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "socket closed")
+NO_ETCD = ServiceError(grpc.StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE", "no etcd here")
+GOING = ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "rallypoint.rendezvous.outage")
+    return caplog
+
+
+def lines(told: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Level and event of each line so far."""
+    return [(each.level, each.name) for each in log_events(told.records)]
+
+
+def of_several() -> Outage:
+    outage = Outage(ALL)
+    outage.over("a:1", sought=True)
+    return outage
+
+
+def test_a_replica_that_is_lost_is_named_at_once_and_once(told: pytest.LogCaptureFixture) -> None:
+    """With what broke, not with what others say of it; and again at the next loss."""
+    outage = of_several()
+    for _ in range(2):
+        outage.goes_on(LOST, admitted=True, at_once=True)
+        for at_once in (True, False, True, False):
+            outage.goes_on(not_owner("a:1"), admitted=True, at_once=at_once)
+        outage.over("b:1", sought=True)
+    lost = ("WARNING", "rendezvous replica lost, looking for the next owner of the run")
+    assert lines(told) == [lost, lost]
+    assert [each.fields["replica"] for each in log_events(told.records)] == ["a:1", "b:1"]
+    assert all("socket closed" in each.fields["error"] for each in log_events(told.records))
+
+
+@pytest.mark.parametrize("ended", [not_owner("b:1"), GOING], ids=["moved", "drained"])
+def test_a_move_in_good_order_is_no_warning(told: pytest.LogCaptureFixture, ended: ServiceError) -> None:
+    """But if nobody has the run afterwards, that is one."""
+    outage = of_several()
+    outage.goes_on(ended, admitted=True, at_once=True)
+    outage.over("b:1", sought=True)
+    assert lines(told) == [("INFO", "the run moves to another replica")]
+    told.clear()
+    outage.goes_on(ended, admitted=True, at_once=True)
+    outage.goes_on(NO_ETCD, admitted=True, at_once=True)
+    outage.goes_on(LOST, admitted=True, at_once=False)
+    assert [level for level, _ in lines(told)] == ["INFO", "WARNING"]
+    assert "no etcd here" in log_events(told.records)[-1].fields["error"]
+
+
+def test_an_owner_that_nobody_follows_is_a_warning(told: pytest.LogCaptureFixture) -> None:
+    """It lost the run, and does not know to whom: perhaps to nobody."""
+    of_several().goes_on(not_owner(), admitted=True, at_once=False)
+    assert [level for level, _ in lines(told)] == ["WARNING"]
+
+
+def test_before_a_node_is_in_only_what_takes_long_is_told(told: pytest.LogCaptureFixture) -> None:
+    """To be sent to the owner is how one joins; and one that is there knows best what is wrong."""
+    outage = Outage(ALL)
+    outage.goes_on(NO_ETCD, admitted=False, at_once=True)
+    assert lines(told) == []
+    outage.goes_on(LOST, admitted=False, at_once=False)
+    assert lines(told) == [("WARNING", "no answer yet, trying again")]
+    assert "no etcd here" in log_events(told.records)[0].fields["error"]
+
+
+def test_one_service_alone_is_lost_once(told: pytest.LogCaptureFixture) -> None:
+    outage = Outage("a:1")
+    outage.over("a:1", sought=False)
+    for _ in range(3):
+        outage.goes_on(LOST, admitted=True, at_once=False)
+    assert lines(told) == [("WARNING", "rendezvous service lost, trying to reach it")]

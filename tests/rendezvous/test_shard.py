@@ -1,0 +1,440 @@
+"""How a shard ends: in good order, or at once. Nobody waits for ever, and nobody is told what may not be so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.errors import NotOwner, OutcomeUnknown
+from rallypoint.rendezvous.event_servicer import EventServicer
+from rallypoint.rendezvous.fenced_state.core import SPACE, SetState
+from rallypoint.rendezvous.home import OneShard
+from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
+from rallypoint.rendezvous.store.operations import Operation
+from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.store.refusals import JournalFailed
+from rallypoint.rendezvous.store.writes import Add
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rendezvous.shard_fixtures import (
+    OWNER,
+    RUN,
+    Scene,
+    ShardJournal,
+    begun,
+    elsewhere,
+    idle,
+    opened,
+    refusal_of,
+)
+
+REQUESTS = [
+    "join",
+    "resume",
+    "execute",
+    "close",
+    "get run",
+    "list runs",
+    "watch run",
+    "history",
+    "settings",
+    "follow",
+    "set",
+    "get",
+    "multi get",
+    "wait",
+    "check",
+    "list keys",
+    "get state",
+    "set state",
+    "watch state",
+]
+
+
+def assert_refused(error: Exception) -> None:
+    """Nothing was done, and it is said where to go."""
+    assert isinstance(error, NotOwner), repr(error)
+    assert error.owner == OWNER
+
+
+def assert_unknown(error: Exception) -> None:
+    """It may have been done, and it is said where to ask."""
+    assert isinstance(error, OutcomeUnknown), repr(error)
+    assert (error.run_id, error.owner) == (RUN, OWNER)
+
+
+async def three_commits(scene: Scene) -> list[asyncio.Task[Any]]:
+    """A change of the run, of its store and of its state, each in a commit that is under way."""
+    before = scene.journal.appends
+    scene.journal.hold()
+    tasks = await begun(scene.restart(), scene.set("new", b"value"), scene.set_state(b"new", scene.token))
+    assert scene.journal.appends == before + 3
+    return tasks
+
+
+async def behind_them(scene: Scene) -> list[asyncio.Task[Any]]:
+    """Who waits while commits are under way: for the next, or for a key."""
+    engine, store = scene.shard.engine, scene.shard.store
+    return await begun(
+        engine.get_run(RUN),
+        engine.close_run(RUN, "over"),
+        scene.join("c"),
+        scene.set("newer", b"value"),
+        scene.set_state(b"newer", scene.token),
+        store.get(RUN, 0, "nowhere", 3600.0),
+        store.multi_get(RUN, 0, ["here", "nowhere"], 3600.0),
+        store.wait(RUN, 1, ["nowhere"], 3600.0),
+    )
+
+
+# ---- in good order
+
+
+async def test_what_is_under_way_is_finished_and_answered() -> None:
+    """The commits that have begun are the last: what waits behind them is refused before they are done."""
+    async with opened() as scene:
+        under_way = await three_commits(scene)
+        waiting = await behind_them(scene)
+        (retiring,) = await begun(scene.shard.retire(elsewhere))
+        for task in waiting:
+            assert_refused(await refusal_of(task))
+        assert not any(task.done() for task in [*under_way, retiring])
+        assert not scene.journal.closed
+        scene.journal.release()
+        await retiring
+        for task in under_way:
+            await task
+        assert scene.journal.closed
+        assert scene.failures == []
+
+
+async def test_the_next_owner_finds_all_that_was_answered() -> None:
+    """And nothing of what was refused."""
+    async with opened() as scene:
+        under_way = await three_commits(scene)
+        waiting = await behind_them(scene)
+        (retiring,) = await begun(scene.shard.retire(elsewhere))
+        scene.journal.release()
+        await asyncio.wait([retiring, *under_way, *waiting])
+    async with opened(ShardJournal(scene.journal.durable)) as next_:
+        run = await next_.shard.engine.get_run(RUN)
+        assert [node.node_id for node in run.nodes] == ["a", "b"]
+        assert (run.last_round_end.round, run.HasField("run_end")) == (1, False)
+        assert next_.shard.store.list_keys(RUN, 0, "", "", 10) == ["here", "new"]
+        state = next_.shard.states.get(RUN)
+        assert state is not None
+        assert state.state == b"new"
+
+
+async def test_streams_stay_open_until_it_is_known_where_to_go() -> None:
+    """What was to be told is told first; then comes the refusal, with the new owner's address."""
+    async with opened() as scene:
+        streams = await scene.streams()
+        await scene.restart()
+        await scene.set_state(b"new", scene.token)
+        await scene.shard.retire(elsewhere)
+        assert not any(stream.ended for stream in streams.values())
+        update = await scene.members[0].updates.take()
+        assert update is not None
+        assert update.phase == pb.PHASE_FROZEN
+        scene.shard.end_streams(elsewhere)
+        for name, stream in streams.items():
+            if name != "member":
+                assert await stream.take() is not None
+            assert_refused(await refusal_of(stream.take()))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("end", ["retire", "halt"])
+async def test_whatever_is_asked_afterwards_is_refused(name: str, end: str) -> None:
+    """With where to ask, and at once."""
+    async with opened() as scene:
+        assert list(scene.requests()) == REQUESTS
+        ask = scene.requests()[name]
+        if end == "retire":
+            await scene.shard.retire(elsewhere)
+        else:
+            scene.shard.halt(elsewhere)
+        appends = scene.journal.appends
+        assert_refused(await refusal_of(ask()))
+        assert scene.journal.appends == appends
+
+
+async def test_nobody_loses_a_lease_while_its_run_is_handed_over() -> None:
+    """However long that takes: whoever is silent may be talking to the next owner."""
+    async with opened() as scene:
+        await scene.shard.retire(elsewhere)
+        appends = scene.journal.appends
+        scene.now += 3600.0
+        scene.shard.engine.disconnect(scene.members[0])
+        await idle()
+        assert scene.journal.appends == appends
+
+
+async def test_a_member_that_says_something_during_the_hand_over_is_refused() -> None:
+    """A heartbeat is taken, and means nothing any more."""
+    async with opened() as scene:
+        await scene.shard.retire(elsewhere)
+        scene.shard.engine.renew(scene.members[0])
+        assert_refused(await refusal_of(scene.confirm(scene.members[0])))
+
+
+async def test_a_long_deletion_does_not_hold_up_the_hand_over() -> None:
+    """What is left to delete, the next owner deletes when it opens the journal."""
+    async with opened() as scene:
+        for number in range(600):
+            await scene.shard.store.write(RUN, Add(round=1, key=f"key {number}", amount=1))
+        await scene.restart()  # the round is over, and its keys with it
+        await scene.shard.retire(elsewhere)
+        left = [entry for entry in scene.journal.kept().store_entries if entry.round == 1]
+        assert left
+    async with opened(ShardJournal(scene.journal.durable)) as next_:
+        await asyncio.gather(*next_.shard.store.committing())
+        assert [entry for entry in next_.journal.kept().store_entries if entry.round == 1] == []
+
+
+async def test_nothing_is_written_after_the_last_commit() -> None:
+    """Not even what follows from it: the keys of a round that it ended are the next owner's to delete."""
+    async with opened() as scene:
+        await scene.shard.store.write(RUN, Add(round=1, key="key", amount=1))
+        scene.journal.hold()
+        (restarting,) = await begun(scene.restart())
+        (retiring,) = await begun(scene.shard.retire(elsewhere))
+        appends = scene.journal.appends
+        scene.journal.release()
+        await retiring
+        await restarting
+        await idle()
+        assert scene.journal.appends == appends
+
+
+async def test_to_retire_twice_is_to_retire_once() -> None:
+    """The second call waits for the first."""
+    async with opened() as scene:
+        await three_commits(scene)
+        retiring = await begun(scene.shard.retire(elsewhere), scene.shard.retire(NotOwner))
+        assert not any(task.done() for task in retiring)
+        scene.journal.release()
+        await asyncio.gather(*retiring)
+
+
+async def test_a_journal_that_breaks_in_the_last_commit() -> None:
+    """Whoever is responsible is told once; who waits for the commit is told as ever, and the hand-over ends."""
+    async with opened() as scene:
+        run, store, state = await three_commits(scene)
+        (retiring,) = await begun(scene.shard.retire(elsewhere))
+        scene.journal.break_()
+        await retiring
+        assert isinstance(await refusal_of(run), JournalError)
+        assert isinstance(await refusal_of(store), JournalFailed)
+        assert isinstance(await refusal_of(state), JournalFailed)
+        assert [str(error) for error in scene.failures] == ["the disk is full"]
+
+
+# ---- at once
+
+
+async def test_a_lost_shard_leaves_nobody_waiting() -> None:
+    """Who was in a commit is told that its outcome is unknown, all others that nothing was done."""
+    async with opened() as scene:
+        under_way = await three_commits(scene)
+        waiting = await behind_them(scene)
+        await scene.shard.drop(elsewhere)
+        for task in under_way:
+            assert_unknown(await refusal_of(task))
+        for task in waiting:
+            assert_refused(await refusal_of(task))
+
+
+async def test_a_lost_shard_neither_tells_nor_writes() -> None:
+    """Not even what was on its way to be told; and the journal, whose next commit is another's, is not touched."""
+    async with opened() as scene:
+        streams = await scene.streams()
+        await scene.restart()
+        await scene.set_state(b"new", scene.token)
+        tasks = [*await three_commits(scene), *await behind_them(scene)]
+        appends, durable = scene.journal.appends, list(scene.journal.durable)
+        await scene.shard.drop(elsewhere)
+        scene.journal.release()
+        await asyncio.wait(tasks)
+        scene.now += 3600.0
+        await idle()
+        for stream in streams.values():
+            assert_refused(await refusal_of(stream.take()))
+        assert (scene.journal.appends, scene.journal.durable) == (appends, durable)
+        assert not scene.journal.closed
+
+
+@pytest.mark.parametrize("end", ["halt", "end_streams"])
+async def test_of_a_long_history_no_more_is_told(end: str) -> None:
+    """A watcher that reads what happened long ago learns with the next message that the run is elsewhere."""
+    async with opened() as scene:
+        for _ in range(100):
+            await scene.shard.engine.execute(RUN, commands.Evict("elsewhere", "to and fro"))
+            await scene.shard.engine.execute(RUN, commands.Readmit("elsewhere", "to and fro"))
+        told: list[pb.WatchEventsResponse] = []
+
+        async def write(response: pb.WatchEventsResponse) -> None:
+            told.append(response)
+            if end == "halt":
+                scene.shard.halt(elsewhere)
+            else:
+                scene.shard.end_streams(elsewhere)
+
+        events = EventServicer(OneShard(scene.shard), lambda: None)
+        assert_refused(await refusal_of(events.watch(pb.WatchEventsRequest(run_id=RUN), write)))
+        assert len(told) == 1
+
+
+async def test_a_resume_in_the_same_step_as_a_commit_was_not_done() -> None:
+    """It changes nothing, so it is refused, and not unknown."""
+    async with opened() as scene:
+        scene.journal.hold()
+        member = scene.members[0]
+        tasks = await begun(
+            scene.restart(), scene.shard.engine.resume(RUN, member.node_id, member.lease.lease, 1)
+        )
+        await scene.journal.held()
+        scene.shard.halt(elsewhere)
+        assert_unknown(await refusal_of(tasks[0]))
+        assert_refused(await refusal_of(tasks[1]))
+
+
+@pytest.mark.parametrize("came_through", [True, False])
+async def test_what_was_unknown_is_repeated_at_the_next_owner(came_through: bool) -> None:
+    """With its operation it takes effect once, whether the commit came through or not."""
+    async with opened() as scene:
+        add = Add(round=0, key="counter", amount=5, operation=Operation("client", 0, 1))
+        request = SetState(run_id=RUN, state=b"newer", token=scene.token, operation=Operation("client", 0, 1))
+        if came_through:
+            scene.journal.hold_answers()
+        else:
+            scene.journal.hold()
+        tasks = await begun(scene.shard.store.write(RUN, add), scene.shard.states.set(request))
+        await scene.shard.drop(elsewhere)
+        for task in tasks:
+            assert_unknown(await refusal_of(task))
+    keys = {entry.key for entry in scene.journal.kept().store_entries}
+    assert ("counter" in keys) == came_through
+    async with opened(ShardJournal(scene.journal.durable)) as next_:
+        for _ in range(2):
+            assert await next_.shard.store.write(RUN, add) == 5
+            outcome = await next_.shard.states.set(request)
+            assert outcome.has_set
+
+
+async def test_to_be_lost_while_retiring_ends_both() -> None:
+    """The hand-over ends without closing the journal."""
+    async with opened() as scene:
+        under_way = await three_commits(scene)
+        (retiring,) = await begun(scene.shard.retire(NotOwner))
+        await scene.shard.drop(elsewhere)
+        await retiring
+        for task in under_way:
+            assert_unknown(await refusal_of(task))
+        scene.journal.release()
+        await idle()
+        assert not scene.journal.closed
+
+
+async def test_a_hand_over_that_takes_too_long_can_be_given_up() -> None:
+    """Its caller stops waiting, and drops the shard."""
+    async with opened() as scene:
+        under_way = await three_commits(scene)
+        (retiring,) = await begun(scene.shard.retire(NotOwner))
+        retiring.cancel()
+        await asyncio.wait([retiring])
+        await scene.shard.drop(elsewhere)
+        for task in under_way:
+            assert_unknown(await refusal_of(task))
+
+
+async def test_to_drop_is_harmless_whatever_came_before() -> None:
+    """Twice, after it was retired, after its journal broke, and with nothing going on."""
+    async with opened() as scene:
+        await scene.shard.drop(elsewhere)
+        await scene.shard.drop(NotOwner)
+        await scene.shard.retire(NotOwner)
+        assert not scene.journal.closed
+        assert_refused(await refusal_of(scene.shard.engine.get_run(RUN)))
+    async with opened() as scene:
+        await scene.shard.retire(NotOwner)
+        scene.shard.end_streams(NotOwner)
+        await scene.shard.drop(elsewhere)
+    async with opened() as scene:
+        tasks = await three_commits(scene)
+        scene.journal.break_()
+        await asyncio.wait(tasks)
+        await scene.shard.drop(elsewhere)
+        for ask in scene.requests().values():
+            assert_refused(await refusal_of(ask()))
+
+
+# ---- a journal that says that it is another's
+
+
+@pytest.mark.parametrize("part", ["run", "store", "state"])
+async def test_a_journal_that_is_anothers_ends_everything(part: str) -> None:
+    """Whichever part finds out: all of them fall silent in the same moment, and one word of it is passed on."""
+    async with opened() as scene:
+        streams = await scene.streams()
+        await scene.restart()  # on its way to be told
+        waiting = asyncio.create_task(scene.shard.store.get(RUN, 0, "nowhere", 3600.0))
+        scene.journal.hold()
+        changes: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "run": scene.restart,
+            "store": lambda: scene.set("new", b"value"),
+            "state": lambda: scene.set_state(b"new", scene.token),
+        }
+        (task,) = await begun(changes[part]())
+        await scene.journal.held()
+        scene.journal.lose()
+        assert isinstance(await refusal_of(task), OutcomeUnknown)
+        assert isinstance(await refusal_of(waiting), NotOwner)
+        for name, stream in streams.items():
+            assert isinstance(await refusal_of(stream.take()), NotOwner), name
+        for ask in scene.requests().values():
+            assert isinstance(await refusal_of(ask()), NotOwner)
+        assert [type(error) for error in scene.failures] == [OwnershipLost]
+        assert not scene.journal.closed
+
+
+async def test_a_journal_that_broke_is_told_of_once() -> None:
+    """However many commits fail: whoever is responsible drops the shard, or ends the process, once."""
+    async with opened() as scene:
+        tasks = [*await three_commits(scene), *await behind_them(scene)]
+        scene.journal.break_()
+        done, _ = await asyncio.wait(tasks[:5])
+        assert all(isinstance(task.exception(), JournalError | JournalFailed) for task in done)
+        assert [str(error) for error in scene.failures] == ["the disk is full"]
+
+
+# ---- opening
+
+
+async def test_a_journal_that_cannot_be_read_is_closed_again() -> None:
+    """So that somebody else may have it."""
+    async with opened() as scene:
+        await scene.shard.retire(elsewhere)
+    nonsense = StoreChange(RUN, SPACE, "nobody knows", b"what this is")
+    for damaged in (scene.journal.durable[1:], [*scene.journal.durable, nonsense]):
+        journal = ShardJournal(damaged)
+        with pytest.raises(JournalError, match=r"the journal (is damaged|can't be read)"):
+            async with opened(journal):
+                pass
+        assert journal.closed
+
+
+@pytest.mark.parametrize(("least", "lost_after"), [(10.0, 15.0), (20.0, 20.0), (60.0, 60.0)])
+async def test_a_take_over_gives_every_lease_time_to_come_back(least: float, lost_after: float) -> None:
+    """A full new term, and at least what it is told; then whoever did not come is lost."""
+    async with opened() as scene:
+        await scene.shard.retire(elsewhere)
+    async with opened(ShardJournal(scene.journal.durable), least_lease=least) as next_:
+        next_.now += lost_after - 0.5
+        assert len((await next_.shard.engine.get_run(RUN)).nodes) == 2
+        next_.now += 0.5
+        assert len((await next_.shard.engine.get_run(RUN)).nodes) == 0

@@ -1,0 +1,172 @@
+"""Limits of a service are limits of the whole: all shards of a process together keep within them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.fenced_state.core import STATE_OVERHEAD_BYTES, SetState, StateLimits
+from rallypoint.rendezvous.fenced_state.refusals import (
+    StateBusy,
+    StatesFull,
+    TooManyStates,
+    TooManyWatchers,
+)
+from rallypoint.rendezvous.limits import LimitReached, RendezvousLimits
+from rallypoint.rendezvous.shares import Share, Total, Totals
+from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, refusal_of
+
+
+@asynccontextmanager
+async def together(**limits: Any) -> AsyncIterator[tuple[Scene, Scene, Totals]]:
+    """Two empty shards of one process."""
+    totals = Totals()
+    async with AsyncExitStack() as stack:
+        one, other = [
+            await stack.enter_async_context(opened(ShardJournal(), totals=totals, **limits)) for _ in range(2)
+        ]
+        yield one, other, totals
+
+
+def used(totals: Totals) -> dict[str, int]:
+    """What is counted, by name."""
+    return {
+        "runs": totals.runs.used,
+        "event_bytes": totals.events.bytes,
+        "states": totals.states.used,
+        "state_bytes": totals.state_bytes.used,
+        "state_queued_bytes": totals.state_queued_bytes.used,
+        "state_watchers": totals.state_watchers.used,
+    }
+
+
+async def set_state(scene: Scene, run_id: str, state: bytes = b"") -> None:
+    await scene.shard.states.set(SetState(run_id=run_id, state=state))
+
+
+def test_a_share_knows_its_own_part_and_all_others() -> None:
+    """And gives back what is its own."""
+    total = Total()
+    mine, theirs = Share(total), Share(total)
+    mine.add(3)
+    theirs.add(4)
+    mine.add(-1)
+    assert (mine.own, mine.others, mine.together) == (2, 4, 6)
+    mine.release()
+    assert (mine.own, theirs.together) == (0, 4)
+
+
+async def test_runs() -> None:
+    """One more anywhere is one too many, until one is forgotten somewhere."""
+    async with together(limits=RendezvousLimits(runs=2, run_ttl=60.0)) as (one, other, totals):
+        member = await one.join("a", "first")
+        await other.join("a", "second")
+        await other.join("b", "second")  # no new run
+        for scene in (one, other):
+            refusal = await refusal_of(scene.join("a", "third"))
+            assert isinstance(refusal, LimitReached)
+            assert (refusal.reason, refusal.limit) == ("TOO_MANY_RUNS", 2)
+        leave = commands.Leave(member.node_id, member.lease.lease, "told to stop")
+        await one.shard.engine.execute("first", leave)
+        one.now += 61.0
+        assert await one.shard.engine.read_runs(list) == []
+        await other.join("a", "third")
+        assert totals.runs.used == 2
+
+
+async def test_states() -> None:
+    """By number."""
+    async with together(state_limits=StateLimits(states=2)) as (one, other, _):
+        await set_state(one, "first")
+        await set_state(other, "second")
+        for scene in (one, other):
+            refusal = await refusal_of(set_state(scene, "third"))
+            assert isinstance(refusal, TooManyStates)
+
+
+async def test_bytes_of_states() -> None:
+    """Also of those that are being committed: both shards can't take the same room."""
+    most = 2 * (STATE_OVERHEAD_BYTES + 100)
+    async with together(state_limits=StateLimits(state_bytes=most)) as (one, other, _):
+        await set_state(one, "first", b"x" * 100)
+        one.journal.hold()
+        (setting,) = await begun(set_state(one, "second", b"x" * 100))
+        await one.journal.held()
+        refusal = await refusal_of(set_state(other, "third"))
+        assert isinstance(refusal, StatesFull)
+        assert refusal.used_bytes == most + STATE_OVERHEAD_BYTES
+        one.journal.release()
+        await setting
+
+
+async def test_bytes_of_states_that_wait() -> None:
+    """A slow journal of one shard is felt by the other, which would need the same memory."""
+    async with together(state_limits=StateLimits(queued_bytes=2_000)) as (one, other, totals):
+        one.journal.hold()
+        await begun(set_state(one, "first"))
+        await one.journal.held()
+        waiting = await begun(set_state(one, "second", b"x" * 1_000))
+        assert isinstance(await refusal_of(set_state(other, "third", b"x" * 1_000)), StateBusy)
+        one.journal.release()
+        await waiting[0]
+        await set_state(other, "third", b"x" * 1_000)
+        assert totals.state_queued_bytes.used == 0
+
+
+async def test_watchers_of_states() -> None:
+    """Each gives its place back when it goes, whatever has become of its shard."""
+    async with together(state_limits=StateLimits(watchers=2)) as (one, other, totals):
+        slots = [(each, each.shard.states.watch(RUN, None)) for each in (one, other)]
+        with pytest.raises(TooManyWatchers):
+            one.shard.states.watch(RUN, None)
+        one.shard.halt(NotOwner)
+        for scene, slot in slots:
+            scene.shard.states.unwatch(RUN, slot)
+        assert totals.state_watchers.used == 0
+        other.shard.states.watch(RUN, None)
+
+
+async def test_bytes_of_events() -> None:
+    """Past the bound the longest history is shortened, whichever shard it is of."""
+    limits = RendezvousLimits(event_bytes=20_000)
+    async with together(limits=limits) as (one, other, totals):
+        await one.join("a", "long")
+        while totals.events.bytes < 18_000:
+            await one.shard.engine.execute("long", commands.Evict("elsewhere", "to and fro"))
+            await one.shard.engine.execute("long", commands.Readmit("elsewhere", "to and fro"))
+        before = one.shard.engine.history("long").bytes
+        await other.join("a", "short")
+        while one.shard.engine.history("long").bytes == before:
+            await other.shard.engine.execute("short", commands.Evict("elsewhere", "to and fro"))
+            await other.shard.engine.execute("short", commands.Readmit("elsewhere", "to and fro"))
+        assert totals.events.bytes <= 20_000
+        assert other.shard.engine.history("short").oldest == 1
+
+
+@pytest.mark.parametrize("end", ["retire", "halt"])
+async def test_what_a_shard_had_is_free_for_others_once_it_has_ended(end: str) -> None:
+    """All of it, also what waited and what was being committed."""
+    totals = Totals()
+    async with opened(totals=totals) as scene:
+        assert all(used(totals)[name] > 0 for name in ("runs", "event_bytes", "states", "state_bytes"))
+        scene.journal.hold()
+        await begun(set_state(scene, "first"))
+        await scene.journal.held()
+        await begun(set_state(scene, "second"))
+        assert totals.state_queued_bytes.used > 0
+        if end == "halt":
+            scene.shard.halt(NotOwner)
+        else:
+            (retiring,) = await begun(scene.shard.retire(NotOwner))
+            scene.journal.release()
+            await retiring
+        assert set(used(totals).values()) == {0}
+        assert scene.shard.engine._runs[RUN].history.latest > 0, "who reads it goes on reading"
+    assert set(used(totals).values()) == {0}, "it is given back once"
+    async with opened(ShardJournal(scene.journal.durable), totals=totals):
+        assert totals.runs.used == 1, "what is taken over counts again"
