@@ -114,12 +114,12 @@ def fresh_marker() -> Iterator[str]:
                         os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> float:
+def wait_until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> float:
     """Waits for a condition; returns the seconds it took."""
     began = time.monotonic()
     while not condition():
-        if time.monotonic() - began > PATIENCE:
-            raise AssertionError(f"waited {PATIENCE} s in vain for: {what}")
+        if time.monotonic() - began > patience:
+            raise AssertionError(f"waited {patience} s in vain for: {what}")
         time.sleep(0.002)
     return time.monotonic() - began
 

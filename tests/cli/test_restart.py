@@ -40,8 +40,9 @@ def test_a_run_is_restarted_with_a_reason(
             asked.append(request)
             return answer
 
-    def ask(endpoint: str, tls: Any, timeout: float, question: Any) -> Any:
+    def ask(endpoint: str, tls: Any, timeout: float, question: Any, *, repeatable: bool) -> Any:
         assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
+        assert not repeatable, "a second restart would end the round that the first one made"
         return question(Stub())
 
     monkeypatch.setattr(operator, "ask", ask)

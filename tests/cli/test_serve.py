@@ -84,7 +84,7 @@ def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("journal", "expected"),
     [
-        ("file.db", "--journal: 'file.db' is no journal; expected memory, or sqlite:PATH"),
+        ("file.db", "--journal: 'file.db' is no journal; expected memory, sqlite:PATH or etcd://…"),
         ("sqlite:", "--journal: 'sqlite:' is no journal"),
         ("sqlite:/proc/none/file.db", "can't open the journal /proc/none/file.db"),
     ],

@@ -39,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
     """Runs `status` with an answer in the place of a service's; returns what it prints."""
 
     def show(response: Any, arguments: list[str]) -> str:
-        monkeypatch.setattr(operator, "ask", lambda *_: response)
+        monkeypatch.setattr(operator, "ask", lambda *_, **__: response)
         result = CliRunner().invoke(main, ["status", *arguments])
         assert (result.exit_code, result.stderr) == (0, "")
         return result.output

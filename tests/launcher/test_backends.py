@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from rallypoint.etcd.address import EtcdAddress
 from rallypoint.launcher.backends import Wish, meeting
-from rallypoint.launcher.plan import Embedded, Hosted, Standing
+from rallypoint.launcher.plan import Embedded, Hosted, Replicated, Standing
+from rallypoint.serving.endpoint import Endpoint
 from rallypoint.serving.settings import SettingError
 
 FIXED = {"nodes": (2, 2)}
+
+
+def replicated(prefix: str) -> Replicated:
+    """By agents, over the etcd on host a."""
+    return Replicated(EtcdAddress((Endpoint("a", 2379),), prefix))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +56,12 @@ FIXED = {"nodes": (2, 2)}
         ({"backend": "c10d", "conf": {"is_host": "True"}, **FIXED}, Hosted("localhost:29400", here=True)),
         ({"backend": "c10d", "conf": {"is_host": "0"}, **FIXED}, Hosted("localhost:29400", here=False)),
         ({"backend": "c10d", "endpoint": "localhost:0"}, Embedded()),
+        # An etcd, however it is named; the last part of the prefix is the run.
+        ({"endpoint": "etcd://a/x"}, replicated("/torchelastic/p2p/x")),
+        ({"endpoint": "etcd://a", "run_id": "x", "backend": "etcd"}, replicated("/torchelastic/p2p/x")),
+        ({"backend": "etcd", "endpoint": "a", "run_id": "x", **FIXED}, replicated("/torchelastic/p2p/x")),
+        ({"backend": "etcd-v2", "endpoint": "a", "run_id": "x"}, replicated("/torch/elastic/rendezvous/x")),
+        ({"endpoint": "etcd://a/x", "standalone": True}, Embedded()),
     ],
 )
 def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
@@ -69,6 +85,20 @@ def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int 
     """As given with static; anywhere else each round has a place of its own."""
     found = meeting(Wish(**wish))
     assert (found.master_address, found.master_port) == master
+
+
+@pytest.mark.parametrize(
+    ("wish", "nodes"),
+    [
+        ({"endpoint": "a:1", "run_id": "x"}, None),
+        ({"backend": "etcd", "run_id": "x", **FIXED}, None),
+        ({"endpoint": "etcd://a/x?min_workers=2&max_workers=3"}, (2, 3)),
+        ({"endpoint": "etcd://a/x?min_workers=2", "nodes_given": True, **FIXED}, (2, 2)),
+    ],
+)
+def test_a_url_may_say_how_many_nodes(wish: dict[str, Any], nodes: tuple[int, int] | None) -> None:
+    """Where the flag says nothing, or the same."""
+    assert meeting(Wish(**wish)).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -106,11 +136,15 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
         ({"backend": "static", "endpoint": "head", **FIXED}, "--rdzv-endpoint: 'head' has no port"),
         ({"backend": "static", "conf": {"rank_policy": "topology"}, **FIXED}, "--rdzv-conf: rank_policy"),
         ({"backend": "c10d", "endpoint": "head:0", **FIXED}, "--rdzv-endpoint: 'head:0' has port 0"),
+        ({"backend": "c10d", "endpoint": "a:1,b:1"}, "--rdzv-endpoint: 'a:1,b:1' names several places"),
+        ({"backend": "static", "endpoint": "a:1,b:1", **FIXED}, "'a:1,b:1' names several places"),
         ({"backend": "c10d", "endpoint": "head:x"}, "--rdzv-endpoint: 'head:x' has port 'x'"),
         ({"backend": "c10d", "endpoint": "head:65536"}, "--rdzv-endpoint: 'head:65536' has port '65536'"),
-        ({"backend": "etcd"}, "--rdzv-backend etcd is not there yet"),
-        ({"backend": "etcd-v2"}, "--rdzv-backend etcd-v2 is not there yet"),
-        ({"endpoint": "etcd://a:2379/x"}, "--rdzv-backend etcd is not there yet"),
+        ({"backend": "etcd"}, "Give --rdzv-id NAME"),
+        ({"backend": "etcd-v2", "endpoint": "a:x", "run_id": "x"}, "--rdzv-endpoint: 'a:x'"),
+        ({"backend": "c10d", "endpoint": "etcd://a/x"}, "--rdzv-backend c10d contradicts --rdzv-endpoint"),
+        ({"backend": "rallypoint", "endpoint": "etcd://a/x"}, "--rdzv-backend rallypoint contradicts"),
+        ({"endpoint": "etcd://a/x?min_workers=2", "nodes": (1, 2), "nodes_given": True}, "--nnodes 1:2"),
         ({"backend": "zeus"}, "--rdzv-backend: 'zeus' is no backend"),
     ],
 )
@@ -130,8 +164,25 @@ def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) ->
         ({"endpoint": "a:1", "run_id": "x", "node_rank": 0}, []),
         ({"node_rank": 0, "master_address": "a"}, ["--master-addr"]),
         ({"backend": "static", "node_rank": 1, "master_address": "a", **FIXED}, []),
+        ({"endpoint": "etcd://a/x", "node_rank": 1}, ["--node-rank"]),
     ],
 )
 def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str]) -> None:
     """torchrun warns too; rank 0 is what everybody has who says nothing."""
     assert [notice.partition(" ")[0] for notice in meeting(Wish(**wish)).notices] == flags
+
+
+def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
+    """Every module that `rallypoint run` loads delays the start of every job."""
+    program = (
+        "import rallypoint.cli.run, rallypoint.launcher.launch, rallypoint.cli.verdict, sys; "
+        "print([name for name in sys.modules if 'etcd' in name or name.startswith('rallypoint.launcher.rep')])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_a_plan_with_etcd_goes_to_another_process() -> None:
+    """As that of a launch from Python does, to its agent."""
+    place = meeting(Wish(endpoint="etcds://me@a,b:1/x", environment={"RALLYPOINT_ETCD_PASSWORD": "p"})).place
+    assert pickle.loads(pickle.dumps(place)) == place  # noqa: S301 (ours)

@@ -12,9 +12,9 @@ from rallypoint.cli.operator import refusal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.attempts import GONE
-from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import ServiceError, decode
 from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.serving.switchboard import Line, Switchboard
 
 _PAGE = 10_000  # the most that a page may have
 # Seconds between attempts to connect: doubled from the first to the longest, each cut by a random half.
@@ -85,6 +85,7 @@ class Following:
         self._on_events = on_events
         self._on_gap = on_gap
         self._jitter = jitter
+        self._asked_at = 0.0
         self._heard_at: float | None = None  # when the service was last there, once it was
         # Whether it has been away for too long, and is asked for the last time. It may be this process that was
         # away: stopped on a terminal, or asleep with its machine.
@@ -96,37 +97,62 @@ class Following:
         Raises:
             SettingError: The service refused, could not be reached, or was away for too long; one line.
         """
-        channel = open_channel(self._endpoint, self._tls)
-        stub: pb_grpc.RendezvousServiceAsyncStub = pb_grpc.RendezvousServiceStub(channel)
         loop = asyncio.get_running_loop()
         backoff = _FIRST_BACKOFF
-        try:
+        async with Switchboard(self._endpoint, self._tls) as board:
+            search = board.search()
+            self._asked_at = loop.time()
             while True:
                 heard_before = self._heard_at
                 try:
-                    await self._hear(stub, loop)
+                    line = await board.line(search, self._patience)
+                    try:
+                        await self._hear(line, loop)
+                    finally:
+                        line.hang_up()
                     return
-                except grpc.aio.AioRpcError as rpc_error:
-                    self._bear(rpc_error, loop.time())
+                except ServiceError as error:
+                    if search.at_once:
+                        continue
+                    self._bear(error, loop.time())
                 except TimeoutError:
                     self._bear_silence()
+                board.rest(search)
                 backoff = _FIRST_BACKOFF if self._heard_at != heard_before else backoff
                 await asyncio.sleep(backoff * (1 - self._jitter() / 2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
-        finally:
-            await channel.close()
 
-    async def _hear(self, stub: pb_grpc.RendezvousServiceAsyncStub, loop: asyncio.AbstractEventLoop) -> None:
+    async def _hear(self, line: Line, loop: asyncio.AbstractEventLoop) -> None:
+        """Follow over one connection.
+
+        Raises:
+            ServiceError: It ended so.
+            TimeoutError: Nothing was heard for as long as one is to wait, and there is nobody else to ask.
+        """
+        stub: pb_grpc.RendezvousServiceAsyncStub = line.stub(pb_grpc.RendezvousServiceStub)
         call = stub.WatchEvents(self._request)
         heard = False
         try:
-            async with asyncio.timeout(self._patience) as silence:
+            async with asyncio.timeout(min(self._patience, line.patience)) as silence:
                 async for response in call:
+                    if not heard:
+                        line.answered()
                     heard = True
                     silence.reschedule(None)  # the first message comes at once, later ones when they come
                     self._request.revision = response.revision
                     if response.events:
                         self._on_events(response.events)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = decode(rpc_error)
+            line.failed(error)
+            raise error from None
+        except TimeoutError:
+            if line.alone:
+                raise
+            message = f"{line.place} gave no answer within {min(self._patience, line.patience):g} s"
+            error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message)
+            line.failed(error)
+            raise error from None
         finally:
             if heard:
                 self._heard_at = loop.time()
@@ -141,15 +167,17 @@ class Following:
             ) from None
         self._last_time = True
 
-    def _bear(self, rpc_error: grpc.aio.AioRpcError, now: float) -> None:
+    def _bear(self, error: ServiceError, now: float) -> None:
         """Return if it is worth to try again."""
-        error = decode(rpc_error)
         if self._is_gap(error):
             return
         if error.code in _RETRYABLE and self._heard_at is not None and not self._last_time:
             self._last_time = now - self._heard_at >= self._patience
             return
-        raise refusal(self._endpoint, self._tls, rpc_error) from None
+        # Nobody owns the run just now, and somebody will.
+        if error.reason == "NOT_OWNER" and self._heard_at is None and now < self._asked_at + self._patience:
+            return
+        raise refusal(self._endpoint, self._tls, error) from None
 
     def _is_gap(self, error: ServiceError) -> bool:
         if error.reason != "EVENTS_COMPACTED":

@@ -85,6 +85,10 @@ class LazyGroup(click.Group):
         ),
         "serve": ("rallypoint.cli.serve:serve", "Serve rendezvous, timer or agent."),
         "status": ("rallypoint.cli.status:status", "Show runs, or one run with its nodes."),
+        "replicas": (
+            "rallypoint.cli.replicas:replicas",
+            "Show who serves rendezvous, and which of them owns a run.",
+        ),
         "events": ("rallypoint.cli.events:events", "Show what happened to a run, and what happens."),
         "rounds": (
             "rallypoint.cli.rounds:rounds",

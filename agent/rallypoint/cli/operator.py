@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,11 +13,17 @@ import grpc
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as supervisor_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.serving.advice import tls_advice
+from rallypoint.serving.attempts import GONE
 from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import decode
+from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.loop import run
+from rallypoint.serving.question import ask_any
 from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.serving.switchboard import Switchboard
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
+
+# Seconds for a question that is better answered, before one is asked that anybody answers.
+_PREFERRED = 2.0
 
 _T = TypeVar("_T")
 _Stub = TypeVar("_Stub")
@@ -47,13 +54,24 @@ def ask(
     tls: ClientTLS | None,
     timeout: float,
     question: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]],
+    *,
+    repeatable: bool = True,
+    preferred: Callable[[rendezvous_grpc.RendezvousServiceAsyncStub], Awaitable[_T]] | None = None,
 ) -> _T:
     """Ask a rendezvous service, within `timeout` seconds.
+
+    Args:
+        endpoint: Where it is; of several replicas, separated by commas, whichever answers.
+        tls: How to speak with it.
+        timeout: Seconds for it all.
+        question: Makes the calls.
+        repeatable: Whether what is asked may be done twice, so that another replica is asked where one was lost.
+        preferred: Asked first, for a part of the time: a question that is answered better, but not always.
 
     Raises:
         SettingError: It could not be reached, or refused; one line.
     """
-    return _ask(RENDEZVOUS, endpoint, tls, timeout, question)
+    return _ask(RENDEZVOUS, endpoint, tls, timeout, question, repeatable=repeatable, preferred=preferred)
 
 
 def ask_timer(
@@ -90,33 +108,57 @@ def _ask(
     tls: ClientTLS | None,
     timeout: float,
     question: Callable[[_Stub], Awaitable[_T]],
+    *,
+    repeatable: bool = True,
+    preferred: Callable[[_Stub], Awaitable[_T]] | None = None,
 ) -> _T:
     async def call() -> _T:
-        channel = open_channel(endpoint, tls)
-        try:
-            async with asyncio.timeout(timeout):
-                return await question(asked.stub(channel))
-        except TimeoutError:
-            raise SettingError(f"no {asked.name} answered at {endpoint} within {timeout:g} s") from None
-        except grpc.aio.AioRpcError as rpc_error:
-            raise refusal(endpoint, tls, rpc_error, asked) from None
-        finally:
-            await channel.close()
+        async with AsyncExitStack() as stack:
+            if asked.name == RENDEZVOUS.name:
+                board = await stack.enter_async_context(Switchboard(endpoint, tls))
+            else:
+                board = Switchboard.over(await stack.enter_async_context(open_channel(endpoint, tls)))
+            try:
+                async with asyncio.timeout(timeout):
+                    if preferred is not None:
+                        # Whether nobody answers at all is told by the other question.
+                        with suppress(TimeoutError, _NobodyAnswered):
+                            async with asyncio.timeout(min(_PREFERRED, timeout / 2)):
+                                return await _ask_the_best(board, asked.stub, preferred)
+                    return await ask_any(board, asked.stub, question, repeatable=repeatable)
+            except TimeoutError:
+                raise SettingError(f"no {asked.name} answered at {endpoint} within {timeout:g} s") from None
+            except ServiceError as error:
+                raise refusal(endpoint, tls, error, asked) from None
 
     return run(call())
+
+
+class _NobodyAnswered(Exception):
+    """Of those who could answer best."""
+
+
+async def _ask_the_best(
+    board: Switchboard, stub: Callable[[grpc.aio.Channel], _Stub], question: Callable[[_Stub], Awaitable[_T]]
+) -> _T:
+    try:
+        return await ask_any(board, stub, question)
+    except ServiceError as error:
+        if error.code in GONE:
+            raise _NobodyAnswered from None
+        raise
 
 
 def refusal(
     endpoint: str,
     tls: ClientTLS | None,
-    rpc_error: grpc.aio.AioRpcError,
+    error: ServiceError,
     asked: Asked[_Stub] | None = None,
 ) -> SettingError:
     """Why a call to a service, the rendezvous service unless told, failed: a line with what to do about it."""
     name, flag = (asked.name, asked.flag) if asked is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)
-    error = decode(rpc_error)
-    # gRPC's own reasons, which nobody of ours said.
-    if error.reason == grpc.StatusCode.UNAVAILABLE.name:
+    # gRPC's own reasons, which nobody of ours said, and that none came of it.
+    if error.reason in (grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"):
         advice = tls_advice(error.message, tls) or f"check {flag}"
         return SettingError(f"no {name} answers at {endpoint}: {error.message}; {advice}")
     if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:

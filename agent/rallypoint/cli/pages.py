@@ -16,12 +16,21 @@ async def all_runs(stub: pb_grpc.RendezvousServiceAsyncStub) -> pb.ListRunsRespo
     return whole
 
 
-async def whole_run(run_id: str, stub: pb_grpc.RendezvousServiceAsyncStub) -> pb.GetRunResponse:
-    """A run with all its nodes. One that changes meanwhile is shown as it was first, each of its nodes once."""
-    page = whole = await stub.GetRun(pb.GetRunRequest(run_id=run_id))
+async def whole_run(
+    run_id: str, stub: pb_grpc.RendezvousServiceAsyncStub, *, owner_only: bool = False
+) -> pb.GetRunResponse:
+    """A run with all its nodes. One that changes meanwhile is shown as it was first, each of its nodes once.
+
+    Args:
+        run_id: The run.
+        stub: Whom to ask.
+        owner_only: Have only the replica answer that owns the run, which knows who is connected.
+    """
+    page = whole = await stub.GetRun(pb.GetRunRequest(run_id=run_id, owner_only=owner_only))
     seen = {node.node_id for node in whole.run.nodes}
     while page.next_page_token:
-        page = await stub.GetRun(pb.GetRunRequest(run_id=run_id, page_token=page.next_page_token))
+        request = pb.GetRunRequest(run_id=run_id, page_token=page.next_page_token, owner_only=owner_only)
+        page = await stub.GetRun(request)
         whole.run.nodes.extend(node for node in page.run.nodes if node.node_id not in seen)
         seen.update(node.node_id for node in page.run.nodes)
     whole.next_page_token = ""

@@ -19,7 +19,7 @@ def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: C
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.RestartRunRequest(run_id=run_id, reason=reason)
-    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request))
+    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False)
     if response.ended_round:
         click.echo(f"run {run_id}: round {response.ended_round} ended, all workers are started anew")
     elif response.hurried:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from rallypoint.launcher.services import embedded_timer
 from rallypoint.rendezvous.errors import translate as translate_rendezvous
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.only_replica import OnlyReplica
 from rallypoint.rendezvous.service import open_journal, rendezvous_services
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
@@ -37,6 +40,7 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
         broken.append(error)
         stopping.append(asyncio.create_task(server.stop()))
 
+    replica = OnlyReplica(journal_url.partition(":")[0], time.time(), secrets.token_hex(8))
     try:
         async with rendezvous_services(
             open_journal(journal_url),
@@ -44,10 +48,11 @@ async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits
             store_limits=limits.store,
             state_limits=limits.state,
             state_ttl=limits.state_ttl,
+            list_replicas=replica,
             on_failure=stop,
         ) as services:
             server = Server(options, services=services, translate=translate_rendezvous)
-            await server.serve_until_signal()
+            await server.serve_until_signal(after_start=lambda: replica.listen(server.address))
     except JournalError as error:
         raise SettingError(str(error)) from error
     if broken:

@@ -64,7 +64,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         environment=ENVIRONMENT,
         run_id=where.run_id,
         place=where.place,
-        nodes=flags["nnodes"],
+        nodes=where.nodes or flags["nnodes"],
         local_world_size=flags["nproc_per_node"],
         max_restarts=flags["max_restarts"],
         conf=where.conf,
@@ -82,6 +82,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
 
 
 def _meeting(flags: Mapping[str, Any]) -> Meeting:
+    source = click.get_current_context().get_parameter_source("nnodes")
     return meeting(
         Wish(
             backend=flags["rdzv_backend"],
@@ -89,6 +90,7 @@ def _meeting(flags: Mapping[str, Any]) -> Meeting:
             run_id=flags["rdzv_id"],
             conf=flags["rdzv_conf"],
             nodes=flags["nnodes"],
+            nodes_given=source is not ParameterSource.DEFAULT,
             standalone=flags["standalone"],
             node_rank=flags["node_rank"],
             master_address=flags["master_addr"],

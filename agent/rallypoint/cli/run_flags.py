@@ -59,14 +59,16 @@ _RENDEZVOUS = flags(
         type=Text(),
         metavar="NAME",
         show_default="rallypoint",
-        help="rallypoint: a service that stands by itself; static, c10d: one of the job's agents serves it.",
+        help="rallypoint: a service that stands by itself; static, c10d: one of the job's agents serves it; etcd, "
+        "etcd-v2: some of them do, over an etcd.",
     ),
     _torchrun(
         "--rdzv-endpoint",
         type=Text(),
         default="",
-        metavar="HOST:PORT",
-        help="Address of the rendezvous service.",
+        metavar="HOST:PORT[,...]",
+        help="Address of the rendezvous service, of all its replicas, or of an etcd; or torch's "
+        "etcd://HOST:PORT/RUN_ID?min_workers=N&...",
     ),
     _torchrun(
         "--rdzv-id",

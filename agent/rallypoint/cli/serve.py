@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from rallypoint.cli.limit_options import Limits, limit_options
+from rallypoint.cli.replica_options import ReplicaFlags, is_etcd, replica_options
 from rallypoint.cli.roles import serve_agent_role, serve_rendezvous_role, serve_timer_role
 from rallypoint.cli.timer_options import timer_options
 from rallypoint.serving.logs import configure_logs
@@ -31,12 +32,21 @@ def serve() -> None:
     cls=Setting,
     default="sqlite:var/rendezvous.db",
     metavar="JOURNAL",
-    help="Where runs outlive the process: sqlite:PATH, or memory to forget them.",
+    help="Where runs outlive the process: sqlite:PATH, memory to forget them, or "
+    "etcd://HOST:PORT,HOST:PORT,…/PREFIX, shared with all replicas that name the same.",
 )
+@replica_options
 @limit_options
-def rendezvous(options: ServerOptions, journal: str, limits: Limits) -> None:
+def rendezvous(options: ServerOptions, journal: str, limits: Limits, replica: ReplicaFlags) -> None:
     """Serve membership, rounds and the key-value store of runs."""
-    _serve(options, serve_rendezvous_role(options, journal, limits))
+    if is_etcd(journal):
+        # A service with a journal of its own need not have loaded any of it.
+        from rallypoint.cli.replica_role import serve_replica_role  # noqa: PLC0415
+
+        _serve(options, serve_replica_role(options, journal, limits, replica))
+    else:
+        replica.refuse_without_etcd()
+        _serve(options, serve_rendezvous_role(options, journal, limits))
 
 
 @serve.command()

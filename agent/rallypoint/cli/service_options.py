@@ -20,8 +20,8 @@ def service_options(command: _Command) -> _Command:
         cls=Setting,
         type=Text(),
         default="127.0.0.1:29400",
-        metavar="HOST:PORT",
-        help="Address of the rendezvous service.",
+        metavar="HOST:PORT[,...]",
+        help="Address of the rendezvous service, or those of its replicas.",
     )(timeout_option(client_options(command)))
 
 

@@ -58,7 +58,13 @@ def status(
     if run_id is None:
         response = ask(rdzv_endpoint, tls, timeout, all_runs)
     else:
-        response = ask(rdzv_endpoint, tls, timeout, partial(whole_run, run_id))
+        response = ask(
+            rdzv_endpoint,
+            tls,
+            timeout,
+            partial(whole_run, run_id),
+            preferred=partial(whole_run, run_id, owner_only=True),
+        )
     if as_json:
         fields = MessageToDict(response, always_print_fields_with_no_presence=True)
         del fields["nextPageToken"]  # all pages are in it
@@ -66,7 +72,9 @@ def status(
             fields |= _progress_fields(run_id, timer_endpoint, tls, timeout)
         click.echo(json.dumps(fields, indent=2))
     elif isinstance(response, pb.GetRunResponse):
-        _print_run(response.run)
+        _print_run(response.run, connections_known=not response.durable_only)
+        if response.durable_only:
+            _print_owner_away(response.owner)
         if timer_endpoint:
             _print_progress(response.run.run_id, timer_endpoint, tls, timeout)
     else:
@@ -125,7 +133,16 @@ def _print_runs(runs: list[pb.Run]) -> None:
     plain_console().print(table if runs else "no runs")
 
 
-def _print_run(run: pb.Run) -> None:
+def _print_owner_away(owner: str) -> None:
+    who = (
+        f"the replica at {owner}, which owns the run, gave no answer"
+        if owner
+        else "nobody owns the run just now"
+    )
+    plain_console().print(f"who is connected is not known: {who}")
+
+
+def _print_run(run: pb.Run, *, connections_known: bool) -> None:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     console = plain_console()
@@ -150,7 +167,7 @@ def _print_run(run: pb.Run) -> None:
     if run.evicted_node_ids:
         console.print(_evicted(run))
     if run.nodes:
-        console.print(_node_table(run))
+        console.print(_node_table(run, connections_known=connections_known))
 
 
 def _budget(run: pb.Run) -> str:
@@ -189,7 +206,7 @@ def _evicted(run: pb.Run) -> str:
     return f"taken out, and refused (`rallypoint events` says why): {names}{others}"
 
 
-def _node_table(run: pb.Run) -> Table:
+def _node_table(run: pb.Run, *, connections_known: bool) -> Table:
     from rich.table import Table  # noqa: PLC0415
 
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
@@ -209,10 +226,14 @@ def _node_table(run: pb.Run) -> Table:
             ranks,
             node.role,
             node.address,
-            "yes" if node.connected else "no",
+            _yes_or_no(node.connected) if connections_known else "-",
             *([node.topology or "-"] if places else []),
         )
     return table
+
+
+def _yes_or_no(fact: bool) -> str:
+    return "yes" if fact else "no"
 
 
 def _phase(run: pb.Run) -> str:

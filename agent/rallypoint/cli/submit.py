@@ -20,6 +20,7 @@ from rallypoint.cli.nodes import NodeCount, Text
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.serving.endpoint import EndpointError, parse_endpoint
+from rallypoint.serving.endpoints import parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
 from rallypoint.serving.settings import ClientTLS, SettingError
 
@@ -279,7 +280,7 @@ def _text(value: object) -> str:
 def _rendezvous(agents: Sequence[str], endpoint: str) -> str:
     """Where the agents meet: where it is said, or at the first of them; empty: a single one at its own service."""
     if endpoint:
-        parse_endpoint(endpoint)
+        parse_endpoints(endpoint)
         return endpoint
     if len(agents) == 1:
         return ""

@@ -1,7 +1,8 @@
 """Where a job's hosts meet: from torchrun's rendezvous flags to the place of our service.
 
 Scripts name torch's backends. `static` and `c10d` mean that an agent of the job serves rendezvous itself, as torch's
-agents hold the store: here that is our own service, so the rest of a job's life is the same for all backends.
+agents hold the store, and `etcd` that a job has nothing but an etcd. Here that is our own service in each case, so the
+rest of a job's life is the same for all backends.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rallypoint.launcher.plan import Embedded, Hosted, Place, Standing
+from rallypoint.launcher.plan import Embedded, Hosted, Place, Replicated, Standing
 from rallypoint.launcher.torch_conf import split_conf
 from rallypoint.serving.settings import SettingError
 
-BACKENDS = ("rallypoint", "static", "c10d")
-NOT_YET = ("etcd", "etcd-v2")
+BACKENDS = ("rallypoint", "static", "c10d", "etcd", "etcd-v2")
 C10D_PORT = 29400
 MASTER_ADDRESS = "127.0.0.1"
 MASTER_PORT = 29500
@@ -32,10 +32,12 @@ class Wish:
         run_id: `--rdzv-id`; empty: not given.
         conf: `--rdzv-conf`.
         nodes: Fewest and most nodes.
+        nodes_given: Whether somebody said so; otherwise they are what nobody says anything about.
         standalone: Whether the job is this host's alone.
         node_rank: `--node-rank`; None: not given.
         master_address: `--master-addr`; None: not given.
         master_port: `--master-port`; None: not given.
+        environment: Where a password may be that is not to stand in a command line.
     """
 
     backend: str | None = None
@@ -43,10 +45,12 @@ class Wish:
     run_id: str = ""
     conf: Mapping[str, str] = field(default_factory=dict)
     nodes: tuple[int, int] = (1, 1)
+    nodes_given: bool = False
     standalone: bool = False
     node_rank: int | None = None
     master_address: str | None = None
     master_port: int | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,7 @@ class Meeting:
         place: Where the rendezvous service is.
         run_id: Name of the run.
         node_id: Name of this host in it; empty: any.
+        nodes: Fewest and most nodes; None: as wished.
         conf: Settings of the run, by our names.
         master_address: MASTER_ADDR of every round; None: found out for each.
         master_port: MASTER_PORT of every round; None: likewise.
@@ -66,6 +71,7 @@ class Meeting:
     place: Place
     run_id: str
     node_id: str = ""
+    nodes: tuple[int, int] | None = None
     conf: Mapping[str, str] = field(default_factory=dict)
     master_address: str | None = None
     master_port: int | None = None
@@ -79,17 +85,14 @@ def meeting(wish: Wish) -> Meeting:
         SettingError: What was asked for contradicts itself, or something is missing; one line that names the flag.
     """
     backend = wish.backend
-    if wish.endpoint.startswith("etcd://") or backend in NOT_YET:
-        raise SettingError(
-            f"--rdzv-backend {backend or 'etcd'} is not there yet; leave it out, and start our own service with "
-            "`rallypoint serve rendezvous`"
-        )
     if backend is not None and backend not in BACKENDS:
         raise SettingError(
             f"--rdzv-backend: {backend!r} is no backend; expected {', '.join(BACKENDS)} (rallypoint if left out)"
         )
     if wish.standalone:
         return _alone(wish, _overruled(wish))
+    if backend in ("etcd", "etcd-v2") or wish.endpoint.strip().startswith(("etcd://", "etcds://")):
+        return _etcd(wish)
     if _is_static(wish):
         return _static(wish)
     if backend == "c10d":
@@ -152,6 +155,35 @@ def _c10d(wish: Wish) -> Meeting:
         return Meeting(place=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
     place = Hosted(_endpoint(host, port), conf.is_host)
     return Meeting(place=place, run_id=run_id, conf=conf.settings, notices=notices)
+
+
+def _etcd(wish: Wish) -> Meeting:
+    # What only this backend needs is loaded only for it.
+    from rallypoint.launcher.etcd_url import is_etcd_url, of_flags, of_url  # noqa: PLC0415
+
+    if is_etcd_url(wish.endpoint):
+        if wish.backend not in (None, "etcd"):
+            raise SettingError(
+                f"--rdzv-backend {wish.backend} contradicts --rdzv-endpoint, a URL of etcd: leave the backend out"
+            )
+        found = of_url(
+            wish.endpoint,
+            run_id=wish.run_id,
+            nodes=wish.nodes if wish.nodes_given else None,
+            conf=wish.conf,
+            environment=wish.environment,
+        )
+    else:
+        backend = wish.backend or "etcd"
+        found = of_flags(backend, wish.endpoint, wish.run_id, conf=wish.conf, environment=wish.environment)
+    conf, notices = split_conf(found.conf, "etcd")
+    return Meeting(
+        place=Replicated(found.address),
+        run_id=found.run_id,
+        nodes=found.nodes,
+        conf=conf.settings,
+        notices=(*_unused(wish, "the etcd backend"), *notices),
+    )
 
 
 def _static(wish: Wish) -> Meeting:
@@ -227,6 +259,10 @@ def _overruled(wish: Wish) -> tuple[str, ...]:
 def _place(text: str, default_port: int) -> tuple[str, int]:
     """Host, IPv6 without brackets, and port of an endpoint as torchrun takes it: both may be missing."""
     text = text.strip()
+    if "," in text:
+        raise SettingError(
+            f"--rdzv-endpoint: {text!r} names several places, which only --rdzv-backend rallypoint takes; give one"
+        )
     if not text:
         return "localhost", default_port
     if text.startswith("[") and text.endswith("]"):

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,17 +23,19 @@ from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
 from rallypoint.agent.settings import SHUTDOWN_TIMEOUT, RendezvousConf, RunSettingError, rendezvous_conf
 from rallypoint.launcher.own_address import own_address_towards
-from rallypoint.launcher.plan import Embedded, LaunchPlan, Standing
+from rallypoint.launcher.plan import Embedded, LaunchPlan, Replicated, Standing
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.launcher.twin import refuse_twin
 from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint
+from rallypoint.serving.endpoints import parse_endpoints
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 
 if TYPE_CHECKING:
     from rallypoint.launcher.hosting import Host
+    from rallypoint.launcher.replicated import OwnReplica
 
 # Seconds after which nodes give up on a service that was in another host's agent. An agent that is started again by
 # its orchestrator is back within that; longer leaves the workers of a job that is lost waiting for one another.
@@ -86,7 +89,7 @@ class _Meeting:
     peer: Peer
     address: str
     lost_timeout: float = math.inf
-    host: Host | None = None
+    host: Host | OwnReplica | None = None
 
 
 async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _Meeting:
@@ -97,10 +100,20 @@ async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -
     if isinstance(place, Embedded):
         peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
         return _Meeting(peer, await address(peer.endpoint))
-    _check_endpoint("--rdzv-endpoint", place.endpoint)
+    if isinstance(place, Replicated):
+        # What only some backends need is loaded only for them.
+        from rallypoint.launcher.replicated import replicated_rendezvous  # noqa: PLC0415
+
+        own = await address(",".join(map(str, place.etcd.endpoints)))
+        # Certificates have names.
+        served_at = own if plan.tls is None or plan.local_address else socket.gethostname()
+        replica = await stack.enter_async_context(
+            replicated_rendezvous(place.etcd, plan.run_id, served_at, plan.tls, conf.read_timeout)
+        )
+        return _Meeting(replica.peer, own, host=replica)
+    _check_endpoints("--rdzv-endpoint", place.endpoint)
     if isinstance(place, Standing):
         return _Meeting(Peer(place.endpoint, plan.tls), await address(place.endpoint))
-    # What only these backends need is loaded only for them.
     from rallypoint.launcher.hosting import rendezvous_at  # noqa: PLC0415
 
     host = await stack.enter_async_context(rendezvous_at(place, plan.tls))
@@ -177,6 +190,13 @@ async def _with_metrics(address: str, config: JobConfig, stack: AsyncExitStack) 
 
     sink = await stack.enter_async_context(metrics_at(address))
     return dataclasses.replace(config, event_sinks=(*config.event_sinks, sink))
+
+
+def _check_endpoints(flag: str, endpoints: str) -> None:
+    try:
+        parse_endpoints(endpoints)
+    except EndpointError as error:
+        raise SettingError(f"{flag}: {error}") from None
 
 
 def _check_endpoint(flag: str, endpoint: str) -> None:

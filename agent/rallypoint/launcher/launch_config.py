@@ -41,8 +41,9 @@ class LaunchConfig:
         logs_specs: Torch's DefaultLogsSpecs, for programs that make one; here the fields below do the same.
         run_id: Name of the run, the same on all its hosts; empty: a new one, of this host alone.
         role: Role of the workers.
-        rdzv_endpoint: HOST:PORT of the rendezvous service; empty: a job of this host alone has its own inside.
-        rdzv_backend: `rallypoint`, `static` or `c10d`; empty: rallypoint.
+        rdzv_endpoint: HOST:PORT of the rendezvous service, or torch's etcd:// URL; empty: a job of this host alone
+            has its own inside.
+        rdzv_backend: `rallypoint`, `static`, `c10d`, `etcd` or `etcd-v2`; empty: rallypoint, or etcd with its URL.
         rdzv_configs: Settings of the run, by the names of `--rdzv-conf`; for `static` also `rank`, this node's.
         rdzv_timeout: Torch's old name of rdzv_configs["timeout"].
         max_restarts: Restarts of failed workers, over the whole run.
@@ -156,6 +157,7 @@ class LaunchConfig:
                 run_id=self.run_id,
                 conf=conf,
                 nodes=(self.min_nodes, self.max_nodes),
+                nodes_given=True,
                 node_rank=_whole("rdzv_configs['rank']", rank) if rank is not None else None,
             )
         )

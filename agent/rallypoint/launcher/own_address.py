@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rallypoint.agent.addresses import local_address_towards
-from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.endpoints import parse_endpoints
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.settings import SettingError
 
@@ -28,7 +28,7 @@ async def own_address_towards(endpoint: str, patience: float) -> str:
     Raises:
         SettingError: It can't be resolved, or no network leads there; one line.
     """
-    if parse_endpoint(endpoint).loopback:
+    if parse_endpoints(endpoint).loopback:
         return local_address_towards(endpoint)
     clock = asyncio.get_running_loop().time
     deadline = clock() + patience

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rallypoint.serving.settings import ClientTLS
+
+if TYPE_CHECKING:
+    from rallypoint.etcd.address import EtcdAddress
 
 HANDLED_SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals on which a job leaves its run, unless told otherwise; torchrun's."""
@@ -42,7 +45,18 @@ class Hosted:
     here: bool | None = None
 
 
-Place: TypeAlias = Embedded | Standing | Hosted
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The agents of some of the job's hosts serve rendezvous, as replicas over an etcd, for as long as the job lasts.
+
+    Attributes:
+        etcd: Where it is, and as its prefix the place of this run alone.
+    """
+
+    etcd: EtcdAddress
+
+
+Place: TypeAlias = Embedded | Standing | Hosted | Replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

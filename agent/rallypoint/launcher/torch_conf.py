@@ -36,7 +36,7 @@ def split_conf(pairs: Mapping[str, str], backend: str) -> tuple[TorchConf, tuple
 
     Args:
         pairs: What was given.
-        backend: `rallypoint`, `static` or `c10d`: torch's backends read different keys.
+        backend: `rallypoint`, `static`, `c10d` or `etcd`: torch's backends read different keys.
 
     Returns:
         The settings, and a line for each key that has no meaning here.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-
-import grpc
+from functools import partial
 
 from rallypoint.agent.config import JobConfig
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.question import ask_any
 from rallypoint.serving.settings import SettingError
+from rallypoint.serving.switchboard import Switchboard
 
 
 async def refuse_twin(config: JobConfig) -> None:
@@ -23,11 +24,13 @@ async def refuse_twin(config: JobConfig) -> None:
     Raises:
         SettingError: There is one; one line.
     """
-    async with open_channel(config.rendezvous.endpoint, config.rendezvous.tls) as channel:
+    async with Switchboard(config.rendezvous.endpoint, config.rendezvous.tls) as board:
         try:
             async with asyncio.timeout(config.connect_timeout):
-                nodes = await _nodes(pb_grpc.RendezvousServiceStub(channel), config.run_id)
-        except (TimeoutError, grpc.aio.AioRpcError):
+                nodes = await ask_any(
+                    board, pb_grpc.RendezvousServiceStub, partial(_nodes, run_id=config.run_id)
+                )
+        except (TimeoutError, ServiceError):
             return  # there is no such run, or no service: whoever joins finds out which
     for node in nodes:
         if node.node_id == config.node_id and node.connected:

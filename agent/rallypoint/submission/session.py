@@ -9,14 +9,15 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import ServiceError
+from rallypoint.serving.question import ask_any
 from rallypoint.serving.settings import ClientTLS
+from rallypoint.serving.switchboard import Switchboard
 from rallypoint.submission.following import Followed
 from rallypoint.submission.launching import launch_everywhere
 from rallypoint.submission.lines import Lines, Output
@@ -227,12 +228,15 @@ class Session:
     async def _ask_outcome(self, endpoint: str) -> bool | None:
         """Whether the run succeeded, as its rendezvous service has it; None if that can't be known, or not yet."""
         request = rendezvous_pb.GetRunRequest(run_id=self._submission.launch.spec.run_id)
-        async with open_channel(endpoint, self._submission.tls) as channel:
-            stub = rendezvous_grpc.RendezvousServiceStub(channel)
+        async with Switchboard(endpoint, self._submission.tls) as board:
             try:
-                run = (await stub.GetRun(request, timeout=_OUTCOME_TIMEOUT)).run
-            except grpc.aio.AioRpcError:
+                async with asyncio.timeout(_OUTCOME_TIMEOUT):
+                    answer: rendezvous_pb.GetRunResponse = await ask_any(
+                        board, rendezvous_grpc.RendezvousServiceStub, lambda stub: stub.GetRun(request)
+                    )
+            except (TimeoutError, ServiceError):
                 return None
+        run = answer.run
         if not run.HasField("run_end"):
             return None
         return run.run_end.outcome == rendezvous_pb.OUTCOME_SUCCEEDED

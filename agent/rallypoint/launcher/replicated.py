@@ -1,0 +1,273 @@
+"""A job's own rendezvous over an etcd: a few of its agents serve it as replicas, and each agent knows the way to it.
+
+No host is special. Whoever serves the run may vanish, and another one goes on with what is in etcd; the workers of the
+others never notice. What an agent's client is told is an endpoint inside the agent that stays the same: a signpost to
+wherever the run is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+
+from rallypoint.agent.config import Peer
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
+from rallypoint.etcd.session import Session
+from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, run_lease
+from rallypoint.launcher.seats import SEAT_TTL, seat
+from rallypoint.launcher.signpost import Signpost
+from rallypoint.rendezvous.core.state import Phase
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.replicas.address import replica_name
+from rallypoint.rendezvous.replicas.ownership import Moves
+from rallypoint.rendezvous.replicas.replica import Replicas
+from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
+from rallypoint.rendezvous.service import registrations
+from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
+from rallypoint.serving.endpoint import Endpoint, parse_endpoint
+from rallypoint.serving.logs import get_logger
+from rallypoint.serving.server import Server
+from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+
+# Seconds that the other nodes get to hear how the run ended. They hear of it at once; longer is for a busy machine.
+_LAST_WORD = 10.0
+# Seconds between two attempts at serving, at the most: after etcd was away, for one.
+_LONGEST_BACKOFF = 5.0
+
+# One run is one shard. With nothing else to spread, moving it to a host that came later would help nobody.
+_WANTED = Replicas(lease_ttl=SEAT_TTL, shards=1, moves=Moves(balancing=0), keeps_etcd=False)
+
+_log = get_logger("rallypoint.run")
+
+
+class OwnReplica:
+    """What an agent does for its run's rendezvous, beside using it.
+
+    Attributes:
+        peer: How this process reaches the rendezvous.
+    """
+
+    def __init__(
+        self, etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, peer: Peer
+    ) -> None:
+        """Do nothing yet; see `replicated_rendezvous`."""
+        self.peer = peer
+        self._etcd = etcd
+        self._run_id = run_id
+        self._address = address
+        self._tls = tls
+        self._pace = Pace()
+        self._services: ReplicatedServices | None = None
+        self._server: Server | None = None
+        self._leaving = asyncio.Event()
+        self._turns: asyncio.Task[None] | None = None
+
+    def begin(self, client: EtcdClient) -> None:
+        """Serve whenever there is a seat, until `see_off` or `end`."""
+        self._turns = asyncio.create_task(self._take_turns(client))
+
+    async def see_off(self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool) -> None:
+        """Serve no more, in good order: who still needs the run finds it with another agent. Bounded.
+
+        Args:
+            run_id: Name of the run.
+            reason: How this node's job ended; nobody else's ends with it.
+            signals: Not waited for.
+            succeeded: Whether the workers here did.
+        """
+        self._leaving.set()
+        if self._turns is None:
+            return
+        if self._services is None:
+            self._turns.cancel()
+        await asyncio.wait({self._turns})
+
+    async def end(self) -> None:
+        """Serve no more, at once."""
+        if self._turns is not None:
+            self._turns.cancel()
+            await asyncio.wait({self._turns})
+
+    async def _take_turns(self, client: EtcdClient) -> None:
+        backoff, said = FIRST_BACKOFF, ""
+        while not self._leaving.is_set():
+            try:
+                async with seat(client, f"{self._address} {socket.gethostname()}", self._pace) as held:
+                    backoff, said = FIRST_BACKOFF, ""
+                    await self._serve(client, held)
+            except (EtcdError, SettingError) as error:
+                # Once, not at each attempt: an outage may last. The run goes on with what its nodes have been told.
+                if said != str(error):
+                    said = str(error)
+                    _log.warning("this agent can't serve the run's rendezvous just now", error=said)
+            if not self._leaving.is_set():
+                await self._pace.sleep(self._pace.draw() * backoff)
+                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+    async def _serve(self, client: EtcdClient, held: Session) -> None:
+        """Serve as a replica for as long as the seat is held, or until this agent leaves.
+
+        Raises:
+            EtcdError: etcd did not answer, or refused.
+            SettingError: It can't be served here; one line.
+        """
+        lease = await run_lease(client, self._run_id)
+        connect = partial(LeasedClient, lease=lease)
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with AsyncExitStack() as stack:
+            services = await stack.enter_async_context(
+                replicated_services(self._etcd, _WANTED, pace=self._pace, connect=connect)
+            )
+            server = Server(
+                _listening(self._address, self._tls), services=services.registrations, translate=translate
+            )
+            await server.start()
+            stack.push_async_callback(server.stop)
+            advertised = str(Endpoint(self._address, parse_endpoint(server.address).port))
+            services.begin(replica_name("", advertised), advertised, partial(_fail, failed))
+            _log.debug("this agent has a seat: it may serve the run's rendezvous", address=advertised)
+            ends = [
+                asyncio.ensure_future(each)
+                for each in (
+                    held.lost(),
+                    keep_alive(client, lease, self._pace),
+                    forgotten(client, lease, self._pace),
+                    self._leaving.wait(),
+                    failed,
+                )
+            ]
+            self._services = services
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if self._leaving.is_set():
+                    await self._hand_over(services, server)
+                for end in done:
+                    end.result()
+            finally:
+                self._services = None
+                for end in ends:
+                    end.cancel()
+                await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _hand_over(self, services: ReplicatedServices, server: Server) -> None:
+        if await self._is_over(services):
+            # Nobody takes over what is over: its nodes hear of the end from here.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(server.idle(), _LAST_WORD)
+        await services.drain()
+        await server.drain()
+
+    async def _is_over(self, services: ReplicatedServices) -> bool:
+        """Whether the run is served here, and closed."""
+        try:
+            engine = services.home.shard(self._run_id).engine
+            async with asyncio.timeout(_LAST_WORD):
+                return await engine.read_run(self._run_id, lambda state: state.phase is Phase.CLOSED)
+        except Exception as error:
+            _log.debug("the run is not served here", reason=str(error))
+            return False
+
+
+@asynccontextmanager
+async def replicated_rendezvous(
+    etcd: EtcdAddress, run_id: str, address: str, tls: ClientTLS | None, patience: float
+) -> AsyncIterator[OwnReplica]:
+    """Take part in a run's rendezvous over an etcd, for as long as the context lasts.
+
+    Args:
+        etcd: The etcd; its prefix is the place of this run alone.
+        run_id: Name of the run.
+        address: Of this host, as others reach it.
+        tls: Certificates of what is served, which asks clients for theirs; None: plaintext, as with torchrun.
+        patience: Seconds after which an etcd that does not answer is taken for a wrong one.
+
+    Raises:
+        SettingError: etcd does not answer, or refuses, or nothing can be served here; one line.
+    """
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(EtcdClient(etcd))
+        await _reach(client, patience)
+        signpost = Signpost()
+        server = Server(
+            _listening("127.0.0.1" if tls is None else address, tls),
+            services=registrations(signpost, list_replicas=signpost.list_replicas),
+            translate=translate,
+        )
+        await server.start()
+        stack.push_async_callback(server.stop)
+        following = asyncio.create_task(signpost.follow(client))
+        stack.push_async_callback(_cancel, following)
+        endpoint = Endpoint("127.0.0.1" if tls is None else address, parse_endpoint(server.address).port)
+        replica = OwnReplica(etcd, run_id, address, tls, Peer(str(endpoint), tls))
+        if tls is None and not Endpoint(address, 1).loopback:
+            _log.warning(
+                "rendezvous is served in plaintext: whoever reaches the port can steer the job",
+                address=address,
+                advice="--tls-ca, --tls-cert and --tls-key on all hosts",
+            )
+        replica.begin(client)
+        stack.push_async_callback(replica.end)
+        with suppress(TimeoutError):  # whoever asks will be told
+            await asyncio.wait_for(signpost.served(), patience)
+        yield replica
+
+
+async def _reach(client: EtcdClient, patience: float) -> None:
+    """Return once etcd answers."""
+    pace = Pace()
+    deadline = pace.clock() + patience
+    said = False
+    while True:
+        try:
+            await client.get(f"{client.address.prefix}/run".encode())
+            return
+        except EtcdUnavailable as error:
+            places = _places(client.address)
+            if (left := deadline - pace.clock()) <= 0:
+                raise SettingError(
+                    f"no etcd answers at {places} ({error}; asked again for {patience:g} s): check --rdzv-endpoint, "
+                    "and that etcd is there"
+                ) from None
+            if not said:
+                said = True
+                _log.warning(
+                    "no etcd answers yet, trying again", at=places, patience=patience, error=str(error)
+                )
+        except EtcdError as error:
+            raise SettingError(f"etcd at {_places(client.address)} refuses us: {error}") from None
+        await pace.sleep(min(left, 1.0) * pace.draw())
+
+
+def _places(etcd: EtcdAddress) -> str:
+    return ",".join(map(str, etcd.endpoints))
+
+
+def _listening(address: str, tls: ClientTLS | None) -> ServerOptions:
+    if tls is not None and (tls.certificate is None or tls.key is None):
+        raise SettingError(
+            f"rendezvous is to be served here, at {address}, with TLS: give --tls-cert and --tls-key beside --tls-ca"
+        )
+    # A name may be of an address that only this machine can reach, as Debian has it in /etc/hosts.
+    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (as torch's store listens)
+    return ServerOptions(
+        host=address if Endpoint(address, 1).loopback else everywhere,
+        tls_cert=tls.certificate if tls is not None else None,
+        tls_key=tls.key if tls is not None else None,
+        tls_client_ca=tls.ca if tls is not None else None,
+        insecure=tls is None and not Endpoint(address, 1).loopback,
+    )
+
+
+def _fail(failed: asyncio.Future[None], error: BaseException) -> None:
+    if not failed.done():
+        failed.set_exception(error)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

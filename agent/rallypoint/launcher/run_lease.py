@@ -1,0 +1,123 @@
+"""The lease with which all that a run has in etcd dies: nothing of a job stays there for ever, however it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import Compacted, EtcdUnavailable
+from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult
+from rallypoint.serving.attempts import Pace
+from rallypoint.serving.settings import SettingError
+
+RUN_TTL = 7200
+"""Seconds that what a run has in etcd outlives the last agent that served it; torch's. Until then agents that come late
+hear that the run is over, and no new job can have its name. Shorter forgets a run whose hosts are all away for a while
+(power, etcd itself); longer leaves more in etcd."""
+
+_EVERY = 6
+"""Renewals of the lease in its time: an outage of etcd may last for what is left of that."""
+
+_AGAIN = 10.0
+"""Seconds until a renewal without an answer is tried again: there is time."""
+
+
+def on_lease(txn: Txn, lease: int) -> Txn:
+    """The transaction, with its puts on a lease, but for those that have one."""
+
+    def leased(operations: Sequence[Operation]) -> list[Operation]:
+        return [
+            dataclasses.replace(each, lease=lease) if isinstance(each, Put) and not each.lease else each
+            for each in operations
+        ]
+
+    return Txn(txn.when, leased(txn.then), leased(txn.otherwise))
+
+
+class LeasedClient(EtcdClient):
+    """A client whose keys die with the lease of their run, those aside that are put with another one."""
+
+    def __init__(self, address: EtcdAddress, lease: int, *, pace: Pace) -> None:
+        """As of EtcdClient; `lease`: the run's."""
+        super().__init__(address, pace=pace)
+        self.lease = lease
+
+    async def transact(self, txn: Txn, *, timeout: float | None = None) -> TxnResult:
+        """As of EtcdClient."""
+        return await super().transact(on_lease(txn, self.lease), timeout=timeout)
+
+
+async def run_lease(client: EtcdClient, run_id: str, ttl: int = RUN_TTL) -> int:
+    """The lease that a run has; one that has none is given one.
+
+    Args:
+        client: Of the etcd; its address names the prefix of the run.
+        run_id: The run's name, for people who look into etcd.
+        ttl: Seconds that the lease of a new run outlives the last renewal.
+
+    Raises:
+        EtcdError: etcd did not answer, or refused. Asking again does no harm.
+        SettingError: Something else has the run's place in etcd; one line.
+    """
+    key = f"{client.address.prefix}/run".encode()
+    name = json.dumps({"version": 1, "run_id": run_id}).encode()
+    while True:
+        found = await client.get(key)
+        for pair in found.pairs:
+            if not pair.lease:
+                raise SettingError(
+                    f"{key.decode()} in etcd is not ours: choose another --rdzv-id, or etcd_prefix in --rdzv-conf"
+                )
+            if await client.keep_alive(pair.lease) > 0:
+                return pair.lease
+            # It has just ended, and takes this key with it, and all others of the run.
+            await _until_changed(client, key, found.revision)
+        lease, _ = await client.grant(ttl)
+        # If no answer comes, whoever asks again finds this lease, or another one: then this one dies unused.
+        if (await client.transact(Txn([CreateRevision(key, 0)], [Put(key, name, lease)]))).succeeded:
+            return lease
+        await client.revoke(lease)
+
+
+async def _until_changed(client: EtcdClient, key: bytes, revision: int) -> None:
+    async with aclosing(client.watch(key, b"", revision + 1)) as watching:
+        await anext(watching)
+
+
+async def forgotten(client: EtcdClient, lease: int, pace: Pace) -> None:
+    """Return once a run is not on this lease any more: somebody ended it, or deleted the run. For whoever serves it.
+
+    Raises:
+        EtcdRefused: etcd refuses.
+    """
+    key = f"{client.address.prefix}/run".encode()
+    while True:
+        try:
+            found = await client.get(key)
+            if all(pair.lease != lease for pair in found.pairs):
+                return
+            await _until_changed(client, key, found.revision)
+        except Compacted:
+            continue  # it may have changed: to be read anew
+        except EtcdUnavailable:
+            await pace.sleep(pace.draw() * _AGAIN)
+
+
+async def keep_alive(client: EtcdClient, lease: int, pace: Pace) -> None:
+    """Renew a run's lease, again and again: for whoever serves the run. Returns once it has ended.
+
+    Raises:
+        EtcdRefused: etcd refuses.
+    """
+    while True:
+        try:
+            left = await client.keep_alive(lease)
+        except EtcdUnavailable:
+            left = _EVERY * _AGAIN
+        if left <= 0:
+            return
+        await pace.sleep(left / _EVERY)

@@ -1,0 +1,67 @@
+"""Operators name all replicas, and any one that is there is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cli.cli_process import rallypoint, service
+from rallypoint.cli.main import main
+from serving.fleet import refusing
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[str]:
+    """Two replicas that are not there, and between them one that is."""
+    (one, first), (two, second) = refusing(), refusing()
+    with one, two, service("rendezvous", "--journal", "memory") as here:
+        yield f"{first},{here},{second}"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+# Who is asked first is drawn.
+@pytest.mark.parametrize("_time", range(3))
+def test_who_looks_is_answered_by_whoever_is_there(places: str, _time: int) -> None:
+    assert invoke("status", "--rdzv-endpoint", places).stdout == "no runs\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status", "run-1"],
+        ["events", "run-1"],
+        ["events", "run-1", "--follow"],
+        ["rounds", "run-1"],
+        ["restart", "run-1"],
+        ["evict", "run-1", "node-1"],
+        ["close", "run-1"],
+    ],
+    ids=" ".join,
+)
+def test_a_refusal_names_all_that_were_meant(places: str, command: list[str]) -> None:
+    """Which of them said it is of no matter: it is the service's word."""
+    result = invoke(*command, "--rdzv-endpoint", places)
+    assert result.stderr == f"Error: {places}: there is no run 'run-1' (RUN_NOT_FOUND)\n"
+
+
+@pytest.mark.parametrize("command", [["status"], ["restart", "r"], ["events", "r", "--follow"]], ids=" ".join)
+def test_that_none_is_there_is_told_at_once(command: list[str]) -> None:
+    (one, first), (two, second) = refusing(), refusing()
+    with one, two:
+        told = invoke(*command, "--rdzv-endpoint", f"{first},{second}").stderr
+    assert told.startswith(f"Error: no rendezvous service answers at {first},{second}: ")
+    assert told.endswith("check --rdzv-endpoint\n")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["status"], ["run", "--rdzv-id", "x", __file__]], ids=["status", "run"])
+def test_a_mistake_in_the_list_is_told_with_its_part(command: list[str]) -> None:
+    # In a process of its own: `run` sets the logs of its process up.
+    result = rallypoint(command[0], "--rdzv-endpoint", "a:29400,b", *command[1:])
+    assert result.returncode == 2
+    assert "endpoint 2 of 2: endpoint 'b' has no port, expected host:port" in result.stderr

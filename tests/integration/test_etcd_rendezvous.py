@@ -1,0 +1,252 @@
+"""Jobs that have nothing but an etcd, as scripts for torchrun have it: no host is special, and none can't be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment
+from etcd_server import EtcdCluster, EtcdTLS, etcd_cluster, free_port
+from mortal import mortal
+from process_probe import wait_until
+from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import KeyValue
+from serving.conftest import Certificates, make_certificates
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+# Seconds. A host that vanished is missed after its leases, and what comes after is quick on an idle machine.
+PATIENCE = 120.0
+WORKER = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+round_ = os.environ["RALLYPOINT_ROUND"]
+(folder / f"{round_}.{os.environ['RANK']}").write_text(f"{os.environ['WORLD_SIZE']} {os.getpid()}")
+while not (folder / "finish").exists():
+    time.sleep(0.01)
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member."""
+    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Certificates of one authority, for localhost."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command (apt install openssl)")
+    return make_certificates(tmp_path_factory.mktemp("tls"), "ours")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an agent of a job whose workers wait for the file `finish`."""
+    started: list[subprocess.Popen[str]] = []
+    (tmp_path / "worker.py").write_text(WORKER)
+
+    def start(*flags: str) -> subprocess.Popen[str]:
+        command = [str(RALLYPOINT), "run", "--log-level", "warning", *flags, "worker.py", str(tmp_path)]
+        started.append(
+            subprocess.Popen(
+                mortal(*command), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
+            )
+        )
+        return started[-1]
+
+    yield start
+    for agent in started:
+        agent.kill()
+        agent.communicate()
+
+
+def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
+    """How an agent ended, and what it said."""
+    _, said = agent.communicate(timeout=PATIENCE)
+    return agent.returncode, said
+
+
+def in_etcd(etcd: EtcdCluster, space: str) -> list[KeyValue]:
+    """All that a run has there."""
+
+    async def read() -> list[KeyValue]:
+        async with EtcdClient(parse_address(etcd.url, {})) as client:
+            return list((await client.get(f"{space}/".encode(), f"{space}0".encode())).pairs)
+
+    return asyncio.run(read())
+
+
+def owner_of(
+    etcd: EtcdCluster, space: str, agents: list[subprocess.Popen[str]]
+) -> subprocess.Popen[str] | None:
+    """The agent that serves the run now."""
+    for pair in in_etcd(etcd, space):
+        if pair.key == f"{space}/owners/0000".encode():
+            port = int(json.loads(pair.value)["address"].rpartition(":")[2])
+            for agent in agents:
+                if agent.poll() is None and port in _listening(agent.pid):
+                    return agent
+    return None
+
+
+def _listening(pid: int) -> set[int]:
+    return {
+        each.laddr.port
+        for each in psutil.Process(pid).net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    }
+
+
+def replica_ports(agents: list[subprocess.Popen[str]]) -> list[set[int]]:
+    """Where the agents listen: an agent that has lost its seat listens no more for others."""
+    return [_listening(agent.pid) for agent in agents]
+
+
+def worlds(folder: Path) -> dict[str, list[str]]:
+    """For each round what its workers have written, by rank."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("[0-9]*.[0-9]*")):
+        found.setdefault(path.name.partition(".")[0], []).append(path.read_text())
+    return found
+
+
+def running(folder: Path, size: int) -> Callable[[], bool]:
+    """Whether the latest round has so many workers, all of which have started."""
+
+    def all_there() -> bool:
+        found = worlds(folder)
+        latest = found[max(found, key=int)] if found else []
+        return len(latest) == size and all(each.startswith(f"{size} ") for each in latest)
+
+    return all_there
+
+
+def test_torchruns_flags_and_torchs_url_lead_to_one_run(
+    tmp_path: Path, start: Start, etcd: EtcdCluster
+) -> None:
+    """They mean the same etcd, prefix and run; it ends for all, and etcd is to forget it."""
+    flags = ["--nnodes=2", "--rdzv-backend=etcd", f"--rdzv-endpoint={etcd.endpoints}", "--rdzv-id=two"]
+    url = f"{etcd.url}/two?min_workers=2&max_workers=2&timeout=900"
+    agents = [start(*flags), start(f"--rdzv-endpoint={url}")]
+    wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
+    (tmp_path / "finish").touch()
+    assert [ended(agent)[0] for agent in agents] == [0, 0]
+    left = in_etcd(etcd, "/torchelastic/p2p/two")
+    assert left, "who comes late has to hear that it is over"
+    assert all(pair.lease for pair in left), "what has no lease stays for ever"
+    assert not [pair for pair in left if b"/owners/" in pair.key or b"/seats/" in pair.key]
+    exit_code, said = ended(start(*flags))
+    assert exit_code == 2
+    assert "run 'two' is closed (SUCCEEDED: all 2 workers of round 1 succeeded)" in said
+
+
+def test_the_host_that_serves_may_vanish(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
+    """Another one takes the run over, and the job goes on with the nodes that are left, as with any lost host."""
+    url = f"{etcd.url}/vanish?min_workers=2&max_workers=3&last_call_timeout=3&etcd_prefix=/jobs"
+    agents = [start(f"--rdzv-endpoint={url}") for _ in range(3)]
+    wait_until(running(tmp_path, 3), "the job to run", PATIENCE)
+    owner = owner_of(etcd, "/jobs/vanish", agents)
+    assert owner is not None
+    owner.kill()
+    wait_until(running(tmp_path, 2), "the others to go on", PATIENCE)
+    (tmp_path / "finish").touch()
+    others = [agent for agent in agents if agent is not owner]
+    assert [ended(agent)[0] for agent in others] == [0, 0]
+    rounds = list(worlds(tmp_path))
+    assert len(rounds) == len(set(rounds)), "no round number is given out twice"
+
+
+def test_the_host_that_serves_may_leave(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
+    """It hands the run over first. With c10d this would end the job."""
+    flags = ["--nnodes=1:2", "--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd.endpoints}", "--rdzv-id=leave"]
+    agents = [start(*flags, "--rdzv-conf=last_call_timeout=3") for _ in range(2)]
+    wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
+    owner = owner_of(etcd, "/torch/elastic/rendezvous/leave", agents)
+    assert owner is not None
+    owner.terminate()
+    assert ended(owner)[0] == 128 + signal.SIGTERM
+    (other,) = [agent for agent in agents if agent is not owner]
+    wait_until(running(tmp_path, 1), "the other to go on", PATIENCE)
+    (tmp_path / "finish").touch()
+    assert ended(other)[0] == 0
+
+
+def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
+    """The others go on with another one; when it runs again, it has lost its place and joins them as a newcomer."""
+    url = f"{etcd.url}/pause?min_workers=2&max_workers=3&last_call_timeout=3"
+    flags = [f"--rdzv-endpoint={url}", "--rdzv-conf=scale_up_delay=1"]
+    agents = [start(*flags) for _ in range(3)]
+    wait_until(running(tmp_path, 3), "the job to run", PATIENCE)
+    owner = owner_of(etcd, "/torchelastic/p2p/pause", agents)
+    assert owner is not None
+    owner.send_signal(signal.SIGSTOP)
+    wait_until(running(tmp_path, 2), "the others to go on", PATIENCE)
+    owner.send_signal(signal.SIGCONT)
+    wait_until(running(tmp_path, 3), "all three to run", PATIENCE)
+    (tmp_path / "finish").touch()
+    said = {}
+    for agent in agents:
+        exit_code, said[agent.pid] = ended(agent)
+        assert exit_code == 0
+    assert "lease lost, joining anew" in said[owner.pid]
+
+
+def test_etcd_may_be_restarted_under_a_job(tmp_path: Path, start: Start) -> None:
+    """Workers neither stop nor start again, however long it was away; the job ends as it would have."""
+    with etcd_cluster(tmp_path / "own") as etcd:
+        (member,) = etcd.members
+        agents = [start("--nnodes=2", f"--rdzv-endpoint={etcd.url}/restart") for _ in range(2)]
+        wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
+        before = worlds(tmp_path)
+        member.kill()
+        # Longer than the lease of who serves the run: it has to let go of it.
+        owner = replica_ports(agents)
+        wait_until(lambda: replica_ports(agents) != owner, "the run to be served by nobody", PATIENCE)
+        member.start()
+        member.wait()
+        assert worlds(tmp_path) == before
+        for line in (line for lines in before.values() for line in lines):
+            os.kill(int(line.split()[1]), 0)
+        (tmp_path / "finish").touch()
+        assert [ended(agent)[0] for agent in agents] == [0, 0]
+        assert worlds(tmp_path) == before
+
+
+def test_all_of_it_may_be_tls(tmp_path: Path, start: Start, certificates: Certificates) -> None:
+    """etcd with certificates of its own clients, and the rendezvous among the hosts, by the names in those."""
+    files = certificates
+    with etcd_cluster(tmp_path / "own", tls=EtcdTLS(files.server, files.server_key, files.ca)) as etcd:
+        query = f"protocol=https&cert={files.client}&key={files.client_key}&cacert={files.ca}&min_workers=2"
+        tls = [f"--tls-ca={files.ca}", f"--tls-cert={files.server}", f"--tls-key={files.server_key}"]
+        url = f"--rdzv-endpoint={etcd.url}/tls?{query}"
+        agents = [start(url, "--local-addr=localhost", *tls) for _ in range(2)]
+        wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
+        (tmp_path / "finish").touch()
+        assert [ended(agent)[0] for agent in agents] == [0, 0]
+
+
+def test_an_etcd_that_is_not_there_is_told(tmp_path: Path, start: Start) -> None:
+    """In one line, before anything has started; on the way at most that it is asked again."""
+    agent = start(
+        "--nnodes=2", f"--rdzv-endpoint=etcd://127.0.0.1:{free_port()}/job", "--rdzv-conf=read_timeout=1"
+    )
+    exit_code, said = ended(agent)
+    assert exit_code == 2
+    *before, last = said.splitlines()
+    assert "no etcd answers at 127.0.0.1:" in last
+    assert [json.loads(line)["event"] for line in before] in ([], ["no etcd answers yet, trying again"])

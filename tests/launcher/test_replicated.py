@@ -1,0 +1,270 @@
+"""Agents that serve their job's rendezvous over an etcd: each finds the run, wherever it is, and none can't be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from etcd_server import EtcdCluster, etcd_cluster, free_port
+from rallypoint.etcd.address import EtcdAddress, parse_address
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import Delete, Txn
+from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
+from rallypoint.rendezvous.journal.etcd import Owner
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
+from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
+from rallypoint.serving.channel import open_channel
+from rallypoint.serving.errors import decode
+from rallypoint.serving.settings import ClientTLS, SettingError
+from serving.conftest import make_certificates
+
+RUN = "run-1"
+PATIENCE = 60.0
+NODES = 30
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member."""
+    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def place(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
+    """A place of this test alone."""
+    return parse_address(f"{etcd.url}/{tmp_path.name}", {})
+
+
+@asynccontextmanager
+async def agent(place: EtcdAddress, tls: ClientTLS | None = None) -> AsyncIterator[OwnReplica]:
+    """What one agent does."""
+    host = "127.0.0.1" if tls is None else "localhost"
+    async with replicated_rendezvous(place, RUN, host, tls, PATIENCE) as replica:
+        yield replica
+
+
+async def owner(place: EtcdAddress) -> str | None:
+    """Where the run is served, as etcd has it."""
+    async with EtcdClient(place) as client:
+        for pair in (await client.get(f"{place.prefix}/owners/0000".encode())).pairs:
+            return Owner.decode(pair.value).address
+    return None
+
+
+async def pointed(replica: OwnReplica) -> str:
+    """Where an agent's own endpoint says that the run is."""
+    async with grpc.aio.insecure_channel(replica.peer.endpoint) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pb_grpc.RendezvousServiceStub(channel).GetRun(
+                pb.GetRunRequest(run_id=RUN), timeout=PATIENCE
+            )
+    error = decode(caught.value)
+    assert error.reason == "NOT_OWNER"
+    return error.metadata["owner"]
+
+
+class Member:
+    """A node of the run, as its agent would be."""
+
+    def __init__(self, reading: asyncio.Task[pb.RunEnd]) -> None:
+        """`reading`: hears of the run's end."""
+        self.reading = reading
+
+    async def ends(self) -> pb.RunEnd:
+        """How it hears that the run has ended."""
+        return await asyncio.wait_for(self.reading, PATIENCE)
+
+    async def sent_to(self) -> str:
+        """Where it is told to go on, when the run goes elsewhere."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(self.reading, PATIENCE)
+        error = decode(caught.value)
+        assert error.reason == "NOT_OWNER"
+        return error.metadata["owner"]
+
+
+@asynccontextmanager
+async def member(endpoint: str, tls: ClientTLS | None = None, node_id: str = "a") -> AsyncIterator[Member]:
+    """Join the run where it is served."""
+    async with open_channel(endpoint, tls) as channel:
+        call = pb_grpc.RendezvousServiceStub(channel).Join()
+        settings = pb.RunSettings(min_nodes=1, max_nodes=2 * NODES)
+        join = pb.JoinRun(
+            run_id=RUN, node_id=node_id, settings=settings, address="a", local_world_size=1, role="d"
+        )
+        await call.write(pb.JoinRequest(join=join))
+        joined = asyncio.Event()
+
+        async def read() -> pb.RunEnd:
+            async for response in call:
+                joined.set()
+                if response.HasField("update") and response.update.phase == pb.PHASE_CLOSED:
+                    return response.update.run_end
+            raise AssertionError("the stream ended without a word")
+
+        reading = asyncio.create_task(read())
+        await asyncio.wait_for(joined.wait(), PATIENCE)
+        try:
+            yield Member(reading)
+        finally:
+            call.cancel()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def close(endpoint: str) -> None:
+    """End the run, as its nodes do when all is done."""
+    async with open_channel(endpoint) as channel:
+        request = pb.CloseRunRequest(run_id=RUN, reason="all done")
+        await pb_grpc.RendezvousServiceStub(channel).CloseRun(request, timeout=PATIENCE)
+
+
+async def run_at(endpoint: str) -> pb.Run:
+    """The run, where it is served."""
+    async with open_channel(endpoint) as channel:
+        request = pb.GetRunRequest(run_id=RUN)
+        return (await pb_grpc.RendezvousServiceStub(channel).GetRun(request, timeout=PATIENCE)).run
+
+
+async def seated(place: EtcdAddress, count: int) -> None:
+    """Wait until so many agents are ready to serve."""
+    first, end = f"{place.prefix}/replicas/".encode(), f"{place.prefix}/replicas0".encode()
+    async with asyncio.timeout(PATIENCE), EtcdClient(place) as client:
+        found = await client.get(first, end)
+        names = {pair.key for pair in found.pairs}
+        async with aclosing(client.watch(first, end, found.revision + 1)) as watching:
+            while len(names) < count:
+                names |= {change.pair.key for change in await anext(watching) if not change.deleted}
+
+
+async def becomes(replica: OwnReplica, owner: str | None) -> None:
+    """Wait until an agent's own endpoint says that the run is there."""
+    async with asyncio.timeout(PATIENCE):
+        while await pointed(replica) != owner:  # noqa: ASYNC110 (asked as a client asks)
+            await asyncio.sleep(0.01)
+
+
+async def test_every_agent_knows_the_way(place: EtcdAddress) -> None:
+    """By an endpoint of its own that never changes; whoever has no seat too."""
+    async with AsyncExitStack() as stack:
+        agents = [await stack.enter_async_context(agent(place)) for _ in range(5)]
+        served_at = await owner(place)
+        assert [await pointed(each) for each in agents] == [served_at] * 5
+
+
+async def test_a_run_outlives_whoever_serves_it(place: EtcdAddress) -> None:
+    """The one that leaves hands it over first: its nodes are told where to go on, and every agent knows the way."""
+    async with agent(place) as first, AsyncExitStack() as stack:
+        before = await owner(place) or ""
+        other = await stack.enter_async_context(agent(place))
+        await seated(place, 2)
+        async with member(before) as node:
+            await first.see_off(RUN, "test", [], succeeded=False)
+            after = await owner(place) or ""
+            assert after not in (before, "")
+            assert await node.sent_to() == after
+        await becomes(other, after)
+        assert (await run_at(after)).run_id == RUN
+
+
+async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddress) -> None:
+    """Nobody else could tell them."""
+    async with agent(place) as last, AsyncExitStack() as stack:
+        served_at = await owner(place) or ""
+        nodes = [await stack.enter_async_context(member(served_at, node_id=f"node{n}")) for n in range(NODES)]
+        await close(served_at)
+        await last.see_off(RUN, "test", [], succeeded=True)
+        assert [(await node.ends()).detail.endswith("all done") for node in nodes] == [True] * NODES
+    assert await owner(place) is None
+
+
+async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress) -> None:
+    """A call that is open when the run is over is waited for, before the replica goes."""
+    async with agent(place) as last:
+        served_at = await owner(place) or ""
+        async with member(served_at) as node, open_channel(served_at) as channel:
+            listening = state_grpc.StateServiceStub(channel).WatchState(
+                state_pb.WatchStateRequest(run_id=RUN)
+            )
+            await listening.read()
+            await close(served_at)
+            await node.ends()
+            leaving = asyncio.create_task(last.see_off(RUN, "test", [], succeeded=True))
+            await asyncio.wait({leaving}, timeout=1)
+            assert not leaving.done()
+            listening.cancel()
+            await asyncio.wait_for(leaving, PATIENCE)
+
+
+async def test_a_run_that_somebody_deletes_is_served_anew(place: EtcdAddress) -> None:
+    """At once, and with a lease of its own: the old one would end some day with all that was written on it since."""
+    key = f"{place.prefix}/run".encode()
+    async with agent(place) as replica, EtcdClient(place) as client:
+        (before,) = (await client.get(key)).pairs
+        deleted = await client.transact(
+            Txn([], [Delete(place.prefix.encode() + b"/", place.prefix.encode() + b"0")])
+        )
+        async with (
+            asyncio.timeout(PATIENCE),
+            aclosing(client.watch(key, b"", deleted.revision + 1)) as watching,
+        ):
+            changes = await anext(watching)
+            assert changes[0].pair.lease not in (0, before.lease)
+        async with asyncio.timeout(PATIENCE):
+            while await owner(place) is None:  # noqa: ASYNC110 (asked as a person asks)
+                await asyncio.sleep(0.05)
+        assert await pointed(replica)
+
+
+async def test_what_is_over_stays_over(place: EtcdAddress) -> None:
+    """An agent that comes when all others are gone serves what they left, and hears how the run ended."""
+    async with agent(place) as first:
+        served_at = await owner(place) or ""
+        async with member(served_at) as node:
+            await close(served_at)
+            await node.ends()
+        await first.see_off(RUN, "test", [], succeeded=True)
+    async with agent(place):
+        assert (await run_at(await owner(place) or "")).phase == pb.PHASE_CLOSED
+
+
+async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddress, tmp_path: Path) -> None:
+    """From what an agent serves to others, and from its own way there."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command (apt install openssl)")
+    files = make_certificates(tmp_path, "ours")
+    tls = ClientTLS(files.ca, files.server, files.server_key)
+    async with agent(place, tls) as replica:
+        served_at = await owner(place) or ""
+        assert served_at.startswith("localhost:")
+        async with member(served_at, tls):
+            pass
+        for endpoint in (served_at, replica.peer.endpoint):
+            async with open_channel(endpoint) as channel:
+                stub = pb_grpc.RendezvousServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=2)
+
+
+async def test_serving_with_tls_needs_a_certificate(place: EtcdAddress) -> None:
+    """An authority alone is what a client has."""
+    with pytest.raises(SettingError, match="give --tls-cert and --tls-key beside --tls-ca"):
+        async with agent(place, ClientTLS()):
+            pass
+
+
+async def test_an_etcd_that_is_not_there_is_told() -> None:
+    """It is asked again for a while: it may be just starting."""
+    address = parse_address(f"etcd://127.0.0.1:{free_port()}/x?request-timeout=0.2", {})
+    with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*asked again for 0.3 s"):
+        async with replicated_rendezvous(address, RUN, "127.0.0.1", None, 0.3):
+            pass

@@ -1,0 +1,114 @@
+"""What a run has in etcd dies with one lease, which whoever serves the run finds and keeps alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from etcd_server import EtcdCluster, etcd_cluster
+from rallypoint.etcd.address import EtcdAddress, parse_address
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.values import Delete, Get, Put, Txn
+from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, on_lease, run_lease
+from rallypoint.serving.attempts import Pace
+from rallypoint.serving.settings import SettingError
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member."""
+    with etcd_cluster(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def address(etcd: EtcdCluster, tmp_path: Path) -> EtcdAddress:
+    """A place of this test alone."""
+    return parse_address(f"{etcd.url}/{tmp_path.name}", {})
+
+
+@pytest.fixture
+async def client(address: EtcdAddress) -> AsyncIterator[EtcdClient]:
+    """A client there."""
+    async with EtcdClient(address) as client:
+        yield client
+
+
+def test_only_puts_without_a_lease_get_the_runs() -> None:
+    """An owner key, say, has to die with its owner."""
+    txn = Txn([], [Put(b"a", b"1"), Put(b"b", b"2", 7), Delete(b"c")], [Put(b"d", b"4"), Get(b"e")])
+    assert on_lease(txn, 5) == Txn(
+        [], [Put(b"a", b"1", 5), Put(b"b", b"2", 7), Delete(b"c")], [Put(b"d", b"4", 5), Get(b"e")]
+    )
+
+
+async def test_all_who_serve_a_run_find_one_lease(client: EtcdClient) -> None:
+    """However many come at once."""
+    found = await asyncio.gather(*(run_lease(client, "job") for _ in range(8)))
+    assert len(set(found)) == 1
+    assert await run_lease(client, "job") == found[0]
+
+
+async def test_the_end_of_the_lease_is_the_end_of_all_there_is(
+    client: EtcdClient, address: EtcdAddress
+) -> None:
+    """Then the run is a new one, with a lease of its own."""
+    lease = await run_lease(client, "job")
+    async with LeasedClient(address, lease, pace=Pace()) as leased:
+        await leased.transact(Txn([], [Put(f"{address.prefix}/x".encode(), b"1")]))
+    assert len(await there(client)) == 2
+    await client.revoke(lease)
+    assert await there(client) == []
+    assert await run_lease(client, "job") != lease
+
+
+async def there(client: EtcdClient) -> list[bytes]:
+    """All keys of the run."""
+    prefix = client.address.prefix
+    return [pair.key for pair in (await client.get(f"{prefix}/".encode(), f"{prefix}0".encode())).pairs]
+
+
+async def test_a_lease_is_kept_alive_until_it_ends(client: EtcdClient) -> None:
+    """It is renewed long before that; who serves the run is told when it is gone."""
+    slept: asyncio.Queue[float] = asyncio.Queue()
+    go_on = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        slept.put_nowait(seconds)
+        await go_on.wait()
+
+    lease = await run_lease(client, "job", 600)
+    keeping = asyncio.create_task(keep_alive(client, lease, Pace(sleep=sleep)))
+    assert await asyncio.wait_for(slept.get(), 30) == 100
+    await client.revoke(lease)
+    assert not keeping.done()
+    go_on.set()
+    await asyncio.wait_for(keeping, 30)
+
+
+@pytest.mark.parametrize("revoked", [True, False], ids=["lease revoked", "key deleted"])
+async def test_who_serves_a_run_that_is_forgotten_hears_of_it_at_once(
+    client: EtcdClient, revoked: bool
+) -> None:
+    """Not at the next renewal: until then it would write with a lease that is gone, or that nobody will keep alive."""
+    lease = await run_lease(client, "job")
+    hearing = asyncio.create_task(forgotten(client, lease, Pace()))
+    key = f"{client.address.prefix}/run".encode()
+    await client.transact(Txn([], [Put(key, b"touched", lease)]))
+    assert not (await asyncio.wait({hearing}, timeout=0.5))[0]
+    if revoked:
+        await client.revoke(lease)
+    else:
+        await client.transact(Txn([], [Delete(key)]))
+    await asyncio.wait_for(hearing, 30)
+    assert await run_lease(client, "job") != lease
+
+
+async def test_a_place_that_is_somebody_elses_is_told(client: EtcdClient) -> None:
+    """It has no lease of a run, and never will."""
+    await client.transact(Txn([], [Put(f"{client.address.prefix}/run".encode(), b"theirs")]))
+    with pytest.raises(SettingError, match="is not ours: choose another --rdzv-id, or etcd_prefix"):
+        await run_lease(client, "job")
