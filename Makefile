@@ -33,7 +33,7 @@ $(GENERATOR)/.ready: Makefile
 setup: $(VENV)/.ready ## make .venv with Rallypoint in it, editable, and everything that tests and lints it
 
 protos: $(VENV)/.ready $(GENERATOR)/.ready ## generate the Python code of protos/
-	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services rendezvous timer
+	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos services etcd rendezvous timer
 	PATH=$(CURDIR)/$(GENERATOR)/bin:$$PATH .ci/generate-protos agent agent
 
 .PHONY: run demo
@@ -53,7 +53,8 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	$(BIN)/pytest -q tests/test_house.py
 
 test: $(VENV)/.ready ## the whole suite, with what it needs
-	$(BIN)/pytest
+	.ci/install-etcd
+	.ci/test
 
 # SEED=123 replays one with its whole trace; SEEDS=10000 [FIRST=0] plays a range (docs/simulation.md).
 .PHONY: simulate
@@ -73,6 +74,19 @@ hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a rendezvous
 .PHONY: torture
 torture: $(VENV)/.ready ## real servers killed, stalled, drained and cut off, at full length; prints figures
 	RALLYPOINT_TORTURE=full $(BIN)/pytest -s tests/torture $(if $(ONLY),-k "$(ONLY)")
+
+# ONLY=killed runs those of which the name matches; MINUTES=10 instead of 30 of random trouble, SEED=7
+# plays that again (docs/survival.md).
+.PHONY: test-ha
+test-ha: $(VENV)/.ready ## 3 replicas on 3 etcd members, killed, paused, parted and restarted, at full length; prints figures
+	.ci/install-etcd
+	RALLYPOINT_HA=full $(if $(MINUTES),RALLYPOINT_HA_MINUTES=$(MINUTES)) $(if $(SEED),RALLYPOINT_HA_SEED=$(SEED)) $(BIN)/pytest -s tests/ha $(if $(ONLY),-k "$(ONLY)")
+
+# SUITE=sid takes the etcd of that suite of this machine's distribution, and installs nothing.
+.PHONY: test-etcd
+test-etcd: $(VENV)/.ready ## what is built on etcd, on another version of it: SUITE=trixie
+	.ci/other-etcd $(or $(SUITE),trixie) build/etcd/$(or $(SUITE),trixie)
+	RALLYPOINT_TEST_ETCD=$(CURDIR)/build/etcd/$(or $(SUITE),trixie)/usr/bin/etcd $(BIN)/pytest tests/etcd tests/rendezvous/journal
 
 TORCH := $(VENV)/torch
 $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)

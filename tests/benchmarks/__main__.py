@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from benchmarks.c10d import find_torch
+from benchmarks.etcd import etcd
 from benchmarks.expires import expires
 from benchmarks.failover import failover
 from benchmarks.fanout import fanout
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "heartbeat": heartbeat,
     "store": store,
     "journal": journal,
+    "etcd": etcd,
     "expires": expires,
     "reap": reap,
     "watchdog": watchdog,

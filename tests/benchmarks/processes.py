@@ -67,12 +67,12 @@ def our_server(folder: Path, journal: str) -> Iterator[Server]:
 
     Args:
         folder: For its log, and for a journal that is a file.
-        journal: "memory", or "sqlite" for a new file in a folder of its own.
+        journal: "memory", "sqlite" for a new file in a folder of its own, or the URL of an etcd.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="journal-") as place:
         url = f"sqlite:{place}/journal.db" if journal == "sqlite" else journal
         command = [str(RALLYPOINT), "serve", "rendezvous", "--journal", url]
-        with _server(folder / f"rendezvous-{journal}.log", command) as server:
+        with _server(folder / f"rendezvous-{journal.partition(':')[0]}.log", command) as server:
             yield server
 
 

@@ -54,6 +54,7 @@ FIGURES = {
         for what in ("set", "get", "add", "waited.first", "waited.last")
     ],
     "journal": ["journal.sqlite"],
+    "etcd": ["etcd.states", "etcd.joined.ranks", "etcd.joined.final"],
     "expires": [f"expires.{scope}.{what}" for scope in ("default", "explicit") for what in BLOCK],
     "reap": ["reap.p50", "reap.p99", "reap.max"],
     "watchdog": ["watchdog.late.p50", "watchdog.late.p99", "watchdog.late.max", "watchdog.cpu"],

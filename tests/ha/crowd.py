@@ -1,0 +1,115 @@
+"""Hundreds of nodes in this process, of runs on replicas, and whether their workers would have been stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.rendezvous.client import Admitted, Event
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from torture.crowd import Crowd
+from torture.tormented_node import TormentedNode
+
+LEASE = 20.0
+"""Time to live of a node's lease, seconds."""
+
+
+class WatchedNode(TormentedNode):
+    """A node that notes when it got through to a replica, and when its workers had to stop.
+
+    Attributes:
+        resumed_at: When it took its lease up again on a new stream, by the event loop's clock.
+        disturbances: What it was told that stopped workers: an end of the round, or of its lease.
+    """
+
+    resumed_at: list[float]
+    disturbances: list[str]
+
+    def _on_event(self, event: Event) -> None:
+        before = self.place
+        super()._on_event(event)
+        if before is not None and self.place != before:
+            self.disturbances.append(f"{self.name} had {before}, has {self.place} after {event}")
+        if isinstance(event, Admitted) and event.resumed:
+            self.resumed_at.append(asyncio.get_running_loop().time())
+
+
+class WatchedCrowd(Crowd):
+    """Nodes of one run, each with a connection of its own.
+
+    Attributes:
+        watched: The nodes.
+    """
+
+    def __init__(self, endpoints: str, run_id: str, count: int, settings: pb.RunSettings) -> None:
+        """Make so many nodes; none has joined."""
+        super().__init__(endpoints, settings, 0, random.Random())
+        self.watched: list[WatchedNode] = []
+        for number in range(count):
+            name, draw = f"node-{number}", random.Random()
+            node = WatchedNode(name, endpoints, settings, draw, self.changed.set, run_id=run_id)
+            node.resumed_at, node.disturbances = [], []
+            self.watched.append(node)
+        self.nodes.extend(self.watched)
+
+    @property
+    def disturbances(self) -> list[str]:
+        """What stopped workers, of all nodes."""
+        return [each for node in self.watched for each in node.disturbances]
+
+    async def resumed(self, since: float, timeout: float) -> float:
+        """Wait until all of them have resumed their leases after a moment; returns when the last one did.
+
+        Times are those of the event loop's clock.
+
+        Raises:
+            AssertionError: One has not.
+        """
+
+        def all_have() -> bool:
+            return all(node.resumed_at and node.resumed_at[-1] > since for node in self.watched)
+
+        await self.until("all nodes to resume", all_have, timeout)
+        return max(next(at for at in node.resumed_at if at > since) for node in self.watched)
+
+
+def steady(count: int) -> pb.RunSettings:
+    """Settings of a run of exactly so many nodes."""
+    return pb.RunSettings(
+        min_nodes=count,
+        max_nodes=count,
+        max_restarts=1_000,
+        keep_alive_interval=_seconds(LEASE / 4),
+        keep_alive_max_attempt=4,
+    )
+
+
+def patient(count: int) -> pb.RunSettings:
+    """The same, for nodes that may be cut off for a minute without being given up."""
+    settings = steady(count)
+    settings.keep_alive_interval.FromSeconds(15)
+    settings.disconnect_grace.FromSeconds(60)
+    return settings
+
+
+@asynccontextmanager
+async def watched_crowd(
+    endpoints: str, run_id: str, count: int, settings: pb.RunSettings | None = None
+) -> AsyncIterator[WatchedCrowd]:
+    """Nodes that have joined, or are about to; none is left afterwards."""
+    crowd = WatchedCrowd(endpoints, run_id, count, settings or steady(count))
+    crowd.join()
+    try:
+        yield crowd
+    finally:
+        await crowd.die()
+
+
+def _seconds(value: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(value * 1e9))
+    return duration

@@ -1,0 +1,16 @@
+"""How long the tests of availability last: seconds in the ordinary suite, as the task asks by `make test-ha`."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+FULL_LENGTH = os.environ.get("RALLYPOINT_HA") == "full"
+"""Whether all repeats are played, and times are judged besides being printed."""
+
+
+def ordinarily(short: _T, *, in_full: _T) -> _T:
+    """A figure of a test: what it is in the ordinary suite, and what it is in full."""
+    return in_full if FULL_LENGTH else short

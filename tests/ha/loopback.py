@@ -1,0 +1,74 @@
+"""Hosts that are loopback addresses, where there are no network namespaces, and links between them that can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ha.link import Link
+from ha.network import AGENTS
+
+
+class Loopback:
+    """See `Network`. Hosts are parted where one reaches the other by a link, and only there."""
+
+    parts = False
+
+    def __init__(self, number: int, hosts: Sequence[str], why_not: str) -> None:
+        """Nothing is to be set up: all of 127/8 is there.
+
+        Args:
+            number: No other network has it; addresses follow from it.
+            hosts: Their names.
+            why_not: Why there are no network namespaces.
+        """
+        self.why_not = why_not
+        self._addresses = {
+            host: f"127.{77 + number // 256}.{number % 256}.{place}"
+            for place, host in enumerate((AGENTS, *hosts), start=1)
+        }
+        self._links: dict[tuple[str, str], list[Link]] = {}
+
+    async def close(self) -> None:
+        """End all links."""
+        for links in self._links.values():
+            for link in links:
+                await link.close()
+
+    def address(self, host: str) -> str:
+        """See `Network`."""
+        return self._addresses[host]
+
+    async def reach(self, one: str, other: str, port: int) -> str:
+        """See `Network`."""
+        link = Link(f"{self._addresses[other]}:{port}")
+        await link.open(self._addresses[one])
+        self._links.setdefault((one, other), []).append(link)
+        return link.address
+
+    def command(self, host: str, *command: str) -> list[str]:
+        """See `Network`."""
+        return list(command)
+
+    def why_inseparable(self, one: str, other: str) -> str:
+        """See `Network`."""
+        return "" if self._between(one, other) else f"{one} and {other} can't be parted here: {self.why_not}"
+
+    async def part(self, one: str, other: str) -> None:
+        """See `Network`."""
+        for link in self._between(one, other):
+            link.part()
+
+    async def slow(self, host: str, kilobits: int) -> None:
+        """See `Network`."""
+        for ends, links in self._links.items():
+            for link in links if host in ends else ():
+                link.kilobits = kilobits
+
+    async def heal(self) -> None:
+        """See `Network`."""
+        for links in self._links.values():
+            for link in links:
+                link.heal()
+
+    def _between(self, one: str, other: str) -> list[Link]:
+        return [*self._links.get((one, other), []), *self._links.get((other, one), [])]

@@ -1,0 +1,241 @@
+"""Nodes and watchers of one run, who write down what they are told; and what happens to the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from ha.caller import Caller
+from ha.doors import Door, Doors
+from ha.history import Admission, History, Logged, Outcome, Told
+from ha.writers import StoreClient
+from rallypoint.rendezvous.client import Admitted, Event, Updated
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from rallypoint.serving.errors import decode
+from torture.crowd import Crowd, seconds
+from torture.tormented_node import Place, TormentedNode
+
+SETTINGS = pb.RunSettings(
+    min_nodes=3,
+    max_nodes=6,
+    max_restarts=1_000_000,
+    last_call_timeout=seconds(0.5),
+    confirm_timeout=seconds(10.0),
+    restart_backoff=seconds(0.0),
+)
+NODES = 7
+"""One more than a round has room for: a spare."""
+
+# Between two things that happen to the nodes of one run, seconds, on average.
+_CALM = 4.0
+# How long the worker of a place that is over goes on writing, operations: it does not know.
+_ZOMBIE_WRITES = 3
+
+
+class RecordedNode(TormentedNode):
+    """A node that writes down what its agents are told; each agent is a subscriber of its own."""
+
+    history: History
+    agents = 0
+
+    def join(self) -> None:
+        """See `TormentedNode`."""
+        self.agents += 1
+        super().join()
+
+    def _on_event(self, event: Event) -> None:
+        super()._on_event(event)
+        now, subscriber = self.history.clock(), f"{self.run_id}/{self.name}#{self.agents}"
+        match event:
+            case Admitted(lease, resumed):
+                self.history.add(Admission(now, subscriber, self.run_id, self.name, lease, resumed))
+            case Updated(update):
+                told = Told(now, subscriber, self.run_id, self.name, self.lease, as_json(update))
+                self.history.add(told)
+
+
+class Members:
+    """The nodes of one run.
+
+    Attributes:
+        crowd: They.
+        lives: How many agents there were, besides the first ones.
+    """
+
+    def __init__(
+        self, run_id: str, endpoints: str, doors: Doors, history: History, draw: random.Random
+    ) -> None:
+        """Join nothing yet."""
+        self.run_id = run_id
+        self.crowd = Crowd(endpoints, SETTINGS, 0, draw)
+        self.lives = 0
+        self._doors = doors
+        self._history = history
+        self._draw = draw
+        for number in range(NODES):
+            node = RecordedNode(
+                f"node-{number}", endpoints, SETTINGS, draw, self.crowd.changed.set, run_id=run_id
+            )
+            node.history = history
+            self.crowd.nodes.append(node)
+
+    def tasks(self, stopping: asyncio.Event, *, happening: bool = True) -> list[asyncio.Task[None]]:
+        """Join, and let things happen (unless not) until `stopping` is set; at the end every node has an agent."""
+        self.crowd.join()
+        tasks = [asyncio.create_task(self._happen(stopping))] if happening else []
+        tasks += [asyncio.create_task(self._work(node, stopping)) for node in self.crowd.nodes[:2]]
+        watchers: list[Callable[[Door], Any]] = [self._watch_run, self._watch_events]
+        tasks += [asyncio.create_task(self._watch(each, stopping)) for each in watchers]
+        return tasks
+
+    async def agree(self, timeout: float) -> None:
+        """Wait until as many nodes as there is room for have a place in one FINAL round.
+
+        Raises:
+            AssertionError: They have not in time.
+        """
+
+        def full() -> bool:
+            rounds = [node.place.round for node in self.crowd.nodes if node.place is not None]
+            return len(rounds) == SETTINGS.max_nodes and len(set(rounds)) == 1
+
+        await self.crowd.until(f"one FINAL round of {self.run_id}", full, timeout)
+
+    async def _happen(self, stopping: asyncio.Event) -> None:
+        """Nodes leave, die, come back, and have workers that fail."""
+        while not await _set_within(stopping, self._draw.uniform(0.0, 2.0) * _CALM):
+            self.crowd.check_alive()
+            node = self._draw.choice(self.crowd.nodes)
+            what = self._draw.choice(("leaves", "dies", "fails"))
+            if what == "fails":
+                node.break_worker()
+                continue
+            # Whoever wants to leave may have nobody to tell; it goes all the same in the end.
+            if what == "leaves":
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(5.0):
+                        await node.leave()
+            if node.is_in:
+                await node.die()
+            await _set_within(stopping, self._draw.uniform(0.0, 3.0))
+            node.join()
+            self.lives += 1
+
+    async def _work(self, node: TormentedNode, stopping: asyncio.Event) -> None:
+        """Its worker writes under its lease and round, and a little longer: it is not told when they are over."""
+        place: Place | None = None
+        zombies: set[asyncio.Task[None]] = set()
+        try:
+            while not await _set_within(stopping, 0.05):
+                if node.place is not None and node.place != place:
+                    place = node.place
+                    zombies.add(asyncio.create_task(self._work_at(node, place, stopping)))
+            if zombies:
+                await asyncio.wait(zombies)
+        finally:
+            for zombie in zombies:
+                zombie.cancel()
+
+    async def _work_at(self, node: TormentedNode, place: Place, stopping: asyncio.Event) -> None:
+        name = f"{self.run_id}-{node.name}-{place.lease}-{place.round}"
+        caller = Caller(name, self._doors, self._history, random.Random(self._draw.random()))
+        writer = store_pb.StoreWriter(node_id=node.name, lease=place.lease)
+        store = StoreClient(caller, self.run_id, writer, place.round)
+        left = _ZOMBIE_WRITES
+        while left and not await _set_within(stopping, caller.draw.uniform(0.1, 0.5)):
+            if node.place != place:
+                left -= 1
+            operation = await store.add(f"work-{place.round}", 1 + caller.draw.randrange(10**9))
+            if operation.outcome is Outcome.REFUSED:
+                return
+
+    async def _watch(self, watching: Callable[[Door], Any], stopping: asyncio.Event) -> None:
+        """Keep one stream after the other open, at the owner as far as it is known."""
+        door = self._anyone()
+        ended = asyncio.create_task(stopping.wait())
+        try:
+            while not stopping.is_set():
+                stream = asyncio.create_task(watching(door))
+                await asyncio.wait({stream, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not stream.done():
+                    stream.cancel()
+                    await asyncio.wait({stream})
+                    return
+                error = stream.exception()
+                if not isinstance(error, grpc.aio.AioRpcError):
+                    if error is not None:
+                        raise error
+                    return  # the run is closed
+                door = self._doors.at(decode(error).metadata.get("owner", "")) or self._anyone()
+                await _set_within(stopping, self._draw.random() * 0.5)
+        finally:
+            ended.cancel()
+
+    def _anyone(self) -> Door:
+        return self._doors.by_name[self._draw.choice(self._doors.names)]
+
+    async def _watch_run(self, door: Door) -> None:
+        # Without a revision to go on from, it is told the state of now: each stream is a subscriber of its own.
+        subscriber = f"{self.run_id}/watcher@{door.name}#{self._history.clock():.6f}"
+        async for answer in door.rendezvous.WatchRun(pb.WatchRunRequest(run_id=self.run_id)):
+            told = Told(self._history.clock(), subscriber, self.run_id, "", 0, as_json(answer.run))
+            self._history.add(told)
+
+    _seen = 0
+
+    async def _watch_events(self, door: Door) -> None:
+        request = pb.WatchEventsRequest(run_id=self.run_id, revision=self._seen)
+        async for answer in door.rendezvous.WatchEvents(request):
+            for event in answer.events:
+                self._history.add(
+                    Logged(self._history.clock(), f"{self.run_id}/events", self.run_id, as_json(event))
+                )
+            self._seen = max(self._seen, answer.revision)
+
+    async def read_log(self, door: Door, timeout: float) -> int:
+        """Write down the log of events as a replica has it; returns how many it has.
+
+        Raises:
+            grpc.aio.AioRpcError: It does not tell.
+        """
+        token, count = "", 0
+        while True:
+            request = pb.ListEventsRequest(run_id=self.run_id, page_size=5_000, page_token=token)
+            page = await door.rendezvous.ListEvents(request, timeout=timeout)
+            for event in page.events:
+                count += 1
+                self._history.add(Logged(self._history.clock(), "", self.run_id, as_json(event)))
+            if not (token := page.next_page_token):
+                return count
+
+
+@asynccontextmanager
+async def at_work(*working: list[asyncio.Task[None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Have tasks work beside a block; the first that fails fails the block, and none is left afterwards."""
+    tasks = [task for some in working for task in some]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def as_json(message: Any) -> dict[str, Any]:
+    """A message as it is written down: in proto3's JSON, with the names of the contract."""
+    return MessageToDict(message, preserving_proto_field_name=True)
+
+
+async def _set_within(event: asyncio.Event, timeout: float) -> bool:
+    """Whether an event was set within some seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    return event.is_set()

@@ -1,0 +1,188 @@
+"""Hosts that are network namespaces, each on a bridge by a virtual cable.
+
+    this process ── rpha7 ╮
+    etcd-0 ── eth0 ───────┼── bridge, in a namespace of its own
+    replica-0 ── eth0 ────╯
+
+A namespace has no name: it is held by one sleeping process, which the kernel kills when this process dies, however it
+dies; then the namespace ends, and its cables with it. So nothing can be left behind, and nothing has to be swept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Sequence
+from functools import cache, partial
+
+from ha.network import AGENTS, missing
+from ha.waiting import until
+from mortal import mortal
+
+_BRIDGE = "bridge"
+_TOOLS = ("ip", "iptables", "nsenter", "setpriv", "tc", "unshare")
+# Long enough on any machine for the kernel to tear a network down, and for what runs in a moment. Seconds.
+_PATIENCE = 60.0
+
+
+class NetworkError(Exception):
+    """A command that sets up the network failed; the message has what it said."""
+
+
+class Namespaces:
+    """See `Network`. Opened before it is used, and closed whatever happens."""
+
+    parts = True
+    why_not = ""
+
+    def __init__(self, number: int, hosts: Sequence[str]) -> None:
+        """Set up nothing yet.
+
+        Args:
+            number: No other network has it; names and addresses follow from it.
+            hosts: Their names.
+        """
+        # 198.18/15 is set aside for benchmarks of networks (RFC 2544): no real host is there.
+        self._subnet = f"198.{18 + number // 256}.{number % 256}"
+        self._cable = f"rpha{number}"
+        self._addresses = {AGENTS: f"{self._subnet}.1"} | {
+            host: f"{self._subnet}.{place}" for place, host in enumerate(hosts, start=11)
+        }
+        self._holders: dict[str, subprocess.Popen[bytes]] = {}
+
+    async def open(self) -> None:
+        """Make the namespaces and lay the cables.
+
+        Raises:
+            NetworkError: The machine doesn't allow it.
+        """
+        for host in (_BRIDGE, *self._addresses):
+            if host != AGENTS:
+                self._holders[host] = _hold_namespace()
+        for host, holder in self._holders.items():
+            await until(f"a namespace for {host}", partial(_not_apart, holder))
+        await self._ip(_BRIDGE, "link", "add", "br0", "type", "bridge")
+        await self._ip(_BRIDGE, "link", "set", "br0", "up")
+        await self._ip(AGENTS, "link", "add", self._cable, "type", "veth", *self._plug("agents"))
+        for place, host in enumerate(self._addresses):
+            if host == AGENTS:
+                await self._connect(host, self._cable, "agents")
+                continue
+            await self._ip(host, "link", "set", "lo", "up")
+            await self._ip(host, "link", "add", "eth0", "type", "veth", *self._plug(f"port{place}"))
+            await self._connect(host, "eth0", f"port{place}")
+
+    async def close(self) -> None:
+        """End the namespaces; returns when this host has no cable left."""
+        for holder in self._holders.values():
+            holder.kill()
+        for holder in self._holders.values():
+            await asyncio.to_thread(holder.wait, _PATIENCE)
+
+        async def cables() -> str:
+            return self._cable if self._cable in os.listdir("/sys/class/net") else ""
+
+        await until("the end of all cables", cables)
+
+    def address(self, host: str) -> str:
+        """See `Network`."""
+        return self._addresses[host]
+
+    async def reach(self, one: str, other: str, port: int) -> str:
+        """See `Network`."""
+        return f"{self._addresses[other]}:{port}"
+
+    def command(self, host: str, *command: str) -> list[str]:
+        """See `Network`."""
+        if host == AGENTS:
+            return list(command)
+        return ["nsenter", f"--net=/proc/{self._holders[host].pid}/ns/net", "--", *command]
+
+    def why_inseparable(self, one: str, other: str) -> str:
+        """See `Network`."""
+        return ""
+
+    async def part(self, one: str, other: str) -> None:
+        """See `Network`."""
+        # One of them drops both ways; this host's own rules are never touched.
+        here, there = (other, one) if one == AGENTS else (one, other)
+        for chain, flag in (("INPUT", "-s"), ("OUTPUT", "-d")):
+            await self._run(here, "iptables", "-w", "-A", chain, flag, self._addresses[there], "-j", "DROP")
+
+    async def slow(self, host: str, kilobits: int) -> None:
+        """See `Network`."""
+        assert host != AGENTS, "its cable is everybody's"
+        shape = ("root", "tbf", "rate", f"{kilobits}kbit", "burst", "16kb", "limit", "4mb")
+        place = list(self._addresses).index(host)
+        await self._run(host, "tc", "qdisc", "replace", "dev", "eth0", *shape)
+        await self._run(_BRIDGE, "tc", "qdisc", "replace", "dev", f"port{place}", *shape)
+
+    async def heal(self) -> None:
+        """See `Network`."""
+        for place, host in enumerate(self._addresses):
+            if host != AGENTS:
+                await self._run(host, "iptables", "-w", "-F")
+                await self._run(host, "tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue")
+                await self._run(_BRIDGE, "tc", "qdisc", "replace", "dev", f"port{place}", "root", "noqueue")
+
+    def _plug(self, port: str) -> tuple[str, ...]:
+        """The other end of a cable: a port in the namespace of the bridge."""
+        return ("peer", "name", port, "netns", str(self._holders[_BRIDGE].pid))
+
+    async def _connect(self, host: str, end: str, port: str) -> None:
+        await self._ip(host, "address", "add", f"{self._addresses[host]}/24", "dev", end)
+        await self._ip(host, "link", "set", end, "up")
+        await self._ip(_BRIDGE, "link", "set", port, "master", "br0")
+        await self._ip(_BRIDGE, "link", "set", port, "up")
+
+    async def _ip(self, host: str, *arguments: str) -> None:
+        await self._run(host, "ip", *arguments)
+
+    async def _run(self, host: str, *command: str) -> None:
+        said = await asyncio.to_thread(_said, self.command(host, *command))
+        if said is not None:
+            raise NetworkError(f"{' '.join(command)} on {host}: {said}")
+
+
+@cache
+def why_no_namespaces() -> str:
+    """Why this machine has no network namespaces for us, in one line; empty: it has. Takes a moment once."""
+    if lacking := missing(*_TOOLS):
+        return f"hosts can't be parted without {', '.join(lacking)}"
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    # All that is needed, tried in a namespace that ends with the command.
+    trial = (
+        "ip link add eth0 type veth peer name eth1 && ip link add br0 type bridge && ip link set eth1 master br0"
+        " && iptables -w -A INPUT -s 198.18.0.9 -j DROP"
+        " && tc qdisc replace dev eth0 root tbf rate 1mbit burst 16kb limit 4mb"
+    )
+    said = _said(["unshare", "--net", "sh", "-c", trial])
+    return "" if said is None else f"this machine allows no network namespaces: {said}"
+
+
+def _hold_namespace() -> subprocess.Popen[bytes]:
+    """A process that will be in a namespace of its own until it is killed."""
+    return subprocess.Popen(mortal("unshare", "--net", "sleep", "infinity"))
+
+
+async def _not_apart(holder: subprocess.Popen[bytes]) -> str:
+    """Why a holder is not in a namespace of its own; empty: it is."""
+    if (code := holder.poll()) is not None:
+        raise NetworkError(f"a namespace could not be made: exit code {code}")
+    namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", holder.pid)}
+    return "" if len(namespaces) == 2 else "it shares ours"
+
+
+def _said(command: list[str]) -> str | None:
+    """What a command that failed has said, in one line; None: it did not fail."""
+    done = subprocess.run(
+        mortal(*command),
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    return None if done.returncode == 0 else " ".join((done.stderr or done.stdout).split()) or "no word"

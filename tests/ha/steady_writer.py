@@ -1,0 +1,78 @@
+"""A client that adds to a number all the time, over every failure, and knows how long it had to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Self
+
+from ha.waiting import PATIENCE
+from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.serving.switchboard import Switchboard
+
+# Between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
+_PAUSE = 0.01
+
+
+class SteadyWriter:
+    """Adds one to a key of a run, again and again; every addition counts once, or `go_on` and `stop` fail."""
+
+    def __init__(self, endpoints: str, run_id: str, key: str = "sum") -> None:
+        """Write nothing yet; `endpoints` as `--rdzv-endpoint` takes them. Nobody else is to write to the key."""
+        self._key = key
+        self._board = Switchboard(endpoints)
+        self._store = StoreClient(self._board, run_id)
+        # When each addition was answered, by the event loop's clock.
+        self._answers: list[float] = []
+        self._answered = asyncio.Event()
+        self._stopping = False
+        self._writing: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self._writing = asyncio.create_task(self._write())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._writing.cancel()
+        await asyncio.wait({self._writing})
+        await self._board.close()
+
+    async def go_on(self, times: int = 1) -> None:
+        """Wait until so many additions that begin later than now were answered.
+
+        Raises:
+            AssertionError: An addition was lost, or took effect twice.
+            ServiceError: One was refused, or never answered.
+        """
+        wanted = len(self._answers) + 1 + times
+        while len(self._answers) < wanted:
+            if self._writing.done():
+                self._writing.result()
+            self._answered.clear()
+            waiting = asyncio.create_task(self._answered.wait())
+            await asyncio.wait({waiting, self._writing}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+
+    async def stop(self) -> int:
+        """Wait for the last answer; how many there were.
+
+        Raises:
+            AssertionError: An addition was lost, or took effect twice.
+        """
+        self._stopping = True
+        await self._writing
+        assert int(await self._store.get(self._key, timeout=PATIENCE)) == len(self._answers)
+        return len(self._answers)
+
+    def longest_gap(self, since: float = 0.0) -> float:
+        """The longest time between two answers of which the second came after a moment, seconds."""
+        pairs = zip(self._answers, self._answers[1:], strict=False)
+        return max(after - before for before, after in pairs if after > since)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._stopping:
+            total = await self._store.add(self._key, 1, timeout=PATIENCE)
+            self._answers.append(loop.time())
+            self._answered.set()
+            assert total == len(self._answers), "every addition counts once"
+            await asyncio.sleep(_PAUSE)

@@ -1,0 +1,86 @@
+"""Whether what a store answered is linearizable, key by key."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ha.findings import Finding, Wrong
+from ha.history import Operation, Outcome
+from ha.linearizability import BUDGET, Verdict, judge
+
+PREFIX = "store."
+"""How the kinds of the store's operations begin."""
+
+# Operations on registers, of which each value is written once in a history.
+_REGISTER = {"store.set", "store.compare_set", "store.get"}
+
+
+def check_stores(operations: Iterable[Operation], budget: int = BUDGET) -> list[Finding]:
+    """What is wrong with the answers of a store; the object of each operation is a key of a run."""
+    by_key: dict[str, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        if operation.what.startswith(PREFIX):
+            by_key[operation.object].append(operation)
+    return [finding for key, of_key in by_key.items() for finding in _check_key(key, of_key, budget)]
+
+
+def apply(value: str | None, operation: Operation) -> tuple[str | None, Mapping[str, Any]]:
+    """What an operation makes of the value of a key (None: it isn't there), and what it is answered."""
+    asked = operation.asked
+    match operation.what:
+        case "store.get":
+            return value, {"value": value}
+        case "store.set":
+            return asked["value"], {}
+        case "store.add":
+            total = str(int(value or "0") + int(asked["amount"]))
+            return total, {"value": total}
+        case "store.compare_set":
+            swapped = (value or "") == asked["expected"]
+            after = asked["desired"] if swapped else value
+            return after, {"swapped": swapped, "value": after}
+        case "store.delete":
+            return None, {"deleted": value is not None}
+    raise ValueError(f"no operation of a store: {operation.what!r}")
+
+
+def _check_key(key: str, operations: Sequence[Operation], budget: int) -> list[Finding]:
+    judgement = judge(_worth_placing(operations), None, apply, budget)
+    if judgement.verdict is Verdict.VIOLATION:
+        sentence = "no order explains the answers; after the longest that does for the others, none of these can come"
+        return [Finding(Wrong.NOT_LINEARIZABLE, key, sentence, judgement.stuck)]
+    if judgement.verdict is Verdict.UNDECIDED:
+        unknown = sum(each.outcome is Outcome.UNKNOWN for each in operations)
+        sentence = (
+            f"{len(operations)} operations, {unknown} of unknown outcome: too many orders to try them all"
+        )
+        return [Finding(Wrong.UNDECIDED, key, sentence)]
+    return []
+
+
+def _worth_placing(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations, without those of unknown outcome that make no difference.
+
+    A read makes none. Neither does a write to a register that nobody saw: where an order has it, what follows it is
+    another write, and the order without it explains the same answers.
+    """
+    register = {each.what for each in operations} <= _REGISTER
+    seen = {
+        value
+        for each in operations
+        for value in (each.answered.get("value"), each.asked.get("expected"))
+        if value is not None
+    }
+    return [
+        each
+        for each in operations
+        if each.outcome is not Outcome.UNKNOWN
+        or (each.what != "store.get" and not (register and _written(each) not in seen))
+    ]
+
+
+def _written(operation: Operation) -> str | None:
+    written: str | None = operation.asked.get("value", operation.asked.get("desired"))
+    return written

@@ -1,0 +1,32 @@
+"""Runs a Python program on a machine that seems to have been suspended: `suspended.py FILE PROGRAM ARGUMENTS…`.
+
+CLOCK_BOOTTIME is ahead by as many seconds as the file says, which may grow while the program runs; CLOCK_MONOTONIC is
+as it is. So they are after a suspend.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+_clock_gettime = time.clock_gettime
+
+
+def main() -> None:
+    """Run the program in this process."""
+    file, program, *arguments = sys.argv[1:]
+    offsets = Path(file)
+
+    def clock_gettime(clock: int) -> float:
+        ahead = float(offsets.read_text()) if clock == time.CLOCK_BOOTTIME else 0.0
+        return _clock_gettime(clock) + ahead
+
+    time.clock_gettime = clock_gettime
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

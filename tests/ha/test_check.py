@@ -1,0 +1,58 @@
+"""A history in a file is checked again, as `python -m ha.check FILE`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from ha.check import main
+from ha.history import NEVER, History, Operation, Outcome
+
+_TOKEN = f"{1:016x}aa"
+
+
+def _written(file: Path, *, lie: bool) -> None:
+    shown = {"state": "other" if lie else "mine", "token": _TOKEN}
+    with History(file, clock=lambda: 9.0) as history:
+        asked = {"state": "mine", "token": None}
+        answered = {"state": "mine", "token": _TOKEN, "has_set": True}
+        history.add(Operation("a", "state.set", "run", 1.0, 2.0, Outcome.OK, asked, answered))
+        history.add(Operation("b", "state.get", "run", 3.0, 4.0, Outcome.OK, {}, shown))
+        history.add(Operation("b", "state.get", "run", 5.0, NEVER, Outcome.UNKNOWN))
+        history.trouble("replica-1 is killed")
+        history.end()
+
+
+def test_a_sound_history_passes(tmp_path: Path) -> None:
+    """It says how much there is of what, and what the nemesis did where that is asked for."""
+    _written(tmp_path / "history", lie=False)
+    result = CliRunner().invoke(main, [str(tmp_path / "history"), "--troubles"])
+    assert result.exit_code == 0
+    assert "1 state.get unknown" in result.output
+    assert "replica-1 is killed" in result.output
+    assert result.output.endswith("0 findings\n")
+
+
+def test_a_lie_is_shown_with_its_evidence(tmp_path: Path) -> None:
+    """What is wrong comes with the lines of the history that show it, and exit code 1."""
+    _written(tmp_path / "history", lie=True)
+    result = CliRunner().invoke(main, [str(tmp_path / "history")])
+    assert result.exit_code == 1
+    assert "REUSED run: token" in result.output
+    assert '"client":"b"' in result.output
+    assert "replica-1 is killed" not in result.output
+
+
+def test_what_can_not_be_judged_is_no_pass(tmp_path: Path) -> None:
+    """A file that was cut off, or that is none of ours, has an exit code of its own."""
+    _written(tmp_path / "history", lie=False)
+    whole = (tmp_path / "history").read_text()
+    for content, said in (
+        (whole[: whole.rindex("{")], "no last line"),
+        ("nonsense\n", "history:1: no entry"),
+    ):
+        (tmp_path / "history").write_text(content)
+        result = CliRunner().invoke(main, [str(tmp_path / "history")])
+        assert result.exit_code == 2
+        assert said in result.output

@@ -1,0 +1,77 @@
+"""Clocks of other processes that tests set."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ha.clocks import BootClock, Clock, WallClock, library
+from mortal import mortal
+
+pytestmark = pytest.mark.integration
+
+# Says, for each line that it reads, what its clocks say.
+_TELL = """#!/usr/bin/env python3
+import sys, time
+for _ in sys.stdin:
+    print(time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), flush=True)
+"""
+_SLACK = 30.0
+"""Seconds that a busy machine may take to answer."""
+
+
+class Teller:
+    """A process that says what its clocks say."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def offsets(self) -> tuple[float, float, float]:
+        """How far ahead its clocks are, seconds: wall, monotonic, and since boot."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        here = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        there = [float(each) for each in self._process.stdout.readline().split()]
+        wall, monotonic, boot = (theirs - ours for theirs, ours in zip(there, here, strict=True))
+        return wall, monotonic, boot
+
+
+@contextmanager
+def _telling(clock: Clock, folder: Path) -> Iterator[Teller]:
+    program = folder / "teller"
+    program.write_text(_TELL)
+    program.chmod(0o755)
+    command = mortal(*clock.wrapper, str(program))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Teller(process)
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(library() is None, reason="libfaketime isn't installed (the package is called faketime)")
+def test_a_wall_clock_goes_to_and_fro(tmp_path: Path) -> None:
+    """It is set by hours ahead and back, and the other clocks of the process don't notice."""
+    clock = WallClock(tmp_path / "clock")
+    with _telling(clock, tmp_path) as teller:
+        for jump, ahead in ((0.0, 0.0), (7_200.0, 7_200.0), (-18_000.0, -10_800.0), (10_800.0, 0.0)):
+            clock.jump(jump)
+            assert teller.offsets() == pytest.approx((ahead, 0.0, 0.0), abs=_SLACK)
+
+
+def test_a_machine_was_suspended(tmp_path: Path) -> None:
+    """The clock since boot is ahead then, and never goes back; the monotonic one did not count that time."""
+    clock = BootClock(tmp_path / "clock")
+    with _telling(clock, tmp_path) as teller:
+        for jump, ahead in ((0.0, 0.0), (600.0, 600.0), (600.0, 1_200.0)):
+            clock.jump(jump)
+            assert teller.offsets() == pytest.approx((0.0, 0.0, ahead), abs=_SLACK)
+    with pytest.raises(AssertionError, match="less than nothing"):
+        clock.jump(-1.0)

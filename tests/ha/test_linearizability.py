@@ -1,0 +1,146 @@
+"""The general search for an order that explains the answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain, combinations, permutations
+from typing import Any
+
+from ha.history import NEVER, Operation, Outcome
+from ha.linearizability import Verdict, judge
+from ha.random_histories import corrupted, linearizable
+from ha.stores import apply
+
+
+def _operation(
+    what: str, began: float, ended: float, asked: Mapping[str, Any], answered: Mapping[str, Any] | None
+) -> Operation:
+    outcome = Outcome.UNKNOWN if answered is None else Outcome.OK
+    return Operation("c", f"store.{what}", "k", began, ended, outcome, asked, answered or {})
+
+
+def _set(value: str, began: float, ended: float, *, known: bool = True) -> Operation:
+    return _operation("set", began, ended, {"value": value}, {} if known else None)
+
+
+def _get(value: str | None, began: float, ended: float) -> Operation:
+    return _operation("get", began, ended, {}, {"value": value})
+
+
+def _verdict(*operations: Operation) -> Verdict:
+    return judge(operations, None, apply).verdict
+
+
+def test_what_is_read_was_written_before() -> None:
+    """A read sees the last write that was over, or one under way."""
+    assert _verdict(_set("a", 0, 1), _get("a", 2, 3)) is Verdict.LINEARIZABLE
+    assert _verdict(_set("a", 0, 5), _get("a", 2, 3)) is Verdict.LINEARIZABLE
+    assert _verdict(_set("a", 0, 5), _get(None, 2, 3)) is Verdict.LINEARIZABLE
+    assert _verdict(_set("a", 0, 1), _get(None, 2, 3)) is Verdict.VIOLATION
+    assert _verdict(_set("a", 4, 5), _get("a", 2, 3)) is Verdict.VIOLATION
+
+
+def test_what_all_saw_comes_in_one_order() -> None:
+    """Two writes at once may come in any order, and in one order for all."""
+    writes = _set("a", 0, 10), _set("b", 0, 10)
+    assert _verdict(*writes, _get("a", 1, 2), _get("b", 3, 4)) is Verdict.LINEARIZABLE
+    assert _verdict(*writes, _get("b", 1, 2), _get("a", 3, 4)) is Verdict.LINEARIZABLE
+    assert _verdict(*writes, _get("a", 1, 2), _get("b", 3, 4), _get("a", 5, 6)) is Verdict.VIOLATION
+
+
+def test_what_nobody_knows_may_have_happened_or_not_or_late() -> None:
+    """A write of unknown outcome takes effect at most once, at any moment after it began."""
+    lost = _set("a", 0, NEVER, known=False)
+    assert _verdict(lost, _get(None, 1, 2), _get(None, 8, 9)) is Verdict.LINEARIZABLE
+    assert _verdict(lost, _get(None, 1, 2), _get("a", 8, 9)) is Verdict.LINEARIZABLE
+    assert _verdict(lost, _get("a", 1, 2), _get(None, 8, 9)) is Verdict.VIOLATION
+    again = _set("b", 3, 4)
+    assert _verdict(lost, _get("a", 1, 2), again, _get("b", 5, 6), _get("a", 7, 8)) is Verdict.VIOLATION
+
+
+def test_what_was_refused_did_not_happen() -> None:
+    """A read that sees a refused write is a violation, and nothing else is."""
+    refused = Operation(
+        "c", "store.set", "k", 0, 1, Outcome.REFUSED, {"value": "a"}, {"reason": "LEASE_LOST"}
+    )
+    assert _verdict(refused, _get(None, 2, 3)) is Verdict.LINEARIZABLE
+    assert _verdict(refused, _get("a", 2, 3)) is Verdict.VIOLATION
+
+
+def test_a_violation_names_what_can_not_come_next() -> None:
+    """Whoever looks into it sees the operations that have no place after the longest order found."""
+    stale = _get("a", 6, 7)
+    judgement = judge([_set("a", 0, 1), _set("b", 2, 3), _get("b", 4, 5), stale], None, apply)
+    assert judgement.verdict is Verdict.VIOLATION
+    assert list(judgement.stuck) == [stale]
+
+
+def test_a_search_that_takes_too_long_is_given_up() -> None:
+    """Past its budget the search says that it doesn't know, rather than that all is well."""
+    lost = [_operation("add", 0, NEVER, {"amount": 2**power}, None) for power in range(24)]
+    impossible = _operation("add", 1, 2, {"amount": 1}, {"value": "-1"})
+    assert judge([*lost, impossible], None, apply, budget=1000).verdict is Verdict.UNDECIDED
+    assert judge([*lost[:5], impossible], None, apply, budget=1000).verdict is Verdict.VIOLATION
+
+
+def test_long_histories_are_quick_where_all_is_well() -> None:
+    """Hundreds of operations by five clients at a time, a dozen of unknown outcome, are placed at once."""
+
+    def ask(draw: random.Random, number: int, seen: str | None) -> tuple[str, Mapping[str, Any]]:
+        return ("store.add", {"amount": 1 + draw.randrange(10**6)}) if number % 3 else ("store.get", {})
+
+    for seed in range(20):
+        operations = linearizable(random.Random(seed), None, ask, apply, 300, clients=5, lost=0.04)
+        judgement = judge(operations, None, apply, budget=20_000)
+        assert judgement.verdict is Verdict.LINEARIZABLE, f"seed {seed}"
+
+
+def test_it_agrees_with_trying_every_order() -> None:
+    """Of random short histories, true and corrupted, it finds linearizable exactly those for which an order exists."""
+    verdicts: Counter[Verdict] = Counter()
+    for seed in range(1500):
+        draw = random.Random(seed)
+        operations = linearizable(draw, None, _ask, apply, draw.randint(2, 6))
+        assert judge(operations, None, apply).verdict is Verdict.LINEARIZABLE, f"seed {seed}"
+        lie = corrupted(draw, operations)
+        expected = Verdict.LINEARIZABLE if _some_order_explains(lie) else Verdict.VIOLATION
+        assert judge(lie, None, apply).verdict is expected, f"seed {seed}"
+        verdicts[expected] += 1
+    assert min(verdicts[Verdict.LINEARIZABLE], verdicts[Verdict.VIOLATION]) > 200, verdicts
+
+
+def _ask(draw: random.Random, number: int, seen: str | None) -> tuple[str, Mapping[str, Any]]:
+    match draw.randrange(5):
+        case 0:
+            return "store.set", {"value": str(number)}
+        case 1:
+            return "store.add", {"amount": 100}
+        case 2:
+            return "store.compare_set", {"expected": seen or "", "desired": str(number)}
+        case 3:
+            return "store.delete", {}
+    return "store.get", {}
+
+
+def _some_order_explains(operations: list[Operation]) -> bool:
+    """Whether one of all orders does, of what was answered and of any of what is unknown."""
+    answered = [each for each in operations if each.outcome is Outcome.OK]
+    unknown = [each for each in operations if each.outcome is Outcome.UNKNOWN]
+    subsets = chain.from_iterable(combinations(unknown, size) for size in range(len(unknown) + 1))
+    return any(_explains(order) for subset in subsets for order in permutations([*answered, *subset]))
+
+
+def _explains(order: tuple[Operation, ...]) -> bool:
+    value: str | None = None
+    latest = -math.inf
+    for operation in order:
+        if operation.outcome is Outcome.OK and operation.ended < latest:
+            return False  # one that comes before it began after it had ended
+        latest = max(latest, operation.began)
+        value, answer = apply(value, operation)
+        if operation.outcome is Outcome.OK and answer != operation.answered:
+            return False
+    return True

@@ -1,0 +1,208 @@
+"""The owner of a run is stopped past its lease, with requests in its sockets, and wakes up when another has the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from ha.cluster import PATIENCE, REPLICAS, TTL, Cluster, running_cluster
+from ha.crowd import steady, watched_crowd
+from ha.length import ordinarily
+from ha.runs import run_everywhere
+from ha.waiting import until
+from rallypoint.rendezvous.fenced_state.client import FencedStateClient
+from rallypoint.rendezvous.fenced_state.core import FencedState
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
+from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
+from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
+from rallypoint.serving.errors import decode
+from rallypoint.serving.switchboard import Switchboard
+
+pytestmark = pytest.mark.integration
+
+RUN = "paused-owners"
+NODES = 8
+REPEATS = ordinarily(3, in_full=50)
+STORE_WRITES = 20
+
+
+@pytest.mark.timeout(3 * PATIENCE + REPEATS * PATIENCE)
+async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> None:
+    """States, keys and joins sent to the sleeper are refused, with the new owner's address, and none is ever seen."""
+    loop = asyncio.get_running_loop()
+    pauses: list[float] = []
+    redirected: list[float] = []
+    reasons: Counter[str] = Counter()
+    async with (
+        running_cluster(tmp_path) as cluster,
+        watched_crowd(cluster.endpoints, RUN, NODES) as crowd,
+        Switchboard(cluster.endpoints) as board,
+    ):
+        round_ = await crowd.agree(PATIENCE)
+        states = FencedStateClient(board, RUN)
+        for repeat in range(REPEATS):
+            owner = await cluster.owner(RUN)
+            async with _channel(cluster, owner) as channel:
+                sleeper = Writes(channel, f"sleeper-{repeat}")
+                token = await sleeper.current_token()
+                cluster.process(owner).pause()
+                paused = loop.time()
+                sleeper.send(token)
+                await cluster.expired(owner)
+                await cluster.owner(RUN, but=[owner])
+                # With the same token: had the sleeper's state landed before, this one would not be set.
+                outcome = await states.set(f"heir-{repeat}".encode(), token)
+                assert outcome.has_set
+                cluster.process(owner).resume()
+                pauses.append(loop.time() - paused)
+                for refusal in await sleeper.refusals():
+                    reasons[refusal.reason] += 1
+                    assert refusal.code is grpc.StatusCode.UNAVAILABLE, refusal
+                    assert refusal.owner != cluster.replicas.endpoint(owner), refusal
+                redirected.append(await _is_told_of_the_owner(cluster, owner))
+                await cluster.registered(owner)
+                for name in REPLICAS:
+                    async with _channel(cluster, name) as reading:
+                        await sleeper.has_left_nothing(reading, outcome.current)
+        run = await run_everywhere(cluster, RUN)
+        assert (run.phase, run.round, run.restart_count) == (pb.PHASE_FINAL, round_, 0)
+        assert {node.node_id for node in run.nodes} == {node.name for node in crowd.watched}
+        assert crowd.disturbances == []
+        assert cluster.replicas.complaints() == []
+    print(  # noqa: T201
+        f"{REPEATS} owners stopped for {min(pauses):.1f} to {max(pauses):.1f} s, lease {TTL:g} s: of the "
+        f"{sum(reasons.values())} requests that waited in them none landed, answered {dict(reasons)}; "
+        f"awake, it named the new owner after {max(redirected):.2f} s at most"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a request was answered."""
+
+    code: grpc.StatusCode
+    reason: str
+    owner: str
+
+
+class Writes:
+    """Requests of all kinds that change a run, over one connection to one replica, each sent once."""
+
+    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+        """Over that connection, with a name that is part of all that is written."""
+        self._name = name
+        self._states = state_grpc.StateServiceStub(channel)
+        self._store = store_grpc.StoreServiceStub(channel)
+        self._rendezvous = pb_grpc.RendezvousServiceStub(channel)
+        self._sent: list[asyncio.Task[Any]] = []
+
+    async def current_token(self) -> bytes | None:
+        """The token of the present state; None: there is none. The connection stands afterwards."""
+        request = state_pb.GetStateRequest(run_id=RUN)
+        answer = await self._states.GetState(request, timeout=PATIENCE, wait_for_ready=True)
+        return answer.current.token if answer.HasField("current") else None
+
+    async def set_state(self, token: bytes | None) -> state_pb.SetStateResponse:
+        """Replace the state that a token stands for."""
+        request = state_pb.SetStateRequest(run_id=RUN, state=self._name.encode(), token=token)
+        return await self._states.SetState(request, timeout=PATIENCE)
+
+    def send(self, token: bytes | None) -> None:
+        """Send one of each kind, and wait for no answer."""
+        self._begin(self.set_state(token))
+        for number in range(STORE_WRITES):
+            request = store_pb.SetRequest(run_id=RUN, key=f"{self._name}/{number}", value=b"landed")
+            self._begin(self._store.Set(request, timeout=PATIENCE))
+        self._begin(self._join())
+
+    async def refusals(self) -> list[Refusal]:
+        """How all that was sent was refused.
+
+        Raises:
+            AssertionError: Something was not.
+        """
+        found = []
+        for answer in await asyncio.gather(*self._sent, return_exceptions=True):
+            assert isinstance(answer, grpc.aio.AioRpcError), f"it was answered {answer!r}"
+            error = decode(answer)
+            found.append(Refusal(error.code, error.reason, error.metadata.get("owner", "")))
+        return found
+
+    async def has_left_nothing(self, channel: grpc.aio.Channel, state: FencedState | None) -> None:
+        """Whether nothing of it is there, and this state is, as the replica at the end of a channel says.
+
+        Raises:
+            AssertionError: Something of it landed.
+        """
+        states = state_grpc.StateServiceStub(channel)
+        store = store_grpc.StoreServiceStub(channel)
+        rendezvous = pb_grpc.RendezvousServiceStub(channel)
+        current = (await states.GetState(state_pb.GetStateRequest(run_id=RUN), timeout=PATIENCE)).current
+        assert state is not None
+        assert current.token == state.token, f"{current.state!r} took the place of {state.state!r}"
+        keys = (await store.ListKeys(store_pb.ListKeysRequest(run_id=RUN), timeout=PATIENCE)).keys
+        assert not [key for key in keys if key.startswith(self._name)], keys
+        run = (await rendezvous.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)).run
+        assert self._name not in {node.node_id for node in run.nodes}
+
+    def _begin(self, call: Any) -> None:
+        self._sent.append(asyncio.ensure_future(_answer(call)))
+
+    async def _join(self) -> Any:
+        join = pb.JoinRun(
+            run_id=RUN,
+            node_id=self._name,
+            settings=steady(NODES),
+            address="nowhere.internal",
+            local_world_size=2,
+        )
+        stream = self._rendezvous.Join(timeout=PATIENCE)
+        await stream.write(pb.JoinRequest(join=join))
+        return await stream.read()
+
+
+async def _answer(call: Any) -> Any:
+    return await call
+
+
+def _channel(cluster: Cluster, name: str) -> grpc.aio.Channel:
+    """A connection to one replica that is never given up: what was sent over it waits in the sleeper's socket."""
+    return grpc.aio.insecure_channel(
+        cluster.replicas.endpoint(name), options=[("grpc.use_local_subchannel_pool", 1)]
+    )
+
+
+async def _is_told_of_the_owner(cluster: Cluster, sleeper: str) -> float:
+    """Wait until who asks the sleeper is told of the owner, or it has been given the run back; how long that took."""
+    began = asyncio.get_running_loop().time()
+
+    async def look() -> str:
+        if (heir := await cluster.owner(RUN)) == sleeper:
+            return ""
+        async with _channel(cluster, sleeper) as channel:
+            try:
+                watching = pb_grpc.RendezvousServiceStub(channel).WatchRun(
+                    pb.WatchRunRequest(run_id=RUN), timeout=10
+                )
+                await watching.read()
+            except grpc.aio.AioRpcError as failure:
+                error = decode(failure)
+                told = error.metadata.get("owner", "")
+                return (
+                    ""
+                    if told == cluster.replicas.endpoint(heir)
+                    else f"{error!r}, owner {told or 'not named'}"
+                )
+            return f"{sleeper} still streams"
+
+    await until(f"{sleeper} to name the owner", look)
+    return asyncio.get_running_loop().time() - began

@@ -1,0 +1,165 @@
+"""Replicas with one line of the product changed: a short nemesis that knows where to press, and what the checkers find.
+
+Each scene is played with its plant, and must be found out; and without it, over the same trouble, and nothing must be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ha.check import check
+from ha.cluster import ETCD, PATIENCE
+from ha.findings import Wrong
+from ha.history import Operation, Outcome
+from ha.last_words import read_facts
+from ha.members import at_work
+from ha.planted import PLANTS
+from ha.scene import RUN, Scene, scene
+from ha.waiting import until
+from ha.writers import StateClient, read_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(6 * PATIENCE)]
+
+# How long something is waited for that does not come where nothing is planted, seconds.
+_IN_VAIN = 3.0
+
+Play = Callable[[Scene], Awaitable[None]]
+
+
+async def late_write(at: Scene) -> None:
+    """A write of an owner arrives when another has taken over, and has read what there is."""
+    owner = await at.cluster.owner(RUN)
+    writer = at.client()
+    assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+    at.network(owner, "hold")
+    late = asyncio.create_task(at.client().set(writer.token, at=owner))
+    await at.holds(owner)
+    at.cluster.process(owner).pause()
+    heir = await at.cluster.owner(RUN, but=[owner])
+    await _answered(at.client(), heir)
+    at.network(owner, "pass")
+    at.cluster.process(owner).resume()
+    await at.delivered(owner)
+    await late
+    # Who reads etcd sees what lies there; the heir tells what it read when it took over.
+    await _answered(at.client(), at.third(owner, heir))
+    await _answered(at.client(), heir)
+
+
+async def late_copy(at: Scene) -> None:
+    """A copy of a write arrives after its repetition was done, and others after it."""
+    owner = await at.cluster.owner(RUN)
+    writer = at.client()
+    assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+    at.network(owner, "hold")
+    second = asyncio.create_task(writer.set(writer.token))
+    await at.holds(owner)
+    at.network(owner, "keep")
+    assert (await second).outcome is Outcome.OK
+    assert (await writer.set(writer.token)).outcome is Outcome.OK
+    at.network(owner, "pass")
+    await at.delivered(owner)
+    await at.cluster.process(owner).kill()
+    await _answered(at.client(), await at.cluster.owner(RUN, but=[owner]))
+
+
+async def owner_killed_while_it_commits(at: Scene) -> None:
+    """An owner is killed whose last writes have not arrived; what it told of them must not have been told."""
+    members = at.members()
+    stopping = asyncio.Event()
+    try:
+        async with at_work(members.tasks(stopping, happening=False)):
+            await members.agree(PATIENCE)
+            owner = await at.cluster.owner(RUN)
+            writer = at.client()
+            assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+            at.network(owner, "hold")
+            told = at.told()
+            setting = asyncio.create_task(writer.set(writer.token, at=owner))
+            breaking = next(node for node in members.crowd.nodes if node.place is not None)
+            breaking.break_worker()
+            await at.holds(owner)
+            await asyncio.wait({setting}, timeout=_IN_VAIN)
+            with suppress(AssertionError):  # nobody is to be told anything
+                await until("somebody to be told", lambda: _more(at, told), _IN_VAIN)
+            await at.cluster.process(owner).kill()
+            await setting
+            heir = await at.cluster.owner(RUN, but=[owner])
+            await _answered(at.client(), heir)
+            await members.agree(PATIENCE)
+            stopping.set()
+            await members.read_log(at.doors.by_name[heir], PATIENCE)
+            await read_facts(at.cluster, at.history, [RUN])
+    finally:
+        await members.crowd.die()
+
+
+async def owner_cut_off(at: Scene) -> None:
+    """An owner that etcd doesn't hear is asked for what another has changed since."""
+    owner = await at.cluster.owner(RUN)
+    writer, reader = at.client(), at.client()
+    assert (await writer.set(None, at=owner)).outcome is Outcome.OK
+    await at.cluster.part(owner, *ETCD)
+    heir = await at.cluster.owner(RUN, but=[owner])
+    await _answered(at.client(), heir)
+    assert (await writer.set(writer.token, at=heir)).outcome is Outcome.OK
+    for _ in range(5):
+        await reader.get(at=owner)
+        await read_run(at.caller(), RUN, at=owner)
+    await at.cluster.heal()
+
+
+SCENES: dict[str, tuple[Play, set[Wrong]]] = {
+    "no-fence": (late_write, {Wrong.STALE}),
+    "no-head": (late_copy, {Wrong.LOST}),
+    "tell-before-commit": (owner_killed_while_it_commits, {Wrong.LOST}),
+    "run-told-before-commit": (owner_killed_while_it_commits, {Wrong.NOT_DURABLE}),
+    "session-ignored": (owner_cut_off, {Wrong.STALE, Wrong.LOST}),
+}
+
+
+PLAYS = {getattr(play, "__name__", ""): play for play, _ in SCENES.values()}
+
+
+def test_every_plant_has_its_scene() -> None:
+    """No plant is left out."""
+    assert SCENES.keys() == PLANTS.keys()
+
+
+@pytest.mark.parametrize("plant", SCENES)
+async def test_a_planted_bug_is_found(tmp_path: Path, plant: str) -> None:
+    """What the changed line makes a replica tell is found to be wrong, as what it is."""
+    play, wrong = SCENES[plant]
+    async with scene(tmp_path, plant) as at:
+        await play(at)
+        found = await asyncio.to_thread(check, at.history)
+    assert wrong & {finding.wrong for finding in found}, f"found {[str(each) for each in found]}"
+
+
+@pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
+async def test_the_product_passes_the_same(tmp_path: Path, play: Play) -> None:
+    """Over the same trouble, nothing is found where nothing is planted."""
+    async with scene(tmp_path) as at:
+        await play(at)
+        found = await asyncio.to_thread(check, at.history)
+        assert len(list(at.history.of(Operation))) > 3
+    assert not found, "\n".join(map(str, found))
+
+
+async def _answered(client: StateClient, at: str) -> None:
+    """Read the state at a replica until it answers."""
+
+    async def look() -> str:
+        operation = await client.get(at=at)
+        return "" if operation.outcome is Outcome.OK else f"{operation.answered}"
+
+    await until(f"{at} to answer", look)
+
+
+async def _more(at: Scene, told: int) -> str:
+    return "" if at.told() > told else "nobody was"
