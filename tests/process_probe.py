@@ -109,9 +109,10 @@ def fresh_marker() -> Iterator[str]:
         while not gone(marker):
             for pid in living(marker):
                 with contextlib.suppress(ProcessLookupError):
+                    group = os.getpgid(pid)
                     os.kill(pid, signal.SIGKILL)
-                    if os.getpgid(pid) != os.getpgid(0):  # a hopper can't be hit otherwise
-                        os.killpg(os.getpgid(pid), signal.SIGKILL)
+                    if group not in (0, 1, os.getpgid(0)):  # a hopper can't be hit otherwise
+                        os.killpg(group, signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> float:

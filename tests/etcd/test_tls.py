@@ -50,19 +50,31 @@ async def test_whoever_shows_a_certificate_is_let_in(
 async def test_whoever_shows_none_is_not(
     connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
 ) -> None:
-    """Nor one of another authority, nor plaintext; and a server that isn't ours is given nothing."""
+    """Nor one of another authority, nor plaintext; a server that isn't ours is given nothing. It says what to do."""
     others = make_certificates(tmp_path, "second")
-    for query in (
-        f"?ca={certificates.ca}&",
-        f"?ca={certificates.ca}&cert={others.client}&key={others.client_key}&",
-        f"?ca={others.ca}&cert={certificates.client}&key={certificates.client_key}&",
-        "?",
+    for query, advice in (
+        (f"?ca={certificates.ca}&", "?cert=FILE&key=FILE"),
+        (f"?ca={certificates.ca}&cert={others.client}&key={others.client_key}&", "?cert=FILE&key=FILE"),
+        (f"?ca={others.ca}&cert={certificates.client}&key={certificates.client_key}&", "?ca=FILE"),
+        ("?", "etcds:// then"),
     ):
-        with pytest.raises(EtcdUnavailable) as unavailable:
-            await connect(f"{strict.url}{query}attempt-timeout=5&request-timeout=3").get(b"a")
-        if str(others.ca) in query:
-            # An operator sees what is wrong.
-            assert "CERTIFICATE_VERIFY_FAILED" in str(unavailable.value)
+        await refused(connect, f"{strict.url}{query}attempt-timeout=5&request-timeout=3", advice)
+
+
+async def refused(connect: Callable[..., EtcdClient], url: str, advice: str) -> None:
+    """Check that nothing is answered there, and that an operator is told what may be wrong."""
+    client = connect(url)
+    with pytest.raises(EtcdUnavailable) as unavailable:
+        await client.get(b"a")
+    assert advice in str(unavailable.value)
+
+
+async def test_tls_where_there_is_none_is_told(
+    connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
+) -> None:
+    """A scheme with one letter too many is not looked for among the certificates."""
+    url = shared_etcd.url.replace("etcd://", "etcds://") + "?attempt-timeout=5&request-timeout=3"
+    await refused(connect, url, "etcd:// then")
 
 
 def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> None:

@@ -57,6 +57,8 @@ class Connection:
         self._credentials = credentials
         self._calls: dict[str, Callable[..., Any]] = {}
         self._change: asyncio.Task[None] | None = None
+        # Why the last attempt to connect failed; empty since it is connected.
+        self._obstacle = ""
         self._shown = credentials.current
         self._channel = self._open()
 
@@ -74,13 +76,19 @@ class Connection:
                 raise ClientClosed
             if state is _FAILED:
                 await self._show_new_credentials()
-                raise EtcdUnavailable(f"{self.where}: can't connect: {await self._cause()}", unsent=True)
+                cause = await self._cause()
+                self._obstacle = cause + _advice(cause, tls=self._shown is not None)
+                raise EtcdUnavailable(f"{self.where}: can't connect: {self._obstacle}", unsent=True)
             if self._change is None or self._change.done():
                 # One for all that wait: gRPC forgets none of them before the state has changed.
                 self._change = asyncio.ensure_future(self._channel.wait_for_state_change(state))
             remaining = deadline - loop.time()
             if remaining <= 0 or not (await asyncio.wait({self._change}, timeout=remaining))[0]:
-                raise EtcdUnavailable(f"{self.where}: not connected after {timeout:g} s", unsent=True)
+                before = f"; before that: {self._obstacle}" if self._obstacle else ""
+                raise EtcdUnavailable(
+                    f"{self.where}: not connected after {timeout:.3g} s{before}", unsent=True
+                )
+        self._obstacle = ""
 
     async def _cause(self) -> str:
         """Why it can't connect, which gRPC tells calls only: one that does nothing, should it get through."""
@@ -174,6 +182,23 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+# What gRPC says of a connection where the two sides mean different things by the security of it.
+_ADVICE = {
+    (True, "handshake read failed"): "perhaps it speaks no TLS: etcd:// then, and no certificates",
+    (True, "tsi_data_corrupted"): "perhaps it wants a certificate of ours that it knows: ?cert=FILE&key=FILE",
+    (True, "certificate_verify_failed"): "perhaps its certificate is of an authority of its own: ?ca=FILE",
+    (False, "socket closed"): "perhaps it speaks TLS: etcds:// then",
+}
+
+
+def _advice(cause: str, *, tls: bool) -> str:
+    said = cause.lower()
+    for (of_tls, words), advice in _ADVICE.items():
+        if of_tls == tls and words in said:
+            return f"; {advice}"
+    return ""
 
 
 def _serialize(message: Message) -> bytes:
