@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -100,6 +102,36 @@ async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: Etcd
         assert b.serving == set()
         assert b.readiness == [True, False]
         await shared_out(a)
+
+
+async def test_who_drains_hands_over_to_whoever_came_before(
+    address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it has not heard of the newcomer yet: streams that are sent to nobody search for their run."""
+    watch, late = EtcdClient.watch, set[EtcdClient]()
+
+    async def told_late(client: EtcdClient, key: bytes, end: bytes, revision: int) -> AsyncIterator[Any]:
+        async with aclosing(watch(client, key, end, revision)) as watching:
+            async for changes in watching:
+                if client in late:
+                    late.discard(client)
+                    await asyncio.sleep(0.5)
+                yield changes
+
+    monkeypatch.setattr(EtcdClient, "watch", told_late)
+    async with served(address, "a") as a:
+        await shared_out(a)
+        run_id = run_in(0)
+        await a.set_state(run_id, b"before")
+        stream = a.states.WatchState(state_pb.WatchStateRequest(run_id=run_id), timeout=PATIENCE)
+        await stream.read()
+        late.add(a.services.replica._client)
+        async with served(address, "b") as b:
+            await until(lambda: b.services.replica.cluster is not None, "the newcomer to be there")
+            draining = asyncio.create_task(a.services.drain())
+            error = await refusal(stream.read())
+            assert (error.reason, error.metadata.get("owner")) == ("NOT_OWNER", b.address)
+            await draining
 
 
 async def test_who_drains_is_shown_as_leaving_and_then_not_at_all(address: EtcdAddress) -> None:

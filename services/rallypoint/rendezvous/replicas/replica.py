@@ -125,6 +125,12 @@ class Replica:
         self.draining = False
 
     @property
+    def _counted(self) -> bool:
+        """Whether we are among the live ones, as far as is known here."""
+        there = self.cluster.live.get(self.name) if self.cluster is not None else None
+        return there is not None and there.instance == self.registration.instance
+
+    @property
     def me(self) -> Owner:
         """This replica, as the owner of a shard."""
         return Owner(self.name, self.registration.address, self.registration.instance)
@@ -187,6 +193,8 @@ class Replica:
             async with asyncio.timeout(_DRAIN_WITHIN):
                 with suppress(EtcdError):  # it goes with the lease in any case
                     await withdraw(self._client, self.keys, self.name, self.registration)
+                    # What is known then includes everybody who came before: to them our shards go, not to nobody.
+                    await self._news.until(lambda: not self._counted or self.hosting is not hosting)
                 hosting.draining = True
                 self._news.tell()
                 await self._news.until(lambda: hosting.empty or self.hosting is not hosting)
