@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from etcd_server import etcd_cluster
-from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.address import EtcdAddress, parse_address
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.replicas import registering
@@ -37,10 +39,10 @@ async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytes
             waits_again = asyncio.Event()
 
             async def term() -> int:
-                """The first is asked before an election, the second after it, the third as it waits once more."""
+                """The first is asked before an election, the second after it, as it waits once more."""
                 nonlocal asked
                 asked += 1
-                if asked == 3:
+                if asked == 2:
                     waits_again.set()
                 return before if asked == 1 else await real()
 
@@ -52,3 +54,41 @@ async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytes
                 assert not waiting.done()
                 await client.transact(Txn([], [Delete(keys.replica("a"))]))
                 await waiting
+
+
+async def test_a_pause_of_ours_is_no_sign_of_life_either(
+    client: EtcdClient, address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was stopped while the other one's lease ended finds its own time over, and the name free."""
+    monkeypatch.setattr(registering, "_ENDING", 0.5)
+    keys = Keys(address.prefix)
+    await client.transact(Txn([], [Put(keys.replica("a"), OTHERS.encode())]))
+    waiting = asyncio.create_task(wait_for_name(client, keys, "a", OURS))
+    await asyncio.wait({waiting}, timeout=0.5)
+
+    async def end() -> None:
+        async with EtcdClient(address) as other:
+            await other.transact(Txn([], [Delete(keys.replica("a"))]))
+
+    # Nothing of this process's loop goes on meanwhile, as if it were stopped.
+    thread = threading.Thread(target=asyncio.run, args=(end(),))
+    thread.start()
+    thread.join()
+    time.sleep(3)  # noqa: ASYNC251
+    async with asyncio.timeout(PATIENCE):
+        await waiting
+
+
+async def test_whoever_was_paused_gives_the_dead_one_its_time_anew(
+    client: EtcdClient, address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd may have been paused with it, as on one machine that was suspended."""
+    monkeypatch.setattr(registering, "_ENDING", 0.5)
+    keys = Keys(address.prefix)
+    await client.transact(Txn([], [Put(keys.replica("a"), OTHERS.encode())]))
+    waiting = asyncio.create_task(wait_for_name(client, keys, "a", OURS))
+    await asyncio.wait({waiting}, timeout=0.5)
+    time.sleep(3)  # noqa: ASYNC251
+    assert not (await asyncio.wait({waiting}, timeout=0.5))[0]
+    with pytest.raises(SettingError, match="alive already"):
+        await waiting

@@ -18,6 +18,8 @@ _log = get_logger(__name__)
 
 # What etcd takes at most to end a lease whose time is over, seconds.
 _ENDING = 5.0
+# Whoever sees a deadline so much too late was paused, seconds.
+_LATE = 1.0
 
 
 class NameTaken(EtcdError):
@@ -31,28 +33,40 @@ async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration:
         SettingError: Another replica of this name is alive; one line.
         EtcdError: etcd did not answer, or refused.
     """
-    snapshot = await client.get(keys.replica(name))
-    if not snapshot.pairs:
-        return
-    there = Registration.decode(snapshot.pairs[0].value)
-    if there is not None and there.instance == registration.instance:
-        return
-    where = there.address if there is not None else "an unknown address"
-    time_to_live = there.lease_ttl if there is not None else 0.0
-    _log.info("waiting for the replica of the same name to be gone", name=name, address=where)
+    key = keys.replica(name)
+    waited_for: tuple[str, int] | None = None
     while True:
-        term = await client.term()
-        try:
-            async with asyncio.timeout(time_to_live + _ENDING):
-                await _until_deleted(client, keys.replica(name), snapshot.revision)
+        snapshot = await client.get(key)
+        if not snapshot.pairs:
             return
-        except TimeoutError:
-            # A leader that was elected meanwhile has given the lease of a dead one its full time anew.
-            if await client.term() == term:
-                raise SettingError(
-                    f"--replica-name: a replica {name!r} is alive already, at {where}: stop that one, or give this one "
-                    "another name"
-                ) from None
+        there = Registration.decode(snapshot.pairs[0].value) or Registration(
+            "an unknown address", "", 0.0, 0.0
+        )
+        if there.instance == registration.instance:
+            return
+        # A leader that is elected meanwhile gives the lease of a dead one its full time anew.
+        found = (there.instance, await client.term())
+        if found == waited_for:
+            raise SettingError(
+                f"--replica-name: a replica {name!r} is alive already, at {there.address}: stop that one, or give "
+                "this one another name"
+            )
+        if waited_for is None:
+            _log.info("waiting for the replica of the same name to be gone", name=name, address=there.address)
+        waited_for = found if await _outlasted(client, key, snapshot.revision, there) else None
+
+
+async def _outlasted(client: EtcdClient, key: bytes, revision: int, there: Registration) -> bool:
+    """Whether a registration stood for longer than the lease of a dead one could; as soon as it is gone, or else."""
+    now = asyncio.get_running_loop().time
+    deadline = now() + there.lease_ttl + _ENDING
+    try:
+        async with asyncio.timeout_at(deadline):
+            await _until_deleted(client, key, revision)
+        return False
+    except TimeoutError:
+        # Were we paused ourselves, then what we were told meanwhile is still to be heard.
+        return now() < deadline + _LATE
 
 
 async def _until_deleted(client: EtcdClient, key: bytes, revision: int) -> None:
