@@ -177,7 +177,8 @@ async def _answer(call: Any) -> Any:
 def _channel(cluster: Cluster, name: str) -> grpc.aio.Channel:
     """A connection to one replica that is never given up: what was sent over it waits in the sleeper's socket."""
     return grpc.aio.insecure_channel(
-        cluster.replicas.endpoint(name), options=[("grpc.use_local_subchannel_pool", 1)]
+        cluster.replicas.endpoint(name),
+        options=[("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)],
     )
 
 

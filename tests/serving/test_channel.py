@@ -81,6 +81,23 @@ async def test_a_restarted_server_is_found_again(serve: Start, connect: Start) -
     assert await call(b"three", timeout=20, wait_for_ready=True) == b"three"
 
 
+async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
+    """Rather than being tried again on that very connection for as long as it is open, with all the memory there is."""
+    settings, goodbye = "000000040000000000", "000008070000000000" + "00000000" + "0000000b"
+
+    async def say_goodbye(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes.fromhex(settings + goodbye))
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(say_goodbye, "127.0.0.1", 0)
+    host, port = listener.sockets[0].getsockname()
+    async with listener, open_channel(f"{host}:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await channel.unary_unary(METHOD)(b"", timeout=5)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_two_channels_share_no_connection(serve: Start, connect: Start) -> None:
     peers = set()
 
