@@ -10,6 +10,7 @@ from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
 from rallypoint.rendezvous.errors import (
     Draining,
     EtcdAway,
+    EtcdFull,
     EventsCompacted,
     NotOwner,
     OutcomeUnknown,
@@ -100,9 +101,11 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
     (Draining(), StatusCode.UNAVAILABLE, "DRAINING", {}),
     (NotOwner("r", "b:1"), StatusCode.UNAVAILABLE, "NOT_OWNER", {"run_id": "r", "owner": "b:1"}),
     (NotOwner("r"), StatusCode.UNAVAILABLE, "NOT_OWNER", {"run_id": "r"}),
+    (NotOwner("r", cause="full"), StatusCode.UNAVAILABLE, "NOT_OWNER", {"run_id": "r", "cause": "full"}),
     (NotOwner(""), StatusCode.UNAVAILABLE, "NOT_OWNER", {}),
     (OutcomeUnknown("r", "b:1"), StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", {"run_id": "r", "owner": "b:1"}),
     (OutcomeUnknown("r"), StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", {"run_id": "r"}),
+    (EtcdFull("no space"), StatusCode.RESOURCE_EXHAUSTED, "ETCD_FULL", {}),
     (EtcdAway(), StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE", {}),
     (JournalError("the disk is full"), StatusCode.UNAVAILABLE, "JOURNAL_BROKEN", {}),
     (
@@ -185,6 +188,7 @@ def test_whoever_comes_past_a_limit_is_told_when_to_try_again() -> None:
         (Draining(), 0.1),
         (NotOwner("r"), 0.1),
         (NotOwner("r", "b:1"), None),
+        (EtcdFull("no space"), 5.0),
         (OutcomeUnknown("r"), 0.1),
         (OutcomeUnknown("r", "b:1"), None),
         (store.TooManyWaiters("r", 10, 20, 0.5), 0.5),

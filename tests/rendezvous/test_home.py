@@ -45,6 +45,9 @@ class TwoShards:
             raise NotOwner(run_id, OWNER if run_id == AWAY else None)
         return (self.second if run_id.startswith("b") else self.first).shard
 
+    def writer(self, run_id: str) -> Shard:
+        return self.shard(run_id)
+
     async def reader(self, run_id: str) -> RunReader:
         if run_id == NOBODYS:
             raise NotOwner(run_id)

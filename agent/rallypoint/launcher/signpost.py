@@ -52,6 +52,10 @@ class Signpost:
         """Raises NotOwner."""
         self._refuse(run_id)
 
+    def writer(self, run_id: str) -> Shard:
+        """Raises NotOwner."""
+        self._refuse(run_id)
+
     async def reader(self, run_id: str) -> RunReader:
         """Raises NotOwner."""
         self._refuse(run_id)

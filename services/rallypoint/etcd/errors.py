@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import grpc
@@ -46,6 +47,17 @@ class Reason(StrEnum):
     """What answers is no etcd server, or one before 3.4."""
     INVALID = "INVALID"
     """Anything else that the server won't do: a mistake of ours."""
+
+
+REMEDIES: Mapping[Reason, str] = {
+    Reason.NO_SPACE: "compact and defragment etcd, then `etcdctl alarm disarm`, or raise its --quota-backend-bytes",
+    Reason.TOO_LARGE: "raise etcd's --max-request-bytes to 1572864, its default, or more",
+    Reason.TOO_MANY_OPERATIONS: "raise etcd's --max-txn-ops to 128, its default, or more",
+    Reason.PERMISSION_DENIED: "grant the user readwrite on all keys with the prefix of the etcd URL",
+    Reason.UNAUTHENTICATED: "give a user and password that etcd knows",
+    Reason.CORRUPT: "mend the cluster: see etcd's documentation on data corruption",
+}
+"""What an operator can do about a refusal, where there is something."""
 
 
 class EtcdRefused(EtcdError):

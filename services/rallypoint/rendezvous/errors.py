@@ -10,6 +10,7 @@ from typing import ClassVar, TypeAlias
 
 from grpc import StatusCode
 
+from rallypoint.etcd.errors import REMEDIES, Reason
 from rallypoint.rendezvous.core import refusals
 from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
@@ -53,10 +54,12 @@ class NotOwner(refusals.Refused):
     Attributes:
         run_id: The run; "" where several were asked for.
         owner: Where the replica that owns it is reached, host:port; None: nobody owns it, or it is not known yet.
+        cause: Why nobody does, if it is not just that nobody has come to it yet; for people.
     """
 
     run_id: str
     owner: str | None = None
+    cause: str = ""
 
     @property
     def retry_after(self) -> float | None:
@@ -64,7 +67,7 @@ class NotOwner(refusals.Refused):
         return _NO_OWNER_RETRY if self.owner is None else None
 
     def __str__(self) -> str:
-        return f"nothing was done: {_whose(self.run_id, self.owner)}"
+        return f"nothing was done: {_whose(self.run_id, self.owner, self.cause)}"
 
 
 class EtcdAway(refusals.Refused):
@@ -74,6 +77,21 @@ class EtcdAway(refusals.Refused):
 
     def __str__(self) -> str:
         return "this replica can't reach etcd at the moment: ask another replica, or this one in a moment"
+
+
+@dataclass(eq=False)
+class EtcdFull(refusals.Refused):
+    """etcd takes no writes until somebody makes room. Nothing was done; what is only read is answered.
+
+    Attributes:
+        cause: What etcd says.
+    """
+
+    cause: str
+    retry_after: ClassVar[float] = 5.0
+
+    def __str__(self) -> str:
+        return f"nothing was done, for etcd is full: {REMEDIES[Reason.NO_SPACE]} ({self.cause})"
 
 
 @dataclass(eq=False)
@@ -101,8 +119,10 @@ class OutcomeUnknown(refusals.Refused):
 _NO_OWNER_RETRY = 0.1
 
 
-def _whose(run_id: str, owner: str | None) -> str:
+def _whose(run_id: str, owner: str | None, cause: str = "") -> str:
     what = f"run {run_id!r}" if run_id else "what was asked for"
+    if cause:
+        return f"nobody owns {what}, and it can't be had: {cause}"
     if owner is None:
         return f"{what} is being taken over by another replica; ask again in a moment"
     return f"{what} belongs to the replica at {owner}; ask there"
@@ -178,8 +198,9 @@ def _end_of_run(error: Exception) -> dict[str, str]:
 
 def _owner(error: Exception) -> dict[str, str]:
     assert isinstance(error, NotOwner | OutcomeUnknown)
-    named = {"run_id": error.run_id} if error.run_id else {}
-    return named if error.owner is None else {**named, "owner": error.owner}
+    cause = error.cause if isinstance(error, NotOwner) else ""
+    told = {"run_id": error.run_id, "owner": error.owner or "", "cause": cause}
+    return {name: value for name, value in told.items() if value}
 
 
 def _missing_keys(error: Exception) -> dict[str, str]:
@@ -221,6 +242,7 @@ _as(JournalError, StatusCode.UNAVAILABLE, "JOURNAL_BROKEN")
 _as(Draining, StatusCode.UNAVAILABLE, "DRAINING")
 _as(NotOwner, StatusCode.UNAVAILABLE, "NOT_OWNER", _owner)
 _as(EtcdAway, StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE")
+_as(EtcdFull, StatusCode.RESOURCE_EXHAUSTED, "ETCD_FULL")
 _as(OutcomeUnknown, StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", _owner)
 _translate.register(
     LimitReached,

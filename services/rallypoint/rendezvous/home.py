@@ -13,10 +13,18 @@ class Home(Protocol):
     """Knows which runs are here, and who else answers for the others."""
 
     def shard(self, run_id: str) -> Shard:
-        """The shard of a run, if this process owns it: for whatever writes, waits or streams.
+        """The shard of a run, if this process owns it: for whatever waits or streams.
 
         Raises:
             NotOwner: It is owned elsewhere, or by nobody at the moment.
+        """
+
+    def writer(self, run_id: str) -> Shard:
+        """The shard of a run, for what writes; as `shard`, but refused where a write would wait for an operator.
+
+        Raises:
+            NotOwner: As of `shard`.
+            EtcdFull: Its journal takes nothing at the moment.
         """
 
     async def reader(self, run_id: str) -> RunReader:
@@ -45,6 +53,10 @@ class OneShard:
         self._shard = shard
 
     def shard(self, run_id: str) -> Shard:
+        """The one."""
+        return self._shard
+
+    def writer(self, run_id: str) -> Shard:
         """The one."""
         return self._shard
 

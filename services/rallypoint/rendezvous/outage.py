@@ -69,6 +69,8 @@ def _why(error: ServiceError) -> str:
     """Why there is no stream. What is refused to clients in general is of no use to who reads of this one."""
     if error.reason not in MOVED:
         return str(error)
+    if cause := error.metadata.get("cause"):
+        return f"nobody owns it: {cause}"
     owner = error.metadata.get("owner")
     return f"{owner} is still named as its owner" if owner else "nobody is known to own it"
 

@@ -100,7 +100,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         match first.WhichOneof("message"):
             case "join":
                 join, command = first.join, join_command(first.join)
-                engine = self._home.shard(join.run_id).engine
+                engine = self._home.writer(join.run_id).engine
                 return engine, await engine.join(join.run_id, command)
             case "resume":
                 resume = first.resume
@@ -165,7 +165,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """End a run for good."""
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
-        engine = self._home.shard(request.run_id).engine
+        engine = self._home.writer(request.run_id).engine
         run_end = await engine.close_run(request.run_id, request.reason or NO_REASON, _operator(context))
         return pb.CloseRunResponse(run_end=run_end)
 
@@ -178,7 +178,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
         command = commands.Restart(request.reason or NO_REASON)
-        engine = self._home.shard(request.run_id).engine
+        engine = self._home.writer(request.run_id).engine
         happened = await engine.execute(request.run_id, command, _operator(context))
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
@@ -195,7 +195,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         text("reason", request.reason, SENTENCE_BYTES)
         kind = commands.Readmit if request.readmit else commands.Evict
         command = kind(request.node_id, request.reason or NO_REASON)
-        engine = self._home.shard(request.run_id).engine
+        engine = self._home.writer(request.run_id).engine
         happened = await engine.execute(request.run_id, command, _operator(context))
         return pb.EvictNodeResponse(
             was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)

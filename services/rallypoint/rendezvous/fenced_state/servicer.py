@@ -49,7 +49,7 @@ class StateServicer(rpc.StateServiceServicer):
 
     async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
         asked = set_state(request)
-        outcome = await self._home.shard(request.run_id).states.set(asked)
+        outcome = await self._home.writer(request.run_id).states.set(asked)
         return pb.SetStateResponse(current=_message(outcome.current), has_set=outcome.has_set)
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.

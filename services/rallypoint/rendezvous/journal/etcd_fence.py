@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.errors import EtcdError, EtcdRefused, EtcdUnavailable, Reason
+from rallypoint.etcd.errors import REMEDIES, EtcdError, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, TxnResult
 from rallypoint.rendezvous.journal.etcd_keys import HEAD, Place
@@ -23,16 +23,6 @@ _log = get_logger(__name__)
 _ID_BYTES = 16
 # Seconds for the farewell: an owner key that isn't deleted goes with its lease, or by the hand of who owns that.
 _RELEASE = 2.0
-
-# What to do about a refusal.
-_REMEDIES = {
-    Reason.NO_SPACE: "compact and defragment etcd, then `etcdctl alarm disarm`, or raise its --quota-backend-bytes",
-    Reason.TOO_LARGE: "raise etcd's --max-request-bytes to 1572864, its default, or more",
-    Reason.TOO_MANY_OPERATIONS: "raise etcd's --max-txn-ops to 128, its default, or more",
-    Reason.PERMISSION_DENIED: "grant the user readwrite on all keys with the prefix of --journal",
-    Reason.UNAUTHENTICATED: "give a user and password that etcd knows with --journal",
-    Reason.CORRUPT: "mend the cluster: see etcd's documentation on data corruption",
-}
 
 
 class Fence:
@@ -183,7 +173,7 @@ def unusable(doing: str, place: Place, error: EtcdError) -> JournalError:
     """The error of a journal that etcd won't let us claim, read or write."""
     if isinstance(error, EtcdRefused) and error.reason is Reason.LEASE_NOT_FOUND:
         return OwnershipLost(f"the journal in etcd under {place} can't be kept: {error}")
-    remedy = _REMEDIES.get(error.reason) if isinstance(error, EtcdRefused) else None
+    remedy = REMEDIES.get(error.reason) if isinstance(error, EtcdRefused) else None
     return JournalError(
         f"can't {doing} the journal in etcd under {place}: {' '.join(str(error).split())}"
         + (f"; {remedy}" if remedy else "")

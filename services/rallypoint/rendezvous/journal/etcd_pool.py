@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
+from rallypoint.etcd.errors import REMEDIES, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import Compare, CreateRevision, KeyValue, Put, Txn, TxnResult
 from rallypoint.rendezvous.journal.etcd_plan import MOST_BYTES
+from rallypoint.serving.logs import get_logger
+
+_log = get_logger(__name__)
 
 # Comparisons, or operations of either branch, of one transaction: etcd takes no more unless it was told to.
 MOST_OPERATIONS = 128
 # Steps of the event loop from a request's arrival to its commit: before a transaction is put together, what has
 # arrived gets so far, and goes with it. An idle loop makes them in microseconds; nobody waits for what may come.
 _STEPS = 4
+# As long as etcd is full, that is said again after so many seconds.
+_SAY_AGAIN = 30.0
+# Seconds after which it is worth another try to write, where nothing waits that would make one.
+_FORGOTTEN = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +66,16 @@ class CommitPool:
     - If it does nothing, what was read in that same moment says for each member whether its own comparison held. Those
       whose did not are answered, as they would have been alone. The others were kept out by them, and are sent again.
     - If its outcome is unknown, every member is told so. Each decides for itself whether to send again.
-    - If it is refused, nothing was done, and each member is sent alone, so that only who is to blame is told.
+    - If it is refused, nothing was done, and each member is sent alone, so that only who is to blame is told. Unless
+      etcd is full: nobody is to blame for that, and it passes, as an outage does.
     """
 
-    def __init__(self, client: EtcdClient) -> None:
-        """`client`: of the etcd."""
+    def __init__(self, client: EtcdClient, clock: Callable[[], float] = time.monotonic) -> None:
+        """`client`: of the etcd; `clock`: monotonic seconds."""
         self._client = client
+        self._clock = clock
+        self._refusal = ""
+        self._refused_at = self._say_full_at = float("-inf")
         self._waiting: deque[_Waiting] = deque()
         self._sending: asyncio.Task[None] | None = None
         # Members of one transaction; fewer, once etcd was found to take less than it does by default.
@@ -76,7 +88,7 @@ class CommitPool:
             txn: `otherwise` reads every key that `when` compares, whole, and `then` reads none.
 
         Raises:
-            EtcdUnavailable: The outcome is unknown; see `EtcdClient.transact`.
+            EtcdUnavailable: The outcome is unknown, or etcd is full; see `EtcdClient.transact`.
             EtcdError: Nothing was done.
         """
         waiting = _Waiting(txn, asyncio.get_running_loop().create_future())
@@ -117,10 +129,15 @@ class CommitPool:
     async def _send(self, members: Sequence[_Waiting]) -> None:
         try:
             result = await self._client.transact(merged([member.txn for member in members]))
+            self._has_room()
             self._answer(members, result)
         except EtcdUnavailable as error:
             _fail(members, error)
         except Exception as error:
+            if isinstance(error, EtcdRefused) and error.reason is Reason.NO_SPACE:
+                self._is_full(error)
+                _fail(members, EtcdUnavailable(str(error), unsent=True))
+                return
             if len(members) == 1:
                 _fail(members, error)
                 return
@@ -135,6 +152,26 @@ class CommitPool:
         except BaseException:
             _cancel(members)
             raise
+
+    @property
+    def full(self) -> str:
+        """Why etcd takes no writes, for people; empty if it does, as far as is known. What waits tries all the time."""
+        return self._refusal if self._clock() < self._refused_at + _FORGOTTEN else ""
+
+    def _is_full(self, error: EtcdRefused) -> None:
+        self._refusal, self._refused_at = str(error), self._clock()
+        if self._clock() >= self._say_full_at:
+            self._say_full_at = self._clock() + _SAY_AGAIN
+            _log.warning(
+                "etcd is full: writes wait, running jobs go on",
+                error=str(error),
+                remedy=REMEDIES[error.reason],
+            )
+
+    def _has_room(self) -> None:
+        if self._refusal:
+            self._refusal, self._say_full_at = "", float("-inf")
+            _log.info("etcd takes writes again")
 
     def _answer(self, members: Sequence[_Waiting], result: TxnResult) -> None:
         kept_out = []

@@ -31,7 +31,7 @@ def split_shards(url: str) -> tuple[str, int | None]:
 
 
 def advertised_address(advertise: str, listening: str) -> str:
-    """Where clients and the other replicas reach this one.
+    """Where clients reach this replica.
 
     Args:
         advertise: What `--advertise` says; empty: where it listens, or by this machine's name if it listens at all
@@ -49,7 +49,7 @@ def advertised_address(advertise: str, listening: str) -> str:
         if place.path is not None or _everywhere(place):
             raise SettingError(
                 f"--advertise {advertise} is no address that others could connect to: give the host:port at which "
-                "clients and the other replicas reach this machine"
+                "clients reach this machine"
             )
         return str(place)
     place = parse_endpoint(listening)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rallypoint.rendezvous.errors import EtcdAway, NotOwner
+from rallypoint.rendezvous.errors import EtcdAway, EtcdFull, NotOwner
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
 from rallypoint.rendezvous.replicas.placement import shard_of
@@ -15,10 +15,17 @@ from rallypoint.rendezvous.shard import Shard
 class ReplicatedHome:
     """The runs of all replicas, as one of them sees them. A Home."""
 
-    def __init__(self, replica: Replica, elsewhere: Elsewhere) -> None:
-        """See with the eyes of `replica`; what is not there is read from `elsewhere`."""
+    def __init__(self, replica: Replica, elsewhere: Elsewhere, full: Callable[[], str] = lambda: "") -> None:
+        """See with the eyes of `replica`.
+
+        Args:
+            replica: What is here.
+            elsewhere: Reads what is not.
+            full: Why etcd takes no writes; empty as long as it does.
+        """
         self._replica = replica
         self._elsewhere = elsewhere
+        self._full = full
 
     def shard(self, run_id: str) -> Shard:
         """The shard of a run, if this replica serves it.
@@ -34,10 +41,24 @@ class ReplicatedHome:
         shard = replica.hosting.serving.get(number)
         if shard is not None:
             return shard
-        raise NotOwner(run_id, replica.owner_address(number))
+        raise NotOwner(run_id, replica.owner_address(number), replica.hosting.obstacle(number))
+
+    def writer(self, run_id: str) -> Shard:
+        """The same, for what writes.
+
+        Raises:
+            NotOwner, EtcdAway: As of `shard`.
+            EtcdFull: etcd takes no writes at the moment.
+        """
+        shard = self.shard(run_id)
+        if cause := self._full():
+            raise EtcdFull(cause)
+        return shard
 
     async def reader(self, run_id: str) -> RunReader:
         """Who answers reads of a run: its shard if that is here, otherwise what etcd has of it.
+
+        So too where etcd is full: what the shard has under way may not be settled before somebody makes room.
 
         Raises:
             EtcdAway: There is no etcd just now.
@@ -47,7 +68,8 @@ class ReplicatedHome:
             raise EtcdAway  # at once: others may have one
         number = shard_of(run_id, self._replica.shards)
         hosting = self._replica.hosting
-        if hosting is not None and (shard := hosting.serving.get(number)) is not None:
+        shard = hosting.serving.get(number) if hosting is not None else None
+        if shard is not None and not self._full():
             # Others may have read of etcd what it does not know yet to be durable.
             await shard.settled()
             return shard

@@ -70,6 +70,7 @@ class _Trouble:
 
     times: int
     until: float
+    cause: str = ""
 
 
 class Hosting:
@@ -143,6 +144,11 @@ class Hosting:
             declined={shard: trouble.until for shard, trouble in self._declined.items()},
             draining=self.draining,
         )
+
+    def obstacle(self, number: int) -> str:
+        """Why a shard that nobody owns can't be claimed here, for people; empty: nothing is known of that."""
+        trouble = self._failed.get(number)
+        return trouble.cause if trouble is not None and number in self._cluster.free else ""
 
     @property
     def empty(self) -> bool:
@@ -267,7 +273,7 @@ class Hosting:
         in_a_row = before is not None and self._clock() <= before.until + _LONGEST_RETRY
         times = before.times + 1 if before is not None and in_a_row else 1
         delay = min(_RETRY * 2.0 ** min(times - 1, 16), _LONGEST_RETRY)
-        self._failed[number] = _Trouble(times, self._clock() + delay)
+        self._failed[number] = _Trouble(times, self._clock() + delay, str(error))
         # What stops one shard mostly stops them all, and goes on doing so: it is said now and then.
         say = _log.debug
         if self._say_again.get(event, -math.inf) <= self._clock():

@@ -11,7 +11,7 @@ class Registration:
     """One replica that is alive.
 
     Attributes:
-        address: How clients, and the others, reach it: host:port.
+        address: How clients reach it: host:port.
         instance: Drawn anew by each process: tells a replica from the one of its name before.
         since: When the process began to serve, unix seconds; for people.
         lease_ttl: Seconds after which it is gone from etcd if it dies.

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.errors import Compacted, EtcdError, EtcdRefused, Reason
+from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, Reason
 from rallypoint.etcd.session import Session, boot_time
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
 from rallypoint.etcd.version import check_versions
@@ -152,7 +152,7 @@ class Replica:
 
         Args:
             name: Of this replica: no two that are alive have one name.
-            address: How clients and the others reach it.
+            address: How clients reach it.
             since: Unix seconds, for people.
 
         Raises:
@@ -167,9 +167,8 @@ class Replica:
                 await self._one_session()
             except EtcdError as error:
                 if not self._sessions and isinstance(error, EtcdRefused) and error.reason in _HOPELESS:
-                    raise SettingError(
-                        f"--journal {self._client.address}: etcd refuses us: {error}"
-                    ) from error
+                    remedy = f"; {REMEDIES[error.reason]}" if error.reason in REMEDIES else ""
+                    raise SettingError(f"{self._client.address} refuses us: {error}{remedy}") from error
                 # Once, not at each attempt: an outage may last. What refuses us is another matter than an outage.
                 # The end of a session was told when it came.
                 if self._sessions == sessions and said != type(error).__name__:

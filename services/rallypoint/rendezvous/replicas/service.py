@@ -15,6 +15,7 @@ from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
+from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, Place
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.limits import RendezvousLimits
@@ -27,6 +28,7 @@ from rallypoint.rendezvous.replicas.replica import Replica, Replicas, Tell, tell
 from rallypoint.rendezvous.service import registrations
 from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
 from rallypoint.rendezvous.shares import Totals
+from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.store.limits import StoreLimits, on_etcd
 from rallypoint.serving.attempts import Pace
 from rallypoint.serving.server import Registration
@@ -55,7 +57,7 @@ class ReplicatedServices:
 
         Args:
             name: Of this replica.
-            address: How clients and the other replicas reach it.
+            address: How clients reach it.
             on_failure: Called if it can't, and trying again would not help, with a SettingError.
         """
         self._serving = asyncio.create_task(self.replica.serve(name, address, time.time()))
@@ -114,14 +116,17 @@ async def replicated_services(
         TLSFileError: A TLS file of the etcd's URL is missing or unusable.
     """
     totals = Totals()
+    slices = Slices(clock)
     pace = pace or Pace()
     async with connect(address, pace=pace) as client:
-        pool = CommitPool(client)
+        pool = CommitPool(client, clock)
 
         async def claim(session: Session, shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
             place = Place(replica.keys.owner(shard), replica.keys.space(shard))
             return await open_shard(
-                EtcdJournal(client, session, place, replica.me, pool=pool, pace=pace, draw=draw),
+                EtcdJournal(
+                    client, session, place, replica.me, pool=pool, pace=pace, draw=draw, slices=slices
+                ),
                 clock=clock,
                 wall_clock=wall_clock,
                 draw=draw,
@@ -132,11 +137,12 @@ async def replicated_services(
                 totals=totals,
                 guard=session.check,
                 least_lease=LEAST_TERM_AFTER_TAKEOVER,
+                slices=slices,
                 on_failure=on_failure,
             )
 
-        def read(shard: int, recovered: Recovered) -> RunReader:
-            return ReadOnlyRuns(
+        def read(shard: int, recovered: Recovered) -> Work[RunReader]:
+            return ReadOnlyRuns.restore(
                 recovered,
                 not_owner=partial(_not_here, replica, shard),
                 clock=clock,
@@ -146,9 +152,10 @@ async def replicated_services(
 
         instance = draw(_INSTANCE_BYTES).hex()
         replica = Replica(client, claim, instance, wanted=wanted, clock=clock, pace=pace, on_ready=on_ready)
-        home = ReplicatedHome(
-            replica, Elsewhere(client, replica.keys, read, refuse=replica.refuse_if_elsewhere, clock=clock)
+        elsewhere = Elsewhere(
+            client, replica.keys, read, refuse=replica.refuse_if_elsewhere, clock=clock, slices=slices
         )
+        home = ReplicatedHome(replica, elsewhere, lambda: pool.full)
         services = ReplicatedServices(
             registrations(home, limits, partial(list_replicas, replica)), home, replica
         )

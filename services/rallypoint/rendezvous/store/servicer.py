@@ -141,7 +141,7 @@ class StoreServicer(rpc.StoreServiceServicer):
         return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
 
     def _store(self, request: WriteRequest) -> StoreService:
-        return self._home.shard(request.run_id).store
+        return self._home.writer(request.run_id).store
 
     async def _reader(self, request: ReadRequest) -> StoreReader:
         return (await self._home.reader(request.run_id)).store

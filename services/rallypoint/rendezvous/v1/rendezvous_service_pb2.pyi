@@ -1993,7 +1993,7 @@ class Replica(_message.Message):
     name: _builtins.str
     """Name, one of a kind; of the host and the port unless it was given another."""
     address: _builtins.str
-    """Where clients, and the other replicas, reach it: host:port."""
+    """Where clients reach it: host:port."""
     instance: _builtins.str
     """Drawn anew each time that the process starts."""
     shards: _builtins.int

@@ -61,9 +61,11 @@ class RendezvousServiceStub:
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
                                               RetryInfo says
-      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run: metadata "owner" says where; or
+                                              nobody can: metadata "cause" says why
       UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
       UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -162,9 +164,11 @@ class RendezvousServiceAsyncStub(RendezvousServiceStub):
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
                                               RetryInfo says
-      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run: metadata "owner" says where; or
+                                              nobody can: metadata "cause" says why
       UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
       UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
@@ -259,9 +263,11 @@ class RendezvousServiceServicer(metaclass=_abc_1.ABCMeta):
       RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
                                               RetryInfo says
-      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run; metadata "owner" says where
+      UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run: metadata "owner" says where; or
+                                              nobody can: metadata "cause" says why
       UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
       UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
       UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again

@@ -106,6 +106,7 @@ class StateServiceStub:
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
@@ -210,6 +211,7 @@ class StateServiceAsyncStub(StateServiceStub):
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
@@ -310,6 +312,7 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
       UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token

@@ -100,6 +100,7 @@ class StoreServiceStub:
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
       UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
@@ -220,6 +221,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
       UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
@@ -336,6 +338,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
       UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
       UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
       UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
+      RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
       UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
       UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
       UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
