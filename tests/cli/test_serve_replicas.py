@@ -16,6 +16,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
 from etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster, free_port
 from mortal import mortal
+from rallypoint.rendezvous.replicas.replica import Replicas
 
 pytestmark = [NEEDS_ETCD, pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -172,7 +173,7 @@ def test_a_wrong_password_ends_it_with_a_clear_line(serve: Serve, tmp_path: Path
         )
         assert process.process.wait(timeout=PATIENCE) == 2
         line = (tmp_path / "serve0.log").read_text().splitlines()[-1]
-        assert line.startswith(f"Error: --journal etcd://root@{cluster.endpoints}/x: etcd refuses us: ")
+        assert line.startswith(f"Error: etcd://root@{cluster.endpoints}/x refuses us: ")
         assert "wrong" not in line.replace("root@", "")
         right = serve(f"etcd://root@{cluster.endpoints}/x", RALLYPOINT_ETCD_PASSWORD="right")  # noqa: S106
         until(lambda: right.has_logged("session with etcd"), "a session with the right password")
@@ -197,6 +198,28 @@ def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> N
     assert [record["event"] for record in process.records()].count(event) == 1
 
 
+def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
+    """The default is for one machine: clients of others that follow to it come out on their own."""
+    journal = f"etcd://127.0.0.1:{free_port()}/x"
+    event = "this replica is advertised on loopback: only clients of this machine can follow to it"
+    silent = serve(journal, "--advertise", "10.0.0.7:29400")
+    warned = serve(journal)
+    until(lambda: warned.has_logged(event), "a line about it")
+    (record,) = (each for each in warned.records() if each["event"] == event)
+    assert record["address"] == warned.address
+    assert "--advertise HOST:PORT" in record["advice"]
+    until(lambda: silent.has_logged("no session with etcd: runs wait until there is one"), "a line after it")
+    assert not silent.has_logged(event)
+
+
+def test_the_default_that_is_shown_is_the_one_that_counts() -> None:
+    """It is not loaded for the help page."""
+    shown = next(
+        line for line in rallypoint("serve", "rendezvous", "--help").stdout.split("--") if "lease-ttl" in line
+    )
+    assert f"default: ({Replicas().lease_ttl})" in " ".join(shown.split())
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -218,6 +241,8 @@ def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> N
             ["--journal", "memory", "--replica-name", "a"],
             "--replica-name is for replicas over --journal etcd://",
         ),
+        (["--journal", "memory", "--lease-ttl", "10"], "--lease-ttl is for replicas over --journal etcd://"),
+        (["--journal", "etcd:/me:hidden@a"], "--journal: 'etcd:***@a' is not the URL of an etcd cluster"),
         (["--journal", "memory", "--advertise", "a:1"], "--advertise is for replicas over --journal etcd://"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.cli_process import rallypoint, service
+from cli.cli_process import rallypoint, refusal, service
 from rallypoint.cli.main import main
 from serving.fleet import refusing
 
@@ -65,3 +65,16 @@ def test_a_mistake_in_the_list_is_told_with_its_part(command: list[str]) -> None
     result = rallypoint(command[0], "--rdzv-endpoint", "a:29400,b", *command[1:])
     assert result.returncode == 2
     assert "endpoint 2 of 2: endpoint 'b' has no port, expected host:port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["status"], ["close", "x"], ["replicas"], ["events", "x"], ["submit", "--agents", "a:1", __file__]],
+    ids=lambda command: str(command[0]),
+)
+def test_the_url_of_an_etcd_is_no_address_of_a_service(command: list[str]) -> None:
+    """`rallypoint run` takes it, so it is given here too; what may be a password in it is not told."""
+    told = refusal(rallypoint(command[0], "--rdzv-endpoint", "etcd://me:hid,hid/hid@a/job", *command[1:]))
+    assert "--rdzv-endpoint" in told
+    assert "this command wants the address of a rendezvous replica (host:port)" in told
+    assert "hid" not in told

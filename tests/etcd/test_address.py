@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.etcd.address import PASSWORD_VARIABLE, parse_address
+from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.url import PASSWORD_VARIABLE
 from rallypoint.serving.endpoint import Endpoint
 from rallypoint.serving.settings import ClientTLS, SettingError
 
@@ -99,6 +100,8 @@ def test_a_password_is_never_shown() -> None:
         (f"me:{QUOTED}@a", "is not the URL"),
         (f"etcd:/me:{QUOTED}@a", "is not the URL"),
         (f"etcd://me:{PASSWORD}@a", "in a user, password or path write / as %2F"),
+        ("etcd://me:s3cret\ns3cret@a", "space or control character"),
+        ("etcd://me@a?password=s3cret", "has the parameter 'password', expected one of"),
         ("etcd://me:s3cret?ca=s3cret@a", "in a user, password or path write / as %2F"),
     ],
 )

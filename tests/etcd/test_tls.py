@@ -53,9 +53,9 @@ async def test_whoever_shows_none_is_not(
     """Nor one of another authority, nor plaintext; a server that isn't ours is given nothing. It says what to do."""
     others = make_certificates(tmp_path, "second")
     for query, advice in (
-        (f"?ca={certificates.ca}&", "?cert=FILE&key=FILE"),
-        (f"?ca={certificates.ca}&cert={others.client}&key={others.client_key}&", "?cert=FILE&key=FILE"),
-        (f"?ca={others.ca}&cert={certificates.client}&key={certificates.client_key}&", "?ca=FILE"),
+        (f"?ca={certificates.ca}&", "cert of the etcd URL"),
+        (f"?ca={certificates.ca}&cert={others.client}&key={others.client_key}&", "cert of the etcd URL"),
+        (f"?ca={others.ca}&cert={certificates.client}&key={certificates.client_key}&", "ca of the etcd URL"),
         ("?", "etcds:// then"),
     ):
         await refused(connect, f"{strict.url}{query}attempt-timeout=5&request-timeout=3", advice)
@@ -81,7 +81,9 @@ def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> Non
     """Before anything connects."""
     with pytest.raises(TLSFileError, match="/nowhere"):
         EtcdClient(parse_address("etcds://a?ca=/nowhere", {}))
-    with pytest.raises(TLSFileError, match="is not the private key"):
+    with pytest.raises(
+        TLSFileError, match=r"^key of the etcd URL .* is not the private key of cert of the etcd URL "
+    ):
         EtcdClient(parse_address(f"etcds://a?cert={certificates.client}&key={certificates.server_key}", {}))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.etcd.address import EtcdAddress
-from rallypoint.launcher.backends import Wish, meeting
+from rallypoint.launcher.backends import Wish, is_etcd_url, meeting
 from rallypoint.launcher.plan import Embedded, Hosted, Replicated, Standing
 from rallypoint.serving.endpoint import Endpoint
 from rallypoint.serving.settings import SettingError
@@ -138,6 +138,8 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
         ({"backend": "c10d", "endpoint": "head:0", **FIXED}, "--rdzv-endpoint: 'head:0' has port 0"),
         ({"backend": "c10d", "endpoint": "a:1,b:1"}, "--rdzv-endpoint: 'a:1,b:1' names several places"),
         ({"backend": "static", "endpoint": "a:1,b:1", **FIXED}, "'a:1,b:1' names several places"),
+        ({"backend": "c10d", "endpoint": "a:1,b:1"}, "only --rdzv-backend rallypoint, etcd and etcd-v2 take"),
+        ({"backend": "c10d", "endpoint": "me:hidden@a:1"}, "--rdzv-endpoint: 'me:***@a:1' names a user"),
         ({"backend": "c10d", "endpoint": "head:x"}, "--rdzv-endpoint: 'head:x' has port 'x'"),
         ({"backend": "c10d", "endpoint": "head:65536"}, "--rdzv-endpoint: 'head:65536' has port '65536'"),
         ({"backend": "etcd"}, "Give --rdzv-id NAME"),
@@ -154,6 +156,7 @@ def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) ->
         meeting(Wish(**wish))
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +173,15 @@ def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) ->
 def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str]) -> None:
     """torchrun warns too; rank 0 is what everybody has who says nothing."""
     assert [notice.partition(" ")[0] for notice in meeting(Wish(**wish)).notices] == flags
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "meant"),
+    [("etcd://a/x", True), (" etcds://", True), ("etcd:2379", False), ("http://a", False), ("", False)],
+)
+def test_what_is_meant_as_a_url(endpoint: str, meant: bool) -> None:
+    """Well-formed or not: what is wrong with it is to be told."""
+    assert is_etcd_url(endpoint) is meant
 
 
 def test_only_a_job_with_etcd_loads_what_that_needs() -> None:

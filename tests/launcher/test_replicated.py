@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -12,15 +13,19 @@ import grpc
 import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster, free_port
+from rallypoint.agent.config import Peer
 from rallypoint.etcd.address import EtcdAddress, parse_address
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.values import Delete, Txn
+from rallypoint.etcd.values import Delete, Put, Txn
+from rallypoint.launcher import replicated
 from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
+from rallypoint.launcher.seats import SEAT_TTL
 from rallypoint.rendezvous.journal.etcd import Owner
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
+from rallypoint.serving.attempts import Pace
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import decode
 from rallypoint.serving.settings import ClientTLS, SettingError
@@ -268,3 +273,81 @@ async def test_an_etcd_that_is_not_there_is_told() -> None:
     with pytest.raises(SettingError, match=r"no etcd answers at 127\.0\.0\.1:.*asked again for 0.3 s"):
         async with replicated_rendezvous(address, RUN, "127.0.0.1", None, 0.3):
             pass
+
+
+async def test_what_can_not_be_served_ends_the_launch(place: EtcdAddress) -> None:
+    """With its one line, at once: here somebody else's key is in the place of the run, and nobody serves it."""
+    async with EtcdClient(place) as client:
+        await client.transact(Txn([], [Put(f"{place.prefix}/run".encode(), b"another program's")]))
+    async with asyncio.timeout(PATIENCE / 2):
+        with pytest.raises(SettingError, match=f"{place.prefix}/run in etcd is not ours"):
+            async with agent(place):
+                pass
+
+
+class Trying(OwnReplica):
+    """An agent that has a seat whenever it wants one, and whose attempts at serving end as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[float, Exception]]) -> None:
+        """`ends`: for how long each attempt holds, and what ends it; the last is that of all further ones."""
+        self.slept: list[float] = []
+        self.now = 0.0
+        self._ends = ends
+        pace = Pace(clock=lambda: self.now, sleep=self._sleep, draw=lambda: 1.0)
+        monkeypatch.setattr(replicated, "Pace", lambda: pace)
+        monkeypatch.setattr(replicated, "seat", self._seat)
+        address = parse_address("etcd://127.0.0.1:1/x", {})
+        super().__init__(address, RUN, "127.0.0.1", None, Peer("127.0.0.1:1"))
+
+    async def attempts(self, count: int) -> list[float]:
+        """The pauses between so many of them."""
+        self._refused.cancel()  # the launch has begun
+        self.begin(EtcdClient(self._etcd))
+        assert self._turns is not None
+        while len(self.slept) < count - 1 and not self._turns.done():  # noqa: ASYNC110 (it sleeps no longer than we let it)
+            await asyncio.sleep(0)
+        await self.end()
+        return self.slept[: count - 1]
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await asyncio.sleep(0)
+
+    @asynccontextmanager
+    async def _seat(self, *_: object) -> AsyncIterator[None]:
+        yield
+
+    async def _serve(self, *_: object) -> None:
+        held, error = self._ends.pop(0) if len(self._ends) > 1 else self._ends[0]
+        self._stood = held
+        raise error
+
+
+async def test_what_lasts_is_tried_ever_more_seldom_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To have a seat is no success: each attempt costs etcd a lease."""
+    replica = Trying(monkeypatch, [(0.1, SettingError("no"))])
+    assert await replica.attempts(10) == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+async def test_what_ends_a_good_while_of_serving_is_told_and_tried_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if it is what had happened before: it is another outage."""
+    error = SettingError("no")
+    replica = Trying(monkeypatch, [(0.0, error), (0.0, error), (SEAT_TTL + 1, error), (0.0, error)])
+    assert await replica.attempts(5) == [0.05, 0.1, 0.05, 0.1]
+    assert len(caplog.records) == 2
+
+
+async def test_a_mistake_of_ours_is_told_and_does_not_end_the_attempts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with its traceback; otherwise nobody would serve when the others are gone, and nobody would know why."""
+    replica = Trying(monkeypatch, [(0.0, RuntimeError())])
+    assert len(await replica.attempts(5)) == 4
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[0] is RuntimeError

@@ -93,8 +93,9 @@ async def test_a_goodbye_instead_of_a_welcome_ends_the_call() -> None:
     listener = await asyncio.start_server(say_goodbye, "127.0.0.1", 0)
     host, port = listener.sockets[0].getsockname()
     async with listener, open_channel(f"{host}:{port}") as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await channel.unary_unary(METHOD)(b"", timeout=5)
+            await call(b"", timeout=5)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint
+from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint, without_password
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,30 @@ def test_what_is_no_endpoint_is_refused_in_one_line(text: str, complaint: str) -
     assert complaint in str(caught.value)
     assert repr(text) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("etcd://me:hidden@a:1/job", "etcd://me:***@a:1/job"),
+        ("etcd://me:hid/den@a:1/job", "etcd://me:***@a:1/job"),
+        ("etcd://me:hid@den@a:1", "etcd://me:***@a:1"),
+        ("etcd://me:hid\nden@a:1", "etcd://me:***@a:1"),
+        ("etcd://m/e:hidden@a:1", "etcd://m/e:***@a:1"),
+        ("etcd:/me:hidden@a:1", "etcd:***@a:1"),
+        ("me:hidden@a:1,b:2", "me:***@a:1,b:2"),
+        ("etcd://me@a/x?y=1&password=hidden&z=2", "etcd://me@a/x?y=1&password=***&z=2"),
+        ("etcd://me@a:1,b:2/job", "etcd://me@a:1,b:2/job"),
+        ("[::1]:29400", "[::1]:29400"),
+    ],
+)
+def test_a_password_is_not_shown(text: str, shown: str) -> None:
+    """Nor by whoever refuses it as an endpoint."""
+    assert without_password(text) == shown
+    if shown != text:
+        with pytest.raises(EndpointError) as caught:
+            parse_endpoint(text)
+        assert repr(shown) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,10 @@ def test_a_mistake_is_told_with_its_part(text: str, complaint: str) -> None:
 def test_a_list_is_of_this_machine_alone_if_all_of_it_is() -> None:
     assert parse_endpoints("localhost:1,[::1]:2,unix:/x").loopback
     assert not parse_endpoints("localhost:1,10.0.0.1:2").loopback
+
+
+def test_no_part_of_a_password_is_told() -> None:
+    """Not even where there is a comma in it; sockets may have an @ in their names."""
+    with pytest.raises(EndpointError, match=r"endpoint 'me:\*\*\*@a:1' has an @"):
+        parse_endpoints("me:hid,den@a:1")
+    assert len(parse_endpoints("unix:/run/a@1,b:2").places) == 2

@@ -16,7 +16,7 @@ import pytest
 
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions, ServiceStartError
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.serving.settings import ClientTLS, FileNames
 from rallypoint.serving.tls import TLSFileError, transport
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
@@ -204,6 +204,26 @@ async def test_a_clients_files_are_checked_too(certificates: Certificates, tmp_p
         open_channel("localhost:1", ClientTLS(ca=certificates.ca, certificate=certificates.client))
     with pytest.raises(TLSFileError, match="is not the private key"):
         open_channel("localhost:1", ClientTLS(certificates.ca, certificates.client, certificates.server_key))
+
+
+async def test_files_are_called_as_they_were_given(certificates: Certificates, tmp_path: Path) -> None:
+    """Whoever gave them otherwise knows nothing of our usual flags."""
+    junk = tmp_path / "junk"
+    junk.write_text("hello")
+    cert, key = certificates.client, certificates.client_key
+    for tls, told in (
+        (
+            ClientTLS(None, cert, certificates.server_key),
+            f"K {certificates.server_key} is not the private key of C {cert}",
+        ),
+        (ClientTLS(None, junk, key), f"C {junk} holds no PEM certificate"),
+        (ClientTLS(None, cert, junk), f"K {junk} holds no PEM private key"),
+        (ClientTLS(None, cert), "C is of no use without K"),
+        (ClientTLS(junk, cert, key), f"A {junk} holds no PEM certificate"),
+    ):
+        with pytest.raises(TLSFileError) as caught:
+            open_channel("localhost:1", dataclasses.replace(tls, names=FileNames("C", "K", "A")))
+        assert str(caught.value).startswith(told)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "somewhere.example"])  # noqa: S104

@@ -10,28 +10,27 @@ from typing import Any, TypeVar, cast
 import click
 
 from rallypoint.cli.nodes import Text
+from rallypoint.launcher.backends import ETCD_SCHEMES
 from rallypoint.serving.options import Seconds, Setting
 from rallypoint.serving.settings import SettingError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_LEASE_TTL = 10.0
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFlags:
-    """What the flags say; empty: find out."""
+    """What the flags say; empty: find out. `lease_ttl` None: the default of `Replicas`."""
 
     advertise: str = ""
     name: str = ""
-    lease_ttl: float = _LEASE_TTL
+    lease_ttl: float | None = None
 
     def refuse_without_etcd(self) -> None:
         """Raises SettingError if something is asked of replicas that there are not."""
         given = {
             "--advertise": bool(self.advertise),
             "--replica-name": bool(self.name),
-            "--lease-ttl": self.lease_ttl != _LEASE_TTL,
+            "--lease-ttl": self.lease_ttl is not None,
         }
         for flag in (flag for flag, is_given in given.items() if is_given):
             raise SettingError(
@@ -40,8 +39,8 @@ class ReplicaFlags:
 
 
 def is_etcd(journal: str) -> bool:
-    """Whether a `--journal` value names an etcd."""
-    return journal.startswith(("etcd:", "etcds:"))
+    """Whether a `--journal` value names an etcd, well-formed or not."""
+    return journal.partition(":")[0] in ETCD_SCHEMES
 
 
 def replica_options(command: _Command) -> _Command:
@@ -82,7 +81,8 @@ _FLAGS = (
         "--lease-ttl",
         cls=Setting,
         type=Seconds(2, 60),
-        default=_LEASE_TTL,
+        # That of `Replicas`, which is loaded for replicas only.
+        show_default="10.0",
         metavar="SECONDS",
         help="With etcd: how long a replica that died, or that can't reach etcd, keeps its runs. Shorter: others take "
         "them over sooner, and a shorter pause of the machine, or election of etcd, is taken for death.",

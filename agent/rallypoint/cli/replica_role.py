@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.replica_options import ReplicaFlags
@@ -11,8 +12,12 @@ from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.replicas.address import advertised_address, replica_name, split_shards
 from rallypoint.rendezvous.replicas.replica import Replicas
 from rallypoint.rendezvous.replicas.service import replicated_services
+from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.logs import get_logger
 from rallypoint.serving.server import Server
 from rallypoint.serving.settings import ServerOptions, SettingError
+
+_log = get_logger(__name__)
 
 
 async def serve_replica_role(
@@ -30,6 +35,9 @@ async def serve_replica_role(
         raise SettingError(f"--journal: {error}") from None
     if flags.advertise:
         advertised_address(flags.advertise, "")  # refused before anything is begun
+    wanted = Replicas(shards=shards)
+    if flags.lease_ttl is not None:
+        wanted = replace(wanted, lease_ttl=flags.lease_ttl)
     failed: list[BaseException] = []
     stopping: list[asyncio.Task[None]] = []
 
@@ -42,7 +50,7 @@ async def serve_replica_role(
 
     async with replicated_services(
         address,
-        Replicas(lease_ttl=flags.lease_ttl, shards=shards),
+        wanted,
         limits=limits.rendezvous,
         store_limits=limits.store,
         state_limits=limits.state,
@@ -58,8 +66,19 @@ async def serve_replica_role(
             except SettingError as error:
                 stop(error)
             else:
+                _warn_of_loopback(advertised)
                 services.begin(name, advertised, stop)
 
         await server.serve_until_signal(before_drain=services.drain, after_start=begin)
     if failed:
         raise SettingError(str(failed[0])) from failed[0]
+
+
+def _warn_of_loopback(advertised: str) -> None:
+    """Say so where what leads clients to this replica leads those of other machines to themselves."""
+    if parse_endpoint(advertised).loopback:
+        _log.warning(
+            "this replica is advertised on loopback: only clients of this machine can follow to it",
+            address=advertised,
+            advice="--host with an address that others reach, or --advertise HOST:PORT",
+        )

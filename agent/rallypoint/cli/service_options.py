@@ -8,9 +8,29 @@ from typing import Any, TypeVar
 import click
 
 from rallypoint.cli.nodes import Text
+from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.serving.options import Seconds, Setting, client_options
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class ServiceAddress(Text):
+    """Where a rendezvous service is; no URL of the etcd behind it, as `rallypoint run` takes it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check."""
+        text = super().convert(value, param, ctx)
+        refuse_etcd_url(text)
+        return text
+
+
+def refuse_etcd_url(endpoint: str) -> None:
+    """Raises click.BadParameter if a `--rdzv-endpoint` is the URL of an etcd, which may have a password in it."""
+    if is_etcd_url(endpoint):
+        raise click.BadParameter(
+            "this command wants the address of a rendezvous replica (host:port), and this is the URL of an etcd",
+            param_hint="--rdzv-endpoint",
+        )
 
 
 def service_options(command: _Command) -> _Command:
@@ -18,7 +38,7 @@ def service_options(command: _Command) -> _Command:
     return click.option(
         "--rdzv-endpoint",
         cls=Setting,
-        type=Text(),
+        type=ServiceAddress(),
         default="127.0.0.1:29400",
         metavar="HOST:PORT[,...]",
         help="Address of the rendezvous service, or those of its replicas.",

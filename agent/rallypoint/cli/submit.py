@@ -19,6 +19,7 @@ from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.nodes import NodeCount, Text
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
+from rallypoint.cli.service_options import refuse_etcd_url
 from rallypoint.serving.endpoint import EndpointError, parse_endpoint
 from rallypoint.serving.endpoints import parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
@@ -280,6 +281,7 @@ def _text(value: object) -> str:
 def _rendezvous(agents: Sequence[str], endpoint: str) -> str:
     """Where the agents meet: where it is said, or at the first of them; empty: a single one at its own service."""
     if endpoint:
+        refuse_etcd_url(endpoint)
         parse_endpoints(endpoint)
         return endpoint
     if len(agents) == 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.launcher.plan import Embedded, Hosted, Place, Replicated, Standing
 from rallypoint.launcher.torch_conf import split_conf
+from rallypoint.serving.endpoint import without_password
 from rallypoint.serving.settings import SettingError
 
 BACKENDS = ("rallypoint", "static", "c10d", "etcd", "etcd-v2")
@@ -20,6 +21,7 @@ C10D_PORT = 29400
 MASTER_ADDRESS = "127.0.0.1"
 MASTER_PORT = 29500
 NO_RUN_ID = "none"
+ETCD_SCHEMES = ("etcd", "etcds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,7 @@ def meeting(wish: Wish) -> Meeting:
         )
     if wish.standalone:
         return _alone(wish, _overruled(wish))
-    if backend in ("etcd", "etcd-v2") or wish.endpoint.strip().startswith(("etcd://", "etcds://")):
+    if backend in ("etcd", "etcd-v2") or is_etcd_url(wish.endpoint):
         return _etcd(wish)
     if _is_static(wish):
         return _static(wish)
@@ -100,6 +102,12 @@ def meeting(wish: Wish) -> Meeting:
     if not wish.endpoint and wish.nodes == (1, 1):
         return _alone(wish, _unused(wish, "a job of one host"))
     return _standing(wish)
+
+
+def is_etcd_url(endpoint: str) -> bool:
+    """Whether an endpoint is meant as the URL of an etcd, well-formed or not."""
+    scheme, mark, _ = endpoint.strip().partition("://")
+    return bool(mark) and scheme in ETCD_SCHEMES
 
 
 def _is_static(wish: Wish) -> bool:
@@ -159,7 +167,7 @@ def _c10d(wish: Wish) -> Meeting:
 
 def _etcd(wish: Wish) -> Meeting:
     # What only this backend needs is loaded only for it.
-    from rallypoint.launcher.etcd_url import is_etcd_url, of_flags, of_url  # noqa: PLC0415
+    from rallypoint.launcher.etcd_url import of_flags, of_url  # noqa: PLC0415
 
     if is_etcd_url(wish.endpoint):
         if wish.backend not in (None, "etcd"):
@@ -259,9 +267,15 @@ def _overruled(wish: Wish) -> tuple[str, ...]:
 def _place(text: str, default_port: int) -> tuple[str, int]:
     """Host, IPv6 without brackets, and port of an endpoint as torchrun takes it: both may be missing."""
     text = text.strip()
+    shown = without_password(text)
     if "," in text:
         raise SettingError(
-            f"--rdzv-endpoint: {text!r} names several places, which only --rdzv-backend rallypoint takes; give one"
+            f"--rdzv-endpoint: {shown!r} names several places, which only --rdzv-backend rallypoint, etcd and etcd-v2 "
+            "take; give one"
+        )
+    if "@" in text:
+        raise SettingError(
+            f"--rdzv-endpoint: {shown!r} names a user, which only --rdzv-backend etcd and etcd-v2 take"
         )
     if not text:
         return "localhost", default_port

@@ -6,19 +6,16 @@ Nothing here looks at the machine or the network: the same text gives the same a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import quote, unquote
 
 from rallypoint.agent.bounds import MOST_NODES, MOST_SECONDS
-from rallypoint.etcd.address import DEFAULT_PORT, PASSWORD_VARIABLE, EtcdAddress
-from rallypoint.serving.endpoint import Endpoint, parse_endpoint
-from rallypoint.serving.settings import ClientTLS, SettingError
-
-BACKENDS = ("etcd", "etcd-v2")
-SCHEMES = ("etcd://", "etcds://")
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.url import CONTROL, complete_user, parse_hosts, parse_query, parse_userinfo, split_url
+from rallypoint.serving.endpoint import without_password
+from rallypoint.serving.settings import ClientTLS, FileNames, SettingError
 
 EXPECTED = "expected etcd://HOST:PORT[,HOST:PORT...]/RUN_ID[?min_workers=N&max_workers=N&...]"
 
@@ -36,7 +33,6 @@ _OF_ETCD = ("etcd_prefix", "protocol", *_TLS_FILES)
 _OF_URL = (*_NODES, "timeout", "last_call_timeout", *_OF_ETCD)
 # Every key in etcd begins with prefix and run; longer ones eat into what one transaction may hold.
 _LONGEST_SPACE = 512
-_CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +52,28 @@ class EtcdRendezvous:
     conf: Mapping[str, str] = field(default_factory=dict)
 
 
-def is_etcd_url(endpoint: str) -> bool:
-    """Whether an endpoint is meant as a URL of this kind, well-formed or not."""
-    return endpoint.strip().startswith(SCHEMES)
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Torch's parameters of etcd and of its times, and where each was given, for messages.
+
+    Attributes:
+        values: By their names.
+        spelled: How those are spelled in `--rdzv-conf` that are not in the URL.
+        endpoint: `--rdzv-endpoint` and what it says, without a password.
+    """
+
+    values: Mapping[str, str]
+    spelled: Mapping[str, str]
+    endpoint: str
+
+    def where(self, name: str) -> str:
+        """Where a parameter was given: a flag, and what it says if that is the endpoint."""
+        return "--rdzv-conf" if name in self.spelled else self.endpoint
+
+    def called(self, name: str) -> str:
+        """What a parameter is called where it was given."""
+        spelled = self.spelled.get(name)
+        return f"--rdzv-conf {spelled}" if spelled else f"{name} of the --rdzv-endpoint URL"
 
 
 def of_url(
@@ -83,34 +98,37 @@ def of_url(
         SettingError: It is no such URL, or contradicts what is beside it; one line, without the password.
     """
     url = url.strip()
-    shown = _shown(url)
-    if _CONTROL.search(url) or "#" in url:
-        raise SettingError(f"--rdzv-endpoint: {shown!r} has a space or # in it: write %20 or %23")
-    scheme, _, rest = url.partition("://")
-    rest, _, query = rest.partition("?")
-    authority, _, path = rest.partition("/")
-    where = f"--rdzv-endpoint: {shown!r}"
-    given = _query(query, where)
-    if scheme == "etcds" and given.setdefault("protocol", "https").lower() != "https":
-        raise SettingError(f"{where} is https by its scheme, which contradicts protocol={given['protocol']}")
+    where = f"--rdzv-endpoint: {without_password(url)!r}"
+    parts = split_url(url, where)
+    values = parse_query(
+        parts.query,
+        where,
+        _OF_URL,
+        aliases=_ALIASES,
+        otherwise="; other settings of a run go into --rdzv-conf",
+    )
     own, others = _split(conf or {})
+    spelled = {_ALIASES.get(key, key): key for key in conf or {} if _ALIASES.get(key, key) not in values}
     for name, value in own.items():
-        if given.setdefault(name, value) != value:
+        if values.setdefault(name, value) != value:
             raise SettingError(
-                f"{where} has {name}={given[name]}, which contradicts --rdzv-conf {name}={value}: give one of them"
+                f"{where} has {name}={values[name]}, which contradicts --rdzv-conf {name}={value}: give one of them"
             )
-    named = unquote(path.strip("/"))
+    if parts.scheme == "etcds" and values.setdefault("protocol", "https").lower() != "https":
+        raise SettingError(f"{where} is https by its scheme, which contradicts protocol={values['protocol']}")
+    given = _Given(values, spelled, where)
+    named = unquote(parts.path.strip("/"))
     if run_id and named and run_id != named:
         raise SettingError(
             f"{where} names the run {named!r}, which contradicts --rdzv-id {run_id}: give one of them"
         )
-    _seconds(given, others, where, _URL_TIMEOUT)
+    _seconds(given, others, _URL_TIMEOUT)
     return EtcdRendezvous(
         address=_address(
-            authority, named or run_id, backend="etcd", given=given, where=where, environment=environment
+            parts.userinfo, parts.hosts, _space(given, _PREFIXES["etcd"], named or run_id), given, environment
         ),
         run_id=named or run_id,
-        nodes=_nodes(given, nodes, where),
+        nodes=_nodes(values, nodes, where),
         conf=others,
     )
 
@@ -137,53 +155,20 @@ def of_flags(
         SettingError: It can't be so; one line, without the password.
     """
     own, others = _split(conf or {})
-    for name in _NODES:
-        if name in others:
-            raise SettingError(
-                f"--rdzv-conf: {name} is a parameter of the etcd:// URL; here --nnodes MIN:MAX says it"
-            )
+    where = f"--rdzv-endpoint: {without_password(endpoint)!r}"
+    if "://" in endpoint or "/" in endpoint.rpartition("@")[2]:
+        raise SettingError(f"{where} has a /: expected [USER@]HOST[:PORT], or etcd://HOST:PORT/RUN_ID")
+    given = _Given(own, {_ALIASES.get(key, key): key for key in conf or {}}, where)
     if backend == "etcd":
-        _seconds(own, others, "--rdzv-conf", _FLAGS_TIMEOUT)
+        _seconds(given, others, _FLAGS_TIMEOUT)
     elif "timeout" in own:
         others["timeout"] = own["timeout"]  # which no rendezvous but torch's older one has
-    where = f"--rdzv-endpoint: {_shown(endpoint)!r}"
+    userinfo, _, hosts = (endpoint.strip() or "localhost").rpartition("@")
     return EtcdRendezvous(
-        address=_address(
-            endpoint.strip() or "localhost",
-            run_id,
-            backend=backend,
-            given=own,
-            where=where,
-            environment=environment,
-        ),
+        address=_address(userinfo, hosts, _space(given, _PREFIXES[backend], run_id), given, environment),
         run_id=run_id,
         conf=others,
     )
-
-
-def _shown(url: str) -> str:
-    """Without the password."""
-    return re.sub(r"^([^/]*//)?([^:@/?]*):[^/]*@", r"\1\2:***@", url)
-
-
-def _query(text: str, where: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    try:
-        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
-    except ValueError:
-        raise SettingError(f"{where}: what follows the ? is not name=value&name=value") from None
-    for key, value in pairs:
-        name = _ALIASES.get(key, key)
-        if name not in _OF_URL:
-            raise SettingError(
-                f"{where} has the parameter {key!r}, expected one of {', '.join(_OF_URL)}; other settings of a run go "
-                "into --rdzv-conf"
-            )
-        if not value.strip():
-            raise SettingError(f"{where} has {key} without a value: give one, or leave it out")
-        if found.setdefault(name, value.strip()) != value.strip():
-            raise SettingError(f"{where} has {name} twice, as {found[name]} and {value}: give it once")
-    return found
 
 
 def _split(conf: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -192,6 +177,10 @@ def _split(conf: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     others: dict[str, str] = {}
     for key, value in conf.items():
         name = _ALIASES.get(key, key)
+        if name in _NODES:
+            raise SettingError(
+                f"--rdzv-conf: {name} is a parameter of the etcd:// URL; as a flag it is --nnodes MIN:MAX"
+            )
         if name != "timeout" and name not in _OF_ETCD:
             others[key] = value
         elif own.setdefault(name, value) != value:
@@ -201,11 +190,11 @@ def _split(conf: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return own, others
 
 
-def _seconds(given: Mapping[str, str], conf: dict[str, str], where: str, timeout: str) -> None:
+def _seconds(given: _Given, conf: dict[str, str], timeout: str) -> None:
     """Put torch's times where our settings have them."""
     for name, ours, least in (("timeout", "join_timeout", 0.001), ("last_call_timeout",) * 2 + (0.0,)):
-        if name in given:
-            text = given[name]
+        if name in given.values:
+            text, where = given.values[name], given.where(name)
             if not least <= _number(text) <= MOST_SECONDS:
                 raise SettingError(
                     f"{where} has {name}={text}, expected a number of seconds, {least:g} to {MOST_SECONDS}"
@@ -250,88 +239,60 @@ def _count(given: Mapping[str, str], name: str, where: str) -> int:
 
 
 def _address(
-    authority: str,
-    run_id: str,
-    *,
-    backend: str,
-    given: Mapping[str, str],
-    where: str,
-    environment: Mapping[str, str],
+    userinfo: str, hosts: str, space: str, given: _Given, environment: Mapping[str, str]
 ) -> EtcdAddress:
-    if not run_id:
-        raise SettingError(
-            "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job: what the last job "
-            "of that name left in etcd is there for two hours"
-        )
-    userinfo, _, hosts = authority.rpartition("@")
-    user, password = _user(userinfo, where, environment)
+    user, password = complete_user(*parse_userinfo(userinfo, given.endpoint), given.endpoint, environment)
     return EtcdAddress(
-        endpoints=_endpoints(hosts, where),
-        prefix=_space(given.get("etcd_prefix", _PREFIXES[backend]), run_id),
+        endpoints=parse_hosts(hosts, given.endpoint, EXPECTED),
+        prefix=space,
         tls=_tls(given),
         user=user,
         password=password,
     )
 
 
-def _endpoints(hosts: str, where: str) -> tuple[Endpoint, ...]:
-    found: list[Endpoint] = []
-    for text in hosts.split(","):
-        host = text.strip()
-        if not host:
-            raise SettingError(f"{where} has no host; {EXPECTED}")
-        has_port = ":" in host and not host.endswith("]")
-        try:
-            endpoint = parse_endpoint(host if has_port else f"{host}:{DEFAULT_PORT}")
-        except SettingError as error:
-            raise SettingError(f"{where}: {error}") from None
-        if endpoint in found:
-            raise SettingError(f"{where} names {endpoint} twice: give each member of the etcd cluster once")
-        found.append(endpoint)
-    return tuple(found)
-
-
-def _user(userinfo: str, where: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    if not userinfo:
-        # A variable that is set for another cluster is no mistake here.
-        return "", ""
-    name, _, password = userinfo.partition(":")
-    user, password = unquote(name), unquote(password) or environment.get(PASSWORD_VARIABLE, "")
-    if not user or not password:
-        missing = f"password: set {PASSWORD_VARIABLE}" if user else "user before the @"
-        raise SettingError(f"{where} has no {missing}")
-    return user, password
-
-
-def _space(prefix: str, run_id: str) -> str:
+def _space(given: _Given, default: str, run_id: str) -> str:
     """Where in etcd a run is. A slash in its name is no step down: that could lead into the middle of another run."""
-    inner = prefix.strip().strip("/")
-    if "//" in inner or _CONTROL.search(inner):
+    if not run_id:
         raise SettingError(
-            f"etcd_prefix={prefix!r} has a space or an empty part in it, expected a path as in /jobs"
+            "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job: what the last job "
+            "of that name left in etcd is there for two hours"
+        )
+    prefix = given.values.get("etcd_prefix", default)
+    inner = prefix.strip().strip("/")
+    if "//" in inner or CONTROL.search(inner):
+        raise SettingError(
+            f"{given.where('etcd_prefix')} has etcd_prefix={prefix!r} with a space or an empty part in it, expected a "
+            "path as in /jobs"
         )
     space = (f"/{inner}" if inner else "") + f"/{quote(run_id, safe='')}"
     if len(space.encode()) > _LONGEST_SPACE:
         raise SettingError(
-            f"etcd_prefix and the run's name come to {len(space.encode())} bytes in etcd, expected at most "
-            f"{_LONGEST_SPACE}: shorten one of them"
+            f"{given.where('etcd_prefix')}: etcd_prefix and the run's name come to {len(space.encode())} bytes in "
+            f"etcd, expected at most {_LONGEST_SPACE}: shorten one of them"
         )
     return space
 
 
-def _tls(given: Mapping[str, str]) -> ClientTLS | None:
-    protocol = given.get("protocol", "http").lower()
-    if protocol not in ("http", "https"):
-        raise SettingError(f"protocol={given['protocol']!r} of etcd is neither http nor https")
-    files = {name: Path(given[name]) for name in _TLS_FILES if name in given}
-    if protocol == "http":
+def _tls(given: _Given) -> ClientTLS | None:
+    protocol = given.values.get("protocol", "http")
+    if protocol.lower() not in ("http", "https"):
+        raise SettingError(
+            f"{given.where('protocol')} has protocol={protocol!r} for etcd, expected http or https"
+        )
+    files = {name: Path(given.values[name]) for name in _TLS_FILES if name in given.values}
+    if protocol.lower() == "http":
         if files:
             raise SettingError(
-                f"{next(iter(files))} is for etcd with TLS, which contradicts protocol=http: give protocol=https, or "
-                "leave it out"
+                f"{given.called(next(iter(files)))} is for etcd with TLS, which contradicts protocol=http: give "
+                "protocol=https, or leave it out"
             )
         return None
     if "key" in files and "cert" not in files:
-        raise SettingError("key is that of cert, which is missing: give both, or leave key out")
+        raise SettingError(
+            f"{given.called('key')} is that of cert, which is missing: give both, or leave key out"
+        )
     # One file may hold both, as torch's client has it where only `cert` is given.
-    return ClientTLS(files.get("cacert"), files.get("cert"), files.get("key", files.get("cert")))
+    key = "key" if "key" in files else "cert"
+    names = FileNames(given.called("cert"), given.called(key), given.called("cacert"))
+    return ClientTLS(files.get("cacert"), files.get("cert"), files.get(key), names)

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from rallypoint.agent.config import Peer
+from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintext
 from rallypoint.launcher.plan import Hosted
 from rallypoint.launcher.services import rendezvous_server
 from rallypoint.launcher.signals import signalled
@@ -18,22 +19,14 @@ from rallypoint.rendezvous.service import SERVICE_NAME
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.channel import open_channel
-from rallypoint.serving.endpoint import Endpoint, parse_endpoint
+from rallypoint.serving.endpoint import parse_endpoint
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import (
-    ClientTLS,
-    PortInUseError,
-    ServerOptions,
-    ServiceStartError,
-    SettingError,
-)
+from rallypoint.serving.settings import ClientTLS, PortInUseError, ServiceStartError, SettingError
 
 # Seconds in which whoever has a port must say that it is a rendezvous service. One that is just starting, in an
 # agent on this host that was a moment earlier, may need some of them.
 _ANSWER = 10.0
-# Seconds that the other nodes get to hear how the run ended. They hear of it at once; longer is for a busy machine.
-_LAST_WORD = 10.0
 
 _log = get_logger("rallypoint.run")
 
@@ -71,7 +64,7 @@ class Host:
                     said = f"the host that served the run's rendezvous is gone: {reason}"[:1000]
                     await stub.CloseRun(pb.CloseRunRequest(run_id=run_id, reason=said), timeout=_ANSWER)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._server.idle(), _LAST_WORD)
+            await asyncio.wait_for(self._server.idle(), LAST_WORD)
 
 
 @asynccontextmanager
@@ -91,7 +84,7 @@ async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[H
             yield None
             return
         try:
-            server = await stack.enter_async_context(rendezvous_server(_options(endpoint, tls)))
+            server = await stack.enter_async_context(rendezvous_server(listening(endpoint, tls)))
         except ServiceStartError as error:
             taken = await answers(place.endpoint, tls)
             if taken and place.here is None:
@@ -103,12 +96,7 @@ async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[H
             elif isinstance(error, PortInUseError):
                 why = "another program listens there; stop it, or choose another --master-port or --rdzv-endpoint"
             raise SettingError(f"can't serve rendezvous at {place.endpoint}: {why}") from None
-        if tls is None and not endpoint.loopback:
-            _log.warning(
-                "rendezvous is served in plaintext: whoever reaches the port can steer the job",
-                endpoint=place.endpoint,
-                advice="--tls-ca, --tls-cert and --tls-key on all hosts",
-            )
+        warn_of_plaintext(endpoint, tls)
         here = place.endpoint if tls is not None or endpoint.loopback else f"127.0.0.1:{endpoint.port}"
         yield Host(server, Peer(here, tls))
 
@@ -150,23 +138,6 @@ async def _until_closed(
         task.cancel()
     await asyncio.gather(watching, waiting, return_exceptions=True)
     return waiting.result().name if waiting.done() and not waiting.cancelled() else None
-
-
-def _options(endpoint: Endpoint, tls: ClientTLS | None) -> ServerOptions:
-    if tls is not None and (tls.certificate is None or tls.key is None):
-        raise SettingError(
-            f"rendezvous is to be served here, at {endpoint}, with TLS: give --tls-cert and --tls-key beside --tls-ca"
-        )
-    # A name may be of an address that only this machine can reach, as Debian has it in /etc/hosts.
-    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (as torch's store listens)
-    return ServerOptions(
-        host=endpoint.host if endpoint.loopback else everywhere,
-        port=endpoint.port,
-        tls_cert=tls.certificate if tls is not None else None,
-        tls_key=tls.key if tls is not None else None,
-        tls_client_ca=tls.ca if tls is not None else None,
-        insecure=tls is None,
-    )
 
 
 def _can_bind(family: int, place: tuple[object, ...]) -> bool:

@@ -12,12 +12,14 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 from rallypoint.agent.config import Peer
 from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.session import Session
+from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintext
 from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, run_lease
 from rallypoint.launcher.seats import SEAT_TTL, seat
 from rallypoint.launcher.signpost import Signpost
@@ -32,10 +34,8 @@ from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
 from rallypoint.serving.endpoint import Endpoint, parse_endpoint
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+from rallypoint.serving.settings import ClientTLS, SettingError
 
-# Seconds that the other nodes get to hear how the run ended. They hear of it at once; longer is for a busy machine.
-_LAST_WORD = 10.0
 # Seconds between two attempts at serving, at the most: after etcd was away, for one.
 _LONGEST_BACKOFF = 5.0
 
@@ -63,13 +63,32 @@ class OwnReplica:
         self._tls = tls
         self._pace = Pace()
         self._services: ReplicatedServices | None = None
-        self._server: Server | None = None
+        # Seconds for which the last attempt at serving held.
+        self._stood = 0.0
+        # Why it can't be served here, for `begun`.
+        self._refused: asyncio.Future[SettingError] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
         self._turns: asyncio.Task[None] | None = None
 
     def begin(self, client: EtcdClient) -> None:
         """Serve whenever there is a seat, until `see_off` or `end`."""
         self._turns = asyncio.create_task(self._take_turns(client))
+
+    async def begun(self, signpost: Signpost, patience: float) -> None:
+        """Wait until the run is served anywhere, for so many seconds at the most.
+
+        Raises:
+            SettingError: It is served nowhere, and can't be here; one line.
+        """
+        served = asyncio.create_task(signpost.served())
+        try:
+            either: tuple[asyncio.Future[Any], ...] = served, self._refused
+            await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if self._refused.done() and not served.done():
+                raise self._refused.result()
+        finally:
+            self._refused.cancel()
+            served.cancel()
 
     async def see_off(self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool) -> None:
         """Serve no more, in good order: who still needs the run finds it with another agent. Bounded.
@@ -96,15 +115,19 @@ class OwnReplica:
     async def _take_turns(self, client: EtcdClient) -> None:
         backoff, said = FIRST_BACKOFF, ""
         while not self._leaving.is_set():
+            self._stood = 0.0
             try:
                 async with seat(client, f"{self._address} {socket.gethostname()}", self._pace) as held:
-                    backoff, said = FIRST_BACKOFF, ""
                     await self._serve(client, held)
-            except (EtcdError, SettingError) as error:
+            except Exception as error:
+                if isinstance(error, SettingError) and not self._refused.done():
+                    self._refused.set_result(error)
                 # Once, not at each attempt: an outage may last. The run goes on with what its nodes have been told.
-                if said != str(error):
-                    said = str(error)
-                    _log.warning("this agent can't serve the run's rendezvous just now", error=said)
+                elif said != repr(error) or self._stood > SEAT_TTL:
+                    said = repr(error)
+                    _tell(error)
+            if self._stood > SEAT_TTL:
+                backoff = FIRST_BACKOFF
             if not self._leaving.is_set():
                 await self._pace.sleep(self._pace.draw() * backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
@@ -124,7 +147,9 @@ class OwnReplica:
                 replicated_services(self._etcd, _WANTED, pace=self._pace, connect=connect)
             )
             server = Server(
-                _listening(self._address, self._tls), services=services.registrations, translate=translate
+                listening(Endpoint(self._address, 0), self._tls),
+                services=services.registrations,
+                translate=translate,
             )
             await server.start()
             stack.push_async_callback(server.stop)
@@ -142,6 +167,7 @@ class OwnReplica:
                 )
             ]
             self._services = services
+            began = self._pace.clock()
             try:
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if self._leaving.is_set():
@@ -150,6 +176,7 @@ class OwnReplica:
                     end.result()
             finally:
                 self._services = None
+                self._stood = self._pace.clock() - began
                 for end in ends:
                     end.cancel()
                 await asyncio.gather(*ends, return_exceptions=True)
@@ -158,7 +185,7 @@ class OwnReplica:
         if await self._is_over(services):
             # Nobody takes over what is over: its nodes hear of the end from here.
             with suppress(TimeoutError):
-                await asyncio.wait_for(server.idle(), _LAST_WORD)
+                await asyncio.wait_for(server.idle(), LAST_WORD)
         await services.drain()
         await server.drain()
 
@@ -166,7 +193,7 @@ class OwnReplica:
         """Whether the run is served here, and closed."""
         try:
             engine = services.home.shard(self._run_id).engine
-            async with asyncio.timeout(_LAST_WORD):
+            async with asyncio.timeout(LAST_WORD):
                 return await engine.read_run(self._run_id, lambda state: state.phase is Phase.CLOSED)
         except Exception as error:
             _log.debug("the run is not served here", reason=str(error))
@@ -193,8 +220,9 @@ async def replicated_rendezvous(
         client = await stack.enter_async_context(EtcdClient(etcd))
         await _reach(client, patience)
         signpost = Signpost()
+        own = "127.0.0.1" if tls is None else address
         server = Server(
-            _listening("127.0.0.1" if tls is None else address, tls),
+            listening(Endpoint(own, 0), tls),
             services=registrations(signpost, list_replicas=signpost.list_replicas),
             translate=translate,
         )
@@ -202,18 +230,12 @@ async def replicated_rendezvous(
         stack.push_async_callback(server.stop)
         following = asyncio.create_task(signpost.follow(client))
         stack.push_async_callback(_cancel, following)
-        endpoint = Endpoint("127.0.0.1" if tls is None else address, parse_endpoint(server.address).port)
+        endpoint = Endpoint(own, parse_endpoint(server.address).port)
         replica = OwnReplica(etcd, run_id, address, tls, Peer(str(endpoint), tls))
-        if tls is None and not Endpoint(address, 1).loopback:
-            _log.warning(
-                "rendezvous is served in plaintext: whoever reaches the port can steer the job",
-                address=address,
-                advice="--tls-ca, --tls-cert and --tls-key on all hosts",
-            )
+        warn_of_plaintext(Endpoint(address, 0), tls)
         replica.begin(client)
         stack.push_async_callback(replica.end)
-        with suppress(TimeoutError):  # whoever asks will be told
-            await asyncio.wait_for(signpost.served(), patience)
+        await replica.begun(signpost, patience)
         yield replica
 
 
@@ -247,20 +269,12 @@ def _places(etcd: EtcdAddress) -> str:
     return ",".join(map(str, etcd.endpoints))
 
 
-def _listening(address: str, tls: ClientTLS | None) -> ServerOptions:
-    if tls is not None and (tls.certificate is None or tls.key is None):
-        raise SettingError(
-            f"rendezvous is to be served here, at {address}, with TLS: give --tls-cert and --tls-key beside --tls-ca"
-        )
-    # A name may be of an address that only this machine can reach, as Debian has it in /etc/hosts.
-    everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 (as torch's store listens)
-    return ServerOptions(
-        host=address if Endpoint(address, 1).loopback else everywhere,
-        tls_cert=tls.certificate if tls is not None else None,
-        tls_key=tls.key if tls is not None else None,
-        tls_client_ca=tls.ca if tls is not None else None,
-        insecure=tls is None and not Endpoint(address, 1).loopback,
-    )
+def _tell(error: Exception) -> None:
+    event = "this agent can't serve the run's rendezvous just now"
+    if isinstance(error, EtcdError | SettingError):
+        _log.warning(event, error=str(error))
+    else:
+        _log.exception(event, error=error)
 
 
 def _fail(failed: asyncio.Future[None], error: BaseException) -> None:

@@ -77,7 +77,7 @@ class Connection:
             if state is _FAILED:
                 await self._show_new_credentials()
                 cause = await self._cause()
-                self._obstacle = cause + _advice(cause, tls=self._shown is not None)
+                self._obstacle = cause + self._advice(cause)
                 raise EtcdUnavailable(f"{self.where}: can't connect: {self._obstacle}", unsent=True)
             if self._change is None or self._change.done():
                 # One for all that wait: gRPC forgets none of them before the state has changed.
@@ -98,6 +98,19 @@ class Connection:
         except EtcdError as error:
             return str(error).removeprefix(f"{self.where}: ")
         return "it did a moment ago"
+
+    def _advice(self, cause: str) -> str:
+        """What may be wrong where the two sides mean different things by the security of a connection."""
+        said, names = cause.lower(), self._credentials.names
+        if self._shown is None:
+            return "; perhaps it speaks TLS: etcds:// then" if "socket closed" in said else ""
+        if "handshake read failed" in said:
+            return "; perhaps it speaks no TLS: etcd:// then, and no certificates"
+        if "tsi_data_corrupted" in said:
+            return f"; perhaps it wants a certificate of ours that it knows: {names.certificate}, {names.key}"
+        if "certificate_verify_failed" in said:
+            return f"; perhaps its certificate is of an authority of its own: {names.authorities}"
+        return ""
 
     def _open(self) -> grpc.aio.Channel:
         options = _ARGUMENTS if _is_address(self._endpoint.host) else (*_ARGUMENTS, *_OF_A_NAME)
@@ -182,23 +195,6 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# What gRPC says of a connection where the two sides mean different things by the security of it.
-_ADVICE = {
-    (True, "handshake read failed"): "perhaps it speaks no TLS: etcd:// then, and no certificates",
-    (True, "tsi_data_corrupted"): "perhaps it wants a certificate of ours that it knows: ?cert=FILE&key=FILE",
-    (True, "certificate_verify_failed"): "perhaps its certificate is of an authority of its own: ?ca=FILE",
-    (False, "socket closed"): "perhaps it speaks TLS: etcds:// then",
-}
-
-
-def _advice(cause: str, *, tls: bool) -> str:
-    said = cause.lower()
-    for (of_tls, words), advice in _ADVICE.items():
-        if of_tls == tls and words in said:
-            return f"; {advice}"
-    return ""
 
 
 def _serialize(message: Message) -> bytes:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import grpc
 
 from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ClientTLS
-from rallypoint.serving.tls import FileNames, TLSFileError, client_credentials, file_stamp
+from rallypoint.serving.settings import ClientTLS, FileNames
+from rallypoint.serving.tls import TLSFileError, client_credentials, file_stamp
 
 log = get_logger(__name__)
-
-_NAMES = FileNames("cert of the etcd URL", "key of the etcd URL", "ca of the etcd URL")
 
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
@@ -25,10 +23,10 @@ class Credentials:
             TLSFileError: A file is missing, unusable or does not match.
         """
         self._tls = tls
+        self.names = tls.names if tls is not None else FileNames()
+        """What the files are called where they were given, for messages."""
         self._stamp = self._look()
-        self.current: grpc.ChannelCredentials | None = (
-            None if tls is None else client_credentials(tls, _NAMES)
-        )
+        self.current: grpc.ChannelCredentials | None = None if tls is None else client_credentials(tls)
 
     def refresh(self) -> None:
         """Read the files again if they were replaced; those that are no good (half written, say) change nothing."""
@@ -37,7 +35,7 @@ class Credentials:
             return
         self._stamp = stamp
         try:
-            self.current = client_credentials(self._tls, _NAMES)
+            self.current = client_credentials(self._tls)
         except TLSFileError as error:
             log.warning(
                 "TLS files for etcd changed and are unusable; staying with the old ones", cause=str(error)

@@ -10,7 +10,6 @@ from typing import ClassVar, TypeAlias
 
 from grpc import StatusCode
 
-from rallypoint.etcd.errors import REMEDIES, Reason
 from rallypoint.rendezvous.core import refusals
 from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
@@ -84,14 +83,14 @@ class EtcdFull(refusals.Refused):
     """etcd takes no writes until somebody makes room. Nothing was done; what is only read is answered.
 
     Attributes:
-        cause: What etcd says.
+        cause: What etcd says, and what to do.
     """
 
     cause: str
     retry_after: ClassVar[float] = 5.0
 
     def __str__(self) -> str:
-        return f"nothing was done, for etcd is full: {REMEDIES[Reason.NO_SPACE]} ({self.cause})"
+        return f"nothing was done, for etcd is full: {self.cause}"
 
 
 @dataclass(eq=False)

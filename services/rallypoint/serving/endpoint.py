@@ -54,6 +54,19 @@ class Endpoint:
             return False
 
 
+def without_password(text: str) -> str:
+    """An endpoint or URL as it was given, without the password that may be in it; for messages.
+
+    What looks like a host may be a part of a password in which somebody forgot to quote a slash: all up to the last @
+    counts as one.
+    """
+    scheme, mark, rest = text.partition("://") if "://" in text else ("", "", text)
+    userinfo, _, place = rest.rpartition("@")
+    user, colon, _ = userinfo.partition(":")
+    shown = f"{scheme}{mark}{user}:***@{place}" if colon else text
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", shown)
+
+
 def parse_endpoint(text: str) -> Endpoint:
     """Reads an endpoint to connect to.
 
@@ -65,18 +78,21 @@ def parse_endpoint(text: str) -> Endpoint:
     """
     if text.startswith("unix:"):
         return _socket(text)
+    shown = without_password(text)
     if "://" in text:
-        raise EndpointError(f"endpoint {text!r} has a scheme, {_EXPECTED}")
+        raise EndpointError(f"endpoint {shown!r} has a scheme, {_EXPECTED}")
     host, colon, port = text.rpartition(":")
     if not colon or (host.startswith("[") and text.endswith("]")):
-        raise EndpointError(f"endpoint {text!r} has no port, {_EXPECTED}")
+        raise EndpointError(f"endpoint {shown!r} has no port, {_EXPECTED}")
+    if "@" in text:
+        raise EndpointError(f"endpoint {shown!r} has an @, {_EXPECTED}")
     if ":" in host and not host.startswith("["):
         raise EndpointError(
-            f"endpoint {text!r} is ambiguous: put an IPv6 address in brackets, [{host}]:{port}"
+            f"endpoint {shown!r} is ambiguous: put an IPv6 address in brackets, [{host}]:{port}"
         )
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
-        raise EndpointError(f"endpoint {text!r} has port {port!r}, expected a number from 1 to 65535")
-    return Endpoint(_host(host, text), int(port))
+        raise EndpointError(f"endpoint {shown!r} has port {port!r}, expected a number from 1 to 65535")
+    return Endpoint(_host(host, shown), int(port))
 
 
 def listening_endpoint(host: str, port: int) -> Endpoint:

@@ -33,7 +33,8 @@ def parse_endpoints(text: str) -> Endpoints:
         EndpointError: A part is none of these; the message says which, and what is wrong with it.
     """
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) == 1:
+    # A password has no place here; of one that is given, no part is to be told as an endpoint of its own.
+    if len(parts) == 1 or ("@" in text and "unix:" not in text):
         return Endpoints((parse_endpoint(text),))
     places = []
     for number, part in enumerate(parts, 1):

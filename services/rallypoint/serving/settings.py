@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -62,6 +62,15 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class FileNames:
+    """What TLS files are called where they were given, for messages."""
+
+    certificate: str = "--tls-cert"
+    key: str = "--tls-key"
+    authorities: str = "--tls-ca"
+
+
+@dataclass(frozen=True, slots=True)
 class ClientTLS:
     """The files with which a client speaks TLS."""
 
@@ -73,3 +82,6 @@ class ClientTLS:
 
     key: Path | None = None
     """PEM private key of `certificate`, not encrypted."""
+
+    names: FileNames = field(default=FileNames(), compare=False, repr=False)
+    """What the files are called where they were given."""

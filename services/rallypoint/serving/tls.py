@@ -11,7 +11,7 @@ import grpc
 
 from rallypoint.serving.endpoint import Endpoint
 from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+from rallypoint.serving.settings import ClientTLS, FileNames, ServerOptions, SettingError
 
 log = get_logger(__name__)
 
@@ -74,30 +74,16 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FileNames:
-    """What TLS files are called where they were given, for messages."""
-
-    certificate: str = "--tls-cert"
-    key: str = "--tls-key"
-    authorities: str = "--tls-ca"
-
-
-_OF_CLIENTS = FileNames()
 _OF_SERVERS = FileNames(authorities="--tls-client-ca")
 
 
-def client_credentials(tls: ClientTLS, names: FileNames = _OF_CLIENTS) -> grpc.ChannelCredentials:
+def client_credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
     """What to connect with. The files are read once: a client that wants the new ones opens a new channel.
-
-    Args:
-        tls: The files.
-        names: What they are called where they were given.
 
     Raises:
         TLSFileError: a file is missing, unusable or does not match.
     """
-    identity = _Files(tls.certificate, tls.key, tls.ca, names).read()
+    identity = _Files(tls.certificate, tls.key, tls.ca, tls.names).read()
     return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
 
 
@@ -119,7 +105,7 @@ class _Files:
         key = _content(self.key, names.key)
         authorities = _content(self.authorities, names.authorities)
         if self.certificate is not None and self.key is not None:
-            _check_pair(self.certificate, self.key)
+            _check_pair(self.certificate, self.key, names)
         if authorities is not None:
             _check_authorities(authorities, f"{names.authorities} {self.authorities}")
         return Identity(certificate, key, authorities)
@@ -178,7 +164,7 @@ def _content(path: Path | None, flag: str) -> bytes | None:
         raise TLSFileError(f"{flag} {path}: {error.strerror}") from None
 
 
-def _check_pair(certificate: Path, key: Path) -> None:
+def _check_pair(certificate: Path, key: Path, names: FileNames) -> None:
     # PROTOCOL_TLS_SERVER asks no peer for anything here: the context only serves to load and compare.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     encrypted = False
@@ -191,15 +177,14 @@ def _check_pair(certificate: Path, key: Path) -> None:
     try:
         context.load_cert_chain(certificate, key, password=no_password)
     except (ssl.SSLError, OSError, ValueError) as error:
+        of_key, of_certificate = f"{names.key} {key}", f"{names.certificate} {certificate}"
         if encrypted:
-            raise TLSFileError(f"--tls-key {key} is encrypted: give one without a passphrase") from None
+            raise TLSFileError(f"{of_key} is encrypted: give one without a passphrase") from None
         if "MISMATCH" in str(error):
-            raise TLSFileError(
-                f"--tls-key {key} is not the private key of --tls-cert {certificate}"
-            ) from None
+            raise TLSFileError(f"{of_key} is not the private key of {of_certificate}") from None
         if not _has_certificate(certificate):
-            raise TLSFileError(f"--tls-cert {certificate} holds no PEM certificate") from None
-        raise TLSFileError(f"--tls-key {key} holds no PEM private key that can be used") from None
+            raise TLSFileError(f"{of_certificate} holds no PEM certificate") from None
+        raise TLSFileError(f"{of_key} holds no PEM private key that can be used") from None
 
 
 def _has_certificate(path: Path) -> bool:

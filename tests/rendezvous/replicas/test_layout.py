@@ -36,7 +36,7 @@ async def test_all_who_come_at_once_agree(client: EtcdClient, keys: Keys) -> Non
 async def test_another_number_of_shards_is_refused(client: EtcdClient, keys: Keys) -> None:
     """Runs would be looked for where they are not."""
     await agreed_shards(client, keys, 16)
-    with pytest.raises(SettingError, match=r"has 16 shards, and --journal asks for 32: leave `shards` out"):
+    with pytest.raises(SettingError, match=r"has 16 shards, not 32: use another prefix"):
         await agreed_shards(client, keys, 32)
 
 

@@ -155,18 +155,15 @@ class CommitPool:
 
     @property
     def full(self) -> str:
-        """Why etcd takes no writes, for people; empty if it does, as far as is known. What waits tries all the time."""
+        """Why etcd takes no writes, and what to do; empty if it does, as far as is known: what waits tries it."""
         return self._refusal if self._clock() < self._refused_at + _FORGOTTEN else ""
 
     def _is_full(self, error: EtcdRefused) -> None:
-        self._refusal, self._refused_at = str(error), self._clock()
+        remedy = REMEDIES[error.reason]
+        self._refusal, self._refused_at = f"{error}; {remedy}", self._clock()
         if self._clock() >= self._say_full_at:
             self._say_full_at = self._clock() + _SAY_AGAIN
-            _log.warning(
-                "etcd is full: writes wait, running jobs go on",
-                error=str(error),
-                remedy=REMEDIES[error.reason],
-            )
+            _log.warning("etcd is full: writes wait, running jobs go on", error=str(error), remedy=remedy)
 
     def _has_room(self) -> None:
         if self._refusal:

@@ -43,8 +43,8 @@ async def agreed_shards(client: EtcdClient, keys: Keys, wanted: int | None) -> i
     shards = _read(written, keys)
     if wanted is not None and wanted != shards:
         raise SettingError(
-            f"{keys.prefix} in etcd has {shards} shards, and --journal asks for {wanted}: leave `shards` out, or use "
-            "another prefix"
+            f"{keys.prefix} in etcd is of a service that has {shards} shards, not {wanted}: use another prefix, or the "
+            "number that it has"
         )
     return shards
 
