@@ -18,6 +18,7 @@ from rallypoint.rendezvous.core.state import RunState, WorkerFailure
 from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.event_servicer import EventServicer
 from rallypoint.rendezvous.fenced_state.core import SetState
+from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.limits import RendezvousLimits
@@ -38,13 +39,14 @@ LIMITS = RendezvousLimits(events_per_run=60, run_ttl=600.0)
 
 def reading(scene: Scene) -> ReadOnlyRuns:
     """What another replica has read of a scene's journal."""
-    return ReadOnlyRuns(
+    restoring = ReadOnlyRuns.restore(
         scene.journal.kept(),
         not_owner=elsewhere,
         clock=lambda: 5.0,  # its own clock
         wall_clock=lambda: 1.7e9,
         limits=LIMITS,
     )
+    return finish(restoring)
 
 
 class _OneReader:

@@ -11,6 +11,7 @@ import pytest
 from rallypoint.rendezvous import hosted_run
 from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, JournalError, Record, Recovered
 from rallypoint.rendezvous.limits import RendezvousLimits
@@ -40,7 +41,7 @@ def checkpoints(durable: list[Entry]) -> list[Checkpoint]:
 
 def recovered(stage: Stage) -> hosted_run.HostedRun:
     """The run as a server has it that starts now."""
-    runs, _ = recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), stage.now)
+    runs, _ = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), stage.now))
     return runs[RUN]
 
 
@@ -94,9 +95,9 @@ async def test_a_recovery_from_a_checkpoint_is_that_from_all_records(stage: Stag
         of_checkpoint = Stage(durable=durable[:end])
         kept = of_checkpoint.journal.kept()
         assert kept.checkpoints
-        runs, _ = recover_runs(kept, lambda: History(1000, 10**6), 5.0)
+        runs, _ = finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0))
         count = sum(isinstance(entry, Record) for entry in durable[:end])
-        plain, _ = recover_runs(Recovered([], records[:count], []), lambda: History(1000, 10**6), 5.0)
+        plain, _ = finish(recover_runs(Recovered([], records[:count], []), lambda: History(1000, 10**6), 5.0))
         assert runs[RUN].state == plain[RUN].state
         assert runs[RUN].writable_round == plain[RUN].writable_round
         assert runs[RUN].recorded == plain[RUN].recorded == count
@@ -206,7 +207,7 @@ async def test_every_run_has_its_own(stage: Stage) -> None:
     """Those without a checkpoint are folded from their first record."""
     await failing_rounds(stage, 5)
     await stage.join("n", "other")
-    runs, expired = recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), 5.0)
+    runs, expired = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), 5.0))
     assert expired == {}
     assert {run_id: run.state.revision for run_id, run in runs.items()} == {
         RUN: (await stage.engine.get_run(RUN)).revision,
@@ -223,7 +224,7 @@ async def test_a_run_that_expired_is_numbers_only() -> None:
         last = await stage.engine.get_run(RUN)
         stage.now += 10
         await stage.list_runs()
-        runs, expired = recover_runs(stage.journal.kept(), lambda: History(9, 999), 5.0)
+        runs, expired = finish(recover_runs(stage.journal.kept(), lambda: History(9, 999), 5.0))
         assert (runs, expired) == ({}, {RUN: Numbers(last.revision, last.round)})
         await stage.join("a")
         run = recovered(stage)
@@ -256,7 +257,7 @@ async def test_a_missing_record_is_found(stage: Stage, spoil: Callable[[Recovere
     covered = kept.checkpoints[0].revision if kept.checkpoints else 0
     missing = min(each for each in range(covered + 1, max(revisions)) if each not in revisions)
     with pytest.raises(JournalError, match=f"run 'run' has no record {missing}; restore it from a backup"):
-        recover_runs(kept, lambda: History(1000, 10**6), 5.0)
+        finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ async def test_a_checkpoint_that_can_not_be_read_is_refused(content: bytes) -> N
     """Damaged, or of a newer version: better no server than one that forgot."""
     kept = Recovered([Checkpoint(RUN, 3, content, 1)], [], [])
     with pytest.raises(JournalError, match="can't be read by this version"):
-        recover_runs(kept, lambda: History(1000, 10**6), 5.0)
+        finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0))
 
 
 async def test_every_record_says_who_caused_it(stage: Stage) -> None:

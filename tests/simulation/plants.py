@@ -70,7 +70,7 @@ def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A service that starts again counts the rounds from the beginning."""
 
     def forgetful(*args: Any) -> Any:
-        runs, expired = recover(*args)
+        runs, expired = yield from recover(*args)
         for run in runs.values():
             run.state.round = run.state.round if run.state.seats else 0
         return runs, expired

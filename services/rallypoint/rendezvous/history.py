@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from weakref import WeakSet
 
+from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.journal.journal import Record
 
 # Past its bound, all of them are brought down to this share of it: looking for the largest must not come often.
@@ -44,18 +45,34 @@ class Histories:
         """Bytes of all of them."""
         return self._kept.bytes
 
-    def open(self) -> History:
-        """A new one, which counts for as long as it is not cleared."""
-        return History(self._most_events, self._most_bytes, self._kept)
+    def open(self, apart: KeptEvents | None = None) -> History:
+        """A new one, which counts for as long as it is not cleared: with the others, or in `apart` until `take_in`."""
+        return History(self._most_events, self._most_bytes, self._kept if apart is None else apart)
+
+    def take_in(self, history: History) -> None:
+        """Count one with the others that did not count yet, or counted apart."""
+        history.count_in(self._kept)
 
     def keep_within(self) -> None:
         """Past the bound of all, halve the largest ones, so that a run with a short history keeps it whole."""
-        if self.bytes <= self._most_bytes_together:
+        if self.bytes > self._most_bytes_together:
+            finish(self.make_room())
+
+    def make_room(self, apart: KeptEvents | None = None) -> Work[None]:
+        """As `keep_within`, gradually, so that there is room for those in `apart` besides."""
+        all_kept = [self._kept] if apart is None else [self._kept, apart]
+
+        def past(bound: float) -> bool:
+            return sum(kept.bytes for kept in all_kept) > bound
+
+        if not past(self._most_bytes_together):
             return
-        for history in sorted(self._kept.histories, key=lambda each: each.bytes, reverse=True):
-            if self.bytes <= self._most_bytes_together * _ROOM:
+        histories = [history for kept in all_kept for history in kept.histories]
+        for history in sorted(histories, key=lambda each: each.bytes, reverse=True):
+            if not past(self._most_bytes_together * _ROOM):
                 return
             history.shorten(history.bytes // 2)
+            yield
 
 
 class History:
@@ -100,9 +117,15 @@ class History:
 
     def leave_count(self) -> None:
         """Count for itself alone from now on."""
+        self.count_in(KeptEvents())
+
+    def count_in(self, kept: KeptEvents) -> None:
+        """Count there from now on, and no more where it counted before."""
         self._kept.bytes -= self.bytes
         self._kept.histories.discard(self)
-        self._kept = KeptEvents(self.bytes)
+        self._kept = kept
+        kept.bytes += self.bytes
+        kept.histories.add(self)
 
     def _drop_oldest(self) -> None:
         self._count(-len(self._records.popleft().content))

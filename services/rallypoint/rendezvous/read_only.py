@@ -9,6 +9,7 @@ from rallypoint.rendezvous.core.refusals import RunNotFound
 from rallypoint.rendezvous.core.state import RunSettings, RunState
 from rallypoint.rendezvous.errors import NotOwner, Refusal
 from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, States
+from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.history import Histories, History
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import JournalError, Recovered
@@ -36,16 +37,23 @@ class ReadOnlyRuns:
         states: Their fenced states.
     """
 
-    def __init__(
-        self,
+    def __init__(self, runs: RunsReader, store: StoreReader, states: StateReader) -> None:
+        """See `restore`."""
+        self.runs = runs
+        self.store = store
+        self.states = states
+
+    @classmethod
+    def restore(
+        cls,
         recovered: Recovered,
         *,
         not_owner: Callable[[str], NotOwner],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         limits: RendezvousLimits | None = None,
-    ) -> None:
-        """Take in what was read.
+    ) -> Work[ReadOnlyRuns]:
+        """Take in, gradually, what was read.
 
         Args:
             recovered: What the journal held.
@@ -60,15 +68,21 @@ class ReadOnlyRuns:
         limits = limits or RendezvousLimits()
         now = clock()
         histories = Histories(limits.events_per_run, limits.event_bytes_per_run, limits.event_bytes)
-        hosted, _ = recover_runs(recovered, histories.open, now, wall_clock() - now)
-        histories.keep_within()
+        hosted, _ = yield from recover_runs(recovered, histories.open, now, wall_clock() - now)
+        yield from histories.make_room()
         by_run: dict[str, list[StoreChange]] = {}
         of_states: list[StoreChange] = []
         for entry in recovered.store_entries:
             (of_states if entry.round == SPACE else by_run.setdefault(entry.run_id, [])).append(entry)
-        self.runs: RunsReader = _Runs(hosted, not_owner)
-        self.store: StoreReader = _Store(hosted, by_run, not_owner)
-        self.states: StateReader = _States(of_states)
+            yield
+        try:
+            spaces: dict[str, RunSpaces] = {}
+            for run_id, of_run in by_run.items():
+                spaces[run_id] = yield from RunSpaces.restore(run_id, of_run)
+            states = yield from States.restore(of_states)
+        except ValueError as error:
+            raise JournalError(f"the journal can't be read by this version: {error}") from error
+        return cls(_Runs(hosted, not_owner), _Store(hosted, spaces, not_owner), _States(states))
 
 
 class _Runs:
@@ -94,13 +108,11 @@ class _Runs:
 
 class _Store:
     def __init__(
-        self, hosted: Mapping[str, HostedRun], entries: dict[str, list[StoreChange]], not_owner: Refusal
+        self, hosted: Mapping[str, HostedRun], spaces: Mapping[str, RunSpaces], not_owner: Refusal
     ) -> None:
         self._hosted = hosted
+        self._spaces = spaces
         self._not_owner = not_owner
-        # A store may be large, and mostly only one run is asked for: it is taken apart when that is.
-        self._entries = entries
-        self._spaces: dict[str, RunSpaces] = {}
 
     async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
         (value,) = self._present(run_id, round, [key], timeout)
@@ -136,19 +148,14 @@ class _Store:
 
     def _reading(self, run_id: str, round: int) -> RunSpaces:
         current_round = _run(self._hosted, run_id).writable_round
-        if run_id not in self._spaces:
-            self._spaces[run_id] = RunSpaces.restore(run_id, self._entries.pop(run_id, ()))
-        spaces = self._spaces[run_id]
+        spaces = self._spaces.get(run_id) or RunSpaces(run_id)
         spaces.check_round(round, current_round or 0)
         return spaces
 
 
 class _States:
-    def __init__(self, entries: Iterable[StoreChange]) -> None:
-        try:
-            self._states = States.restore(entries)
-        except ValueError as error:
-            raise JournalError(f"the journal can't be read by this version: {error}") from error
+    def __init__(self, states: States) -> None:
+        self._states = states
 
     def get(self, run_id: str) -> FencedState | None:
         held = self._states.held(run_id)

@@ -12,6 +12,7 @@ from rallypoint.rendezvous.core import leases
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.snapshot import RunSnapshot, restore
 from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import JournalError, Record, Recovered
@@ -32,8 +33,8 @@ def recover_runs(
     now: float,
     to_wall: float = 0.0,
     least_lease: float = leases.LEAST_TERM_AFTER_RESTART,
-) -> tuple[dict[str, HostedRun], dict[str, Numbers]]:
-    """Every run as the journal has it, and the numbers of those that expired.
+) -> Work[tuple[dict[str, HostedRun], dict[str, Numbers]]]:
+    """Every run as the journal has it, and the numbers of those that expired. Gradually, record by record.
 
     Args:
         recovered: What the journal held.
@@ -56,6 +57,7 @@ def recover_runs(
                 runs[checkpoint.run_id] = HostedRun(
                     restore(snapshot, now, to_wall), new_history(), checkpoint=snapshot.revision
                 )
+            yield
         for record in recovered.records:
             run = runs.get(record.run_id)
             if run is None:
@@ -63,12 +65,14 @@ def recover_runs(
                 state = RunState(record.run_id, revision=numbers.revision, round=numbers.round)
                 run = runs[record.run_id] = HostedRun(state, new_history(), checkpoint=numbers.revision)
             _fold(run, record, now, to_wall)
+            yield
     except (ValueError, DecodeError) as error:
         raise JournalError(f"the journal can't be read by this version: {error}") from error
     for run in runs.values():
         run.recorded = run.state.revision
         run.keep_writable_round()
         leases.restart_leases(run.state, now, least_lease)
+        yield
     return runs, expired
 
 

@@ -16,8 +16,9 @@ from rallypoint.rendezvous.core.snapshot import take_snapshot, take_tombstone
 from rallypoint.rendezvous.core.state import RunState
 from rallypoint.rendezvous.errors import Draining, NotOwner, Refusal
 from rallypoint.rendezvous.fact_log import log_fact
+from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.guard import CheckOwned, always_owned
-from rallypoint.rendezvous.history import Histories
+from rallypoint.rendezvous.history import Histories, KeptEvents
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import (
     Checkpoint,
@@ -75,7 +76,7 @@ class DurableRuns:
         check_owned: CheckOwned = always_owned,
         lag: LagSettings | None = None,
     ) -> None:
-        """Set up; `recover` and `serve` make it work.
+        """Set up; `recover` or `recovering`, and `serve`, make it work.
 
         Args:
             journal: Opened already; what it held goes to `recover`.
@@ -114,7 +115,13 @@ class DurableRuns:
         self._streams_over: Callable[[str], Exception] | None = None
 
     def recover(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> None:
-        """Take over what the journal held. Every lease and every deadline gets a full new term.
+        """As `recovering`, at once: it holds the event loop for some 30 us per record."""
+        finish(self.recovering(recovered, least_lease))
+
+    def recovering(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> Work[None]:
+        """Take over what the journal held, gradually. Every lease and every deadline gets a full new term.
+
+        To be finished before anything else is asked of the service; if it is not, there is only `release`.
 
         Args:
             recovered: What the journal held.
@@ -123,15 +130,23 @@ class DurableRuns:
         Raises:
             JournalError: A record is missing, or of a newer version.
         """
+        self._lease_clock.look(waited=False)
         now = self._now()
-        self._runs, self._expired = recover_runs(
-            recovered, self._histories.open, now, self._to_wall(), least_lease
+        # Apart, so that a recovery that fails shortens nobody's history.
+        apart = KeptEvents()
+        self._runs, self._expired = yield from recover_runs(
+            recovered, lambda: self._histories.open(apart), now, self._to_wall(), least_lease
         )
+        yield from self._histories.make_room(apart)
+        # Nodes could not show meanwhile that they are alive.
+        self._lease_clock.look(waited=True)
+        now = self._now()
         self._run_count.add(len(self._runs))
-        self._histories.keep_within()
-        for run_id in self._runs:
+        for run_id, run in self._runs.items():
+            self._histories.take_in(run.history)
             # What must happen by now, happens as soon as the engine is served.
             self._schedule.put(run_id, now)
+            yield
         self._wake.set()
         if self._runs:
             # A replica takes over dozens of shards at a time, and tells of them together.

@@ -12,12 +12,15 @@ from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import NotOwner, Refusal
 from rallypoint.rendezvous.fenced_state.core import SPACE, StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL, FencedStateService
+from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.guard import checked_by
-from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost
+from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.reader import RunsReader
 from rallypoint.rendezvous.shares import Totals
+from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.store.limits import StoreLimits
+from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.tracked_journal import TrackedJournal
 from rallypoint.serving.lag import LagSettings
@@ -53,7 +56,7 @@ class Shard:
         states: FencedStateService,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Put together what `open_shard` has made, and begin to work."""
+        """Put together what `open_shard` has restored, and begin to work."""
         self.engine = engine
         self.store = store
         self.states = states
@@ -63,6 +66,7 @@ class Shard:
         self._retiring: asyncio.Task[None] | None = None
         self._halted = False
         self._serving = [asyncio.create_task(self._serve(each)) for each in (engine.serve, states.serve)]
+        store.begin()
 
     @property
     def runs(self) -> RunsReader:
@@ -173,9 +177,12 @@ async def open_shard(
     guard: Callable[[], None] | None = None,
     least_lease: float = LEAST_TERM_AFTER_RESTART,
     lag: LagSettings | None = None,
+    slices: Slices | None = None,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> Shard:
     """Open a journal, recover what it holds, and begin to work on it.
+
+    If that fails, or is cancelled, the journal is closed again, and nothing is left counted in `totals`.
 
     Args:
         journal: Not opened yet. The shard closes it when it is retired.
@@ -192,11 +199,13 @@ async def open_shard(
             that is not told, and whoever asked is refused with NotOwner. None: nobody else can ever own the runs.
         least_lease: How long leases that the journal holds live at least, seconds.
         lag: How pauses of this process are noticed and forgiven.
+        slices: Where what was read is restored, one shard at a time; None: there is no other that would be.
         on_failure: Called once, if the journal breaks: nothing can be changed any more. If it broke because
             ownership was lost, the shard has halted by itself.
 
     Raises:
-        JournalError: The journal can't be opened, or not be read by this version. It is closed again.
+        JournalError: The journal can't be opened, or not be read by this version.
+        Exception: What `guard` raised once everything was restored.
     """
     journal = tracked = TrackedJournal(journal)
     recovered = await journal.open()
@@ -225,34 +234,54 @@ async def open_shard(
         check_owned=check_owned,
         lag=lag,
     )
+    states = FencedStateService(
+        journal,
+        clock=clock,
+        draw=draw,
+        check_lease=engine.check_lease,
+        check_owned=check_owned,
+        settled=engine.settled,
+        limits=state_limits,
+        totals=totals,
+        ttl=state_ttl,
+    )
+    store = StoreService(
+        journal,
+        engine.writable_round,
+        limits=store_limits,
+        on_journal_failure=fail,
+        check_lease=engine.check_lease,
+        check_owned=check_owned,
+        settled=engine.settled,
+    )
     try:
-        engine.recover(recovered, least_lease)
-        states = FencedStateService(
-            journal,
-            [entry for entry in recovered.store_entries if entry.round == SPACE],
-            clock=clock,
-            draw=draw,
-            check_lease=engine.check_lease,
-            check_owned=check_owned,
-            settled=engine.settled,
-            limits=state_limits,
-            totals=totals,
-            ttl=state_ttl,
-        )
-        # Last: it begins to delete at once what a store that was killed left behind.
-        store = StoreService(
-            journal,
-            engine.writable_round,
-            [entry for entry in recovered.store_entries if entry.round != SPACE],
-            limits=store_limits,
-            on_journal_failure=fail,
-            check_lease=engine.check_lease,
-            check_owned=check_owned,
-            settled=engine.settled,
-        )
+        await (slices or Slices()).carry_out(_restoring(recovered, least_lease, engine, states, store))
+        if guard is not None:
+            # That may have taken seconds, and waiting for its turn some more: the runs may be another's by now.
+            guard()
     except BaseException:
         engine.release()
+        states.release()
         await journal.close()
         raise
     shards.append(Shard(tracked, engine, store, states, on_failure))
     return shards[0]
+
+
+def _restoring(
+    recovered: Recovered,
+    least_lease: float,
+    engine: RendezvousEngine,
+    states: FencedStateService,
+    store: StoreService,
+) -> Work[None]:
+    """Restore all that a journal held, in services which nobody knows of before that is done."""
+    of_states: list[StoreChange] = []
+    of_stores: list[StoreChange] = []
+    for entry in recovered.store_entries:
+        (of_states if entry.round == SPACE else of_stores).append(entry)
+        yield
+    yield from states.restoring(of_states)
+    yield from store.restoring(of_stores)
+    # Last: it makes room among the events of other shards, and leases begin to run out.
+    yield from engine.recovering(recovered, least_lease)

@@ -24,6 +24,7 @@ from rallypoint.rendezvous.fenced_state.refusals import (
     StatesFull,
     TooManyStates,
 )
+from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.refusals import OperationReused, OperationSuperseded
@@ -74,7 +75,7 @@ class Ledger:
 
     def restart(self) -> None:
         before = self.states.used_bytes
-        self.states = States.restore(self.entries())
+        self.states = finish(States.restore(self.entries()))
         assert self.states.used_bytes == before
 
     def current(self, run_id: str = RUN) -> FencedState | None:
@@ -272,4 +273,4 @@ def test_states_are_bounded_by_bytes() -> None:
 )
 def test_entries_of_others_are_not_guessed_at(entry: StoreChange) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        States.restore([entry])
+        finish(States.restore([entry]))

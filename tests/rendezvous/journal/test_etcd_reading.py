@@ -6,6 +6,7 @@ import pytest
 
 from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.journal.etcd import head_revision
+from rallypoint.rendezvous.journal.etcd_reading import interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import JournalError, Recovered
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rendezvous.journal.entries import change, checkpoint, record
@@ -142,3 +143,14 @@ async def test_many_keys_are_read_like_few(shelf: EtcdShelf) -> None:
     await shelf.put("mine", b"x")
     await journal.close()
     assert "is damaged (" in await _refused(shelf)
+
+
+async def test_a_journal_is_made_sense_of_in_many_parts(shelf: EtcdShelf) -> None:
+    """One per key, and one per record: whoever serves runs meanwhile has its turn between any two."""
+    journal = shelf.journal()
+    await journal.open()
+    await journal.append([record(revision) for revision in range(1, 301)])
+    await journal.append([change(f"k{number}", b"value") for number in range(50)])
+    await journal.close()
+    pairs = await read_pairs(shelf.client, shelf.place.space)
+    assert sum(1 for _ in interpret(shelf.place.space, pairs)) >= 300 + 2 * 50

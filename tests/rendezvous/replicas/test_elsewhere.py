@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,19 +13,26 @@ from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.errors import EtcdAway, NotOwner
+from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.journal.etcd import EtcdJournal, Owner, Place
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
 from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.store.ports import StoreChange
+from rendezvous.turn_counter import TickingClock
 
 pytestmark = NEEDS_ETCD
+
+_T = TypeVar("_T")
 
 
 class Readers:
     """What reads a prefix, and how often it read whole shards."""
 
-    def __init__(self, client: EtcdClient, prefix: str, most_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, client: EtcdClient, prefix: str, most_bytes: int = 1 << 20, slices: Slices | None = None
+    ) -> None:
         self.now = 0.0
         self.reading_takes = 0.0
         self.owner: str | None = None
@@ -36,12 +43,14 @@ class Readers:
             self._build,
             refuse=self._refuse,
             clock=lambda: self.now,
+            slices=slices,
             most_bytes=most_bytes,
         )
 
-    def _build(self, shard: int, recovered: Recovered) -> Any:  # stands for its own reader
+    def _build(self, shard: int, recovered: Recovered) -> Work[Any]:  # it stands for its own reader
         self.built.append(shard)
         self.now += self.reading_takes
+        yield
         return recovered
 
     def _refuse(self, shard: int) -> None:
@@ -76,6 +85,18 @@ async def journals(client: EtcdClient, address: EtcdAddress) -> AsyncIterator[li
     for journal in opened:
         await journal.close()
     await session.close()
+
+
+class _Busy(Slices):
+    """Counts who came to have work done."""
+
+    def __init__(self) -> None:
+        super().__init__(TickingClock(0.001))
+        self.came = 0
+
+    async def carry_out(self, work: Work[_T]) -> _T:
+        self.came += 1
+        return await super().carry_out(work)
 
 
 def _entry(value: bytes) -> StoreChange:
@@ -151,6 +172,41 @@ async def test_a_shard_that_takes_long_and_changes_is_left_to_its_owner(
     await journals[0].append([_entry(b"3")])
     readers.now += 20.0
     assert await readers.values(0) == [b"3"]
+
+
+async def test_whoever_wants_all_shards_is_never_sent_to_an_owner(
+    readers: Readers, journals: list[EtcdJournal]
+) -> None:
+    """Two owners of shards that take long and change would send it to each other for ever."""
+    readers.reading_takes, readers.owner = 1.0, "owner:1"
+    await journals[0].append([_entry(b"1")])
+    assert await readers.values(0) == [b"1"]
+    await journals[0].append([_entry(b"2")])
+    found = await readers.elsewhere.readers(range(3), 3)
+    assert [each.value for each in found[0].store_entries] == [b"2"]  # type: ignore[attr-defined]
+    await journals[0].append([_entry(b"3")])
+    with pytest.raises(NotOwner):  # who wants that one alone still is
+        await readers.values(0)
+
+
+async def test_waiting_for_other_work_of_the_process_is_no_reason_to_refuse(
+    client: EtcdClient, address: EtcdAddress, journals: list[EtcdJournal]
+) -> None:
+    """A small shard is read in no time, however long it waited behind those of a take-over."""
+    slices = _Busy()
+    readers = Readers(client, address.prefix, slices=slices)
+    readers.owner = "owner:1"
+
+    def taking_over() -> Work[None]:
+        while slices.came < 2:
+            yield
+        readers.now += 60.0
+
+    await journals[0].append([_entry(b"1")])
+    values, _ = await asyncio.gather(readers.values(0), slices.carry_out(taking_over()))
+    assert values == [b"1"]
+    await journals[0].append([_entry(b"2")])
+    assert await readers.values(0) == [b"2"]
 
 
 async def test_without_etcd_nothing_is_told(address: EtcdAddress) -> None:

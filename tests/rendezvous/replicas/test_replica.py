@@ -317,7 +317,7 @@ async def test_replicas_that_disagree_about_the_shards_do_not_mix(address: EtcdA
         await shared_out(a)
         async with served(address, "b", shards=16) as b:
             await until(lambda: bool(b.failures), "b to be refused")
-            assert "has 8 shards, and --journal asks for 16" in str(b.failures[0])
+            assert "has 8 shards, not 16" in str(b.failures[0])
 
 
 async def test_a_start_without_etcd_waits_for_it(address: EtcdAddress) -> None:

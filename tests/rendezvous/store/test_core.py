@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.core.refusals import Refused
+from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import RESERVED, Operation
@@ -173,7 +174,7 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
             rows.pop((entry.round, entry.key), None)
             if entry.value is not None:
                 rows[entry.round, entry.key] = entry
-    restored = RunSpaces.restore(RUN, data.draw(st.permutations(list(rows.values()))))
+    restored = finish(RunSpaces.restore(RUN, data.draw(st.permutations(list(rows.values())))))
     assert contents(restored) == contents(run)
     assert restored.used_bytes == run.used_bytes
     assert run.used_bytes == sum(
@@ -323,9 +324,8 @@ def test_records_are_bounded_and_the_longest_unused_go() -> None:
     commit(run, [write(0, 2)], limits)  # slot 1 is now the one unused for longest
     commit(run, [write(3, 1), write(0, 3)], limits)
     assert [key.rpartition("/")[2] for key in run.operations(0)] == ["2", "3", "0"]
-    restored = RunSpaces.restore(
-        RUN, [StoreChange(RUN, 0, k, r.encode()) for k, r in run.operations(0).items()]
-    )
+    kept = [StoreChange(RUN, 0, k, r.encode()) for k, r in run.operations(0).items()]
+    restored = finish(RunSpaces.restore(RUN, kept))
     commit(restored, [write(4, 1)], limits)
     assert [key.rpartition("/")[2] for key in restored.operations(0)] == ["3", "0", "4"]
 

@@ -6,7 +6,7 @@ draft's entries durable and only then applies it, so what readers see is durable
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
@@ -135,8 +135,8 @@ class States:
         self.used_bytes = 0
 
     @classmethod
-    def restore(cls, entries: Iterable[StoreChange]) -> States:
-        """Build the states from a journal's entries, one per key.
+    def restore(cls, entries: Iterable[StoreChange]) -> Generator[None, None, States]:
+        """Build the states from a journal's entries, one per key; gradually (see `gradual.Work`).
 
         Raises:
             ValueError: An entry is not one of ours, or of a newer version.
@@ -157,11 +157,13 @@ class States:
                 raise ValueError(
                     f"unknown entry {entry.key!r} of run {entry.run_id!r} among the fenced states"
                 )
+            yield
         states = cls()
         for run_id, state in current.items():
             # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
             records = sorted(operations.get(run_id, {}).items(), key=lambda item: item[1].stamp)
             states.apply(run_id, Held(state, dict(records)))
+            yield
         return states
 
     def __len__(self) -> int:

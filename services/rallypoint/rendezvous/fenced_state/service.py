@@ -21,6 +21,7 @@ from rallypoint.rendezvous.fenced_state.core import (
 from rallypoint.rendezvous.fenced_state.last_used import LastUsed
 from rallypoint.rendezvous.fenced_state.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES
+from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.guard import CheckOwned, always_owned
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.shares import Share, Totals
@@ -86,11 +87,11 @@ class FencedStateService:
         totals: Totals | None = None,
         ttl: float = DEFAULT_TTL,
     ) -> None:
-        """Build the states from what their journal holds; `serve` makes the service work.
+        """Build the states from what their journal holds, at once; `serve` makes the service work.
 
         Args:
             journal: Where states become durable.
-            entries: What the journal holds in the space `core.SPACE`. Every state gets a full new time to live.
+            entries: What the journal holds in the space `core.SPACE`. Where that may be much, see `restoring`.
             clock: Monotonic seconds.
             draw: Returns so many random bytes, never the same ones again: the fence stands on it.
             check_lease: Refuses a node that doesn't hold its lease. Asked when a set that names a writer is decided.
@@ -110,18 +111,11 @@ class FencedStateService:
         self._settled = settled
         self._check_owned = check_owned
         self._limits = limits or StateLimits()
-        try:
-            self._states = States.restore(entries)
-        except ValueError as error:
-            raise JournalError(f"the journal can't be read by this version: {error}") from error
+        self._states = States()
         self._used = LastUsed(ttl)
-        for run_id in self._states.runs():
-            self._used.touch(run_id, clock())
         self._watchers: dict[str, set[Slot[StateView]]] = {}
         totals = totals or Totals()
         self._count, self._bytes = Share(totals.states), Share(totals.state_bytes)
-        self._count.add(len(self._states))
-        self._bytes.add(self._states.used_bytes)
         self._watching = Share(totals.state_watchers)
         self._queue: list[_Pending] = []
         self._queued_bytes = Share(totals.state_queued_bytes)
@@ -131,6 +125,25 @@ class FencedStateService:
         self._forgotten: set[str] = set()
         self._wake = asyncio.Event()
         self._closed: Refusal | None = None
+        finish(self.restoring(entries))
+
+    def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
+        """Build the states from what their journal holds, gradually. Every state gets a full new time to live.
+
+        To be finished before anything is asked of the service. It counts nothing before its end.
+
+        Raises:
+            JournalError: An entry can't be read by this version.
+        """
+        try:
+            self._states = yield from States.restore(entries)
+        except ValueError as error:
+            raise JournalError(f"the journal can't be read by this version: {error}") from error
+        now = self._clock()
+        for run_id in self._states.runs():
+            self._used.touch(run_id, now)
+        self._count.add(len(self._states))
+        self._bytes.add(self._states.used_bytes)
 
     @property
     def watcher_count(self) -> int:

@@ -24,6 +24,7 @@ from rallypoint.rendezvous.journal.etcd_reading import (
     read_space,
 )
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
+from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rallypoint.serving.attempts import Pace
 
@@ -62,6 +63,7 @@ class EtcdJournal:
         pool: CommitPool | None = None,
         pace: Pace | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
+        slices: Slices | None = None,
     ) -> None:
         """Own nothing yet.
 
@@ -73,6 +75,7 @@ class EtcdJournal:
             pool: Through which commits go; all journals of a process share one. None: one of its own.
             pace: How time passes between attempts.
             draw: So many random bytes.
+            slices: Where what is read is made sense of; all journals of a process share one. None: one of its own.
         """
         self._client = client
         self._session = session
@@ -81,6 +84,7 @@ class EtcdJournal:
         self._fence = Fence(
             client, session, place, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
         )
+        self._slices = slices or Slices()
         self._contents = Contents()
         self._head = EtcdHead(version=VERSION)
         self._pending: deque[tuple[Sequence[Entry], asyncio.Future[None]]] = deque()
@@ -105,7 +109,7 @@ class EtcdJournal:
         try:
             await self._fence.claim(self._owner)
             # Read after the claim: a commit of an owner before us is in it, or is none.
-            space = await read_owned(self._client, self._place.space)
+            space = await read_owned(self._client, self._place.space, self._slices)
             self._contents, self._head = space.contents, space.head
             self._fence.head_revision = space.head_revision
             if space.unfinished:

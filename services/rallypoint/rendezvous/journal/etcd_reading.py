@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import KeyValue, Put, prefix_end
+from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.journal.etcd_keys import (
     HEAD,
     STAGED,
@@ -24,14 +24,12 @@ from rallypoint.rendezvous.journal.etcd_plan import unstage
 from rallypoint.rendezvous.journal.etcd_values import DamagedValue, unseal
 from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
 from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
+from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
 
 VERSION = 1
 """Of how the keys of a space are laid out."""
-
-# More keys than these are made sense of on a thread, so that the lease is kept alive meanwhile: some 10 ms.
-_MANY = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,8 @@ class Space:
 async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
     """What a journal holds, linearizably: every commit that was told before this was called.
 
+    For whoever reads one now and then: making sense of it holds the event loop for as long as it takes.
+
     Args:
         client: Of the etcd.
         space: What the journal's keys begin with.
@@ -79,16 +79,22 @@ async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
         JournalError: It is damaged, or of a newer version.
         EtcdError: It can't be read.
     """
-    found = await read_owned(client, space)
+    found = finish(interpret(space, await read_pairs(client, space)))
     return SpaceRead(found.recovered, found.head_revision)
 
 
-async def read_owned(client: EtcdClient, space: bytes) -> Space:
-    """The same, for its owner."""
-    snapshot = await client.get(space, prefix_end(space))
-    if len(snapshot.pairs) > _MANY:
-        return await asyncio.to_thread(interpret, space, snapshot.pairs)
-    return interpret(space, snapshot.pairs)
+async def read_owned(client: EtcdClient, space: bytes, slices: Slices) -> Space:
+    """The same for its owner, made sense of in slices."""
+    return await slices.carry_out(interpret(space, await read_pairs(client, space)))
+
+
+async def read_pairs(client: EtcdClient, space: bytes) -> Sequence[KeyValue]:
+    """The keys of a space in their order, linearizably, as they were at one revision.
+
+    Raises:
+        EtcdError: They can't be read.
+    """
+    return (await client.get(space, prefix_end(space))).pairs
 
 
 async def head_revision(client: EtcdClient, space: bytes) -> int:
@@ -101,15 +107,15 @@ async def head_revision(client: EtcdClient, space: bytes) -> int:
     return snapshot.pairs[0].mod_revision if snapshot.pairs else 0
 
 
-def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Space:
-    """Make sense of all keys of a space, as they were at one revision.
+def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Work[Space]:
+    """Make sense of all keys of a space, gradually.
 
     Raises:
         JournalError: It is damaged, or of a newer version.
     """
     where = space.decode(errors="replace").rstrip("/")
     try:
-        return _interpret(where, space, pairs)
+        return (yield from _interpret(where, space, pairs))
     except (ValueError, DecodeError) as error:
         raise JournalError(
             f"the journal in etcd under {where} is damaged ({' '.join(str(error).split())}) and was not touched; "
@@ -117,10 +123,17 @@ def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Space:
         ) from error
 
 
-def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Space:
-    values = {pair.key.removeprefix(space): pair.value for pair in pairs}
+def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Space]:
+    values: dict[bytes, bytes] = {}
+    staged: dict[bytes, bytes] = {}
+    revision = 0
+    for pair in pairs:
+        key = pair.key.removeprefix(space)
+        (staged if key.startswith(STAGED) else values)[key] = pair.value
+        if key == HEAD:
+            revision = pair.mod_revision
+        yield
     content = values.pop(HEAD, None)
-    staged = {key: values.pop(key) for key in [key for key in values if key.startswith(STAGED)]}
     if content is None:
         if values:
             raise ValueError("its head is missing")
@@ -134,8 +147,9 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Space:
     unfinished = list(_staged_changes(head, staged))
     for change in unfinished:
         _overlay(values, change)
+        yield
     reader = _Reader(values)
-    recovered = reader.read()
+    recovered = yield from reader.read()
     contents = reader.contents
     for what, found, known in (
         ("packs of records", contents.pack_count, head.packs),
@@ -143,7 +157,6 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Space:
     ):
         if found != known:
             raise ValueError(f"it has {found} {what}, where its head counts {known}")
-    revision = next(pair.mod_revision for pair in pairs if pair.key == space + HEAD)
     abandoned = bool(staged) and not head.staged_parts
     return Space(recovered, contents, head, revision, unfinished, abandoned)
 
@@ -175,7 +188,7 @@ class _Reader:
         self._parts = 0
         self.contents = Contents()
 
-    def read(self) -> Recovered:
+    def read(self) -> Work[Recovered]:
         checkpoints: list[Checkpoint] = []
         packs: list[tuple[bytes, PackKey]] = []
         entries: list[tuple[bytes, EntryKey]] = []
@@ -191,8 +204,16 @@ class _Reader:
                 packs.append((key, parsed))
             else:
                 entries.append((key, parsed))
-        records = [record for key, parsed in packs for record in self._records(key, parsed)]
-        store_entries = [self._entry(key, parsed) for key, parsed in entries]
+            yield
+        records: list[Record] = []
+        for key, pack in packs:
+            for record in self._records(key, pack):
+                records.append(record)
+                yield
+        store_entries: list[StoreChange] = []
+        for key, entry in entries:
+            store_entries.append(self._entry(key, entry))
+            yield
         if further != self._parts:
             raise DamagedValue(f"it has {further} further parts of values, where they count {self._parts}")
         for checkpoint in checkpoints:

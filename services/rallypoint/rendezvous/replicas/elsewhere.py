@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
-from rallypoint.etcd.values import Get, Txn
+from rallypoint.etcd.values import Get, KeyValue, Txn
 from rallypoint.rendezvous.errors import EtcdAway
-from rallypoint.rendezvous.journal.etcd import head_revision, read_space
+from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.journal.etcd_keys import HEAD
+from rallypoint.rendezvous.journal.etcd_reading import head_revision, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.shared_read import SharedRead
+from rallypoint.rendezvous.slices import Slices
 
 _MOST_BYTES = 64 * 1024 * 1024
 """Of what is kept, as it is in etcd; in memory it takes some times that. More spares reading large shards again that
@@ -48,10 +50,11 @@ class Elsewhere:
         self,
         client: EtcdClient,
         keys: Keys,
-        build: Callable[[int, Recovered], RunReader],
+        build: Callable[[int, Recovered], Work[RunReader]],
         *,
         refuse: Callable[[int], None],
         clock: Callable[[], float],
+        slices: Slices | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
         """Read nothing yet.
@@ -62,6 +65,7 @@ class Elsewhere:
             build: Makes a reader of what the journal of a shard holds.
             refuse: Sends whoever wants to read a shard to its owner, by raising NotOwner, if it has one elsewhere.
             clock: Monotonic seconds.
+            slices: Where what was read is built; whatever else takes long in the process shares it. None: nothing does.
             most_bytes: What is kept of shards that were read, the latest read first; one is always kept.
         """
         self._client = client
@@ -69,9 +73,12 @@ class Elsewhere:
         self._build = build
         self._refuse = refuse
         self._clock = clock
+        self._slices = slices or Slices()
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._reads: dict[int, SharedRead[RunReader]] = {}
+        # Shards that are read next however long it takes: somebody who shares that read must not be refused.
+        self._not_refused: set[int] = set()
         self._heads: SharedRead[Mapping[int, int]] = SharedRead(self._read_heads)
         self._shards = 0
 
@@ -83,6 +90,9 @@ class Elsewhere:
             NotOwner: It is large, changes all the time, and has an owner who should be asked.
             JournalError: What is there can't be read by this version.
         """
+        return await self._ask(shard)
+
+    async def _ask(self, shard: int) -> RunReader:
         read = self._reads.get(shard)
         if read is None:
             read = self._reads[shard] = SharedRead(partial(self._read, shard))
@@ -94,8 +104,10 @@ class Elsewhere:
     async def readers(self, wanted: Collection[int], shards: int) -> dict[int, RunReader]:
         """Several of all `shards` shards: in one request, where most did not change.
 
+        Nobody is sent to an owner: who wants them all would be sent on by that one, for the shards of others, and on.
+
         Raises:
-            EtcdAway, NotOwner, JournalError: As `reader`.
+            EtcdAway, JournalError: As `reader`.
         """
         self._shards = shards
         try:
@@ -111,7 +123,9 @@ class Elsewhere:
 
         async def read(shard: int) -> None:
             async with room:
-                found[shard] = await self.reader(shard)
+                # In one step with asking: it is the read that we share which takes note of it.
+                self._not_refused.add(shard)
+                found[shard] = await self._ask(shard)
 
         await asyncio.gather(*(read(shard) for shard in wanted if shard not in found))
         return found
@@ -128,6 +142,8 @@ class Elsewhere:
         return found
 
     async def _read(self, shard: int) -> RunReader:
+        may_refuse = shard not in self._not_refused
+        self._not_refused.discard(shard)
         space = self._keys.space(shard)
         kept = self._kept.get(shard)
         # Read of etcd's leader, after whoever asks has asked: if it says that nothing was committed since, what we have
@@ -136,26 +152,31 @@ class Elsewhere:
             if await head_revision(self._client, space) == kept.revision:
                 self._kept.move_to_end(shard)
                 return kept.reader
-            if self._clock() < kept.rest_until:
+            if may_refuse and self._clock() < kept.rest_until:
                 self._refuse(shard)
         began = self._clock()
-        found = await read_space(self._client, space)
-        reader = self._build(shard, found.recovered)
-        now = self._clock()
-        rest = _REST * (now - began) if now - began > _LONG else 0.0
-        self._kept[shard] = _Kept(found.head_revision, reader, _bytes(found.recovered), now + rest)
+        pairs = await read_pairs(self._client, space)
+        kept = await self._slices.carry_out(self._keeping(shard, pairs, self._clock() - began))
+        self._kept[shard] = kept
         self._kept.move_to_end(shard)
         self._keep_within()
-        return reader
+        return kept.reader
+
+    def _keeping(self, shard: int, pairs: Sequence[KeyValue], reading: float) -> Work[_Kept]:
+        """What is kept of a shard whose keys took so many seconds to come."""
+        began = self._clock()
+        size = 0
+        for pair in pairs:
+            size += len(pair.key) + len(pair.value)
+            yield
+        found = yield from interpret(self._keys.space(shard), pairs)
+        reader = yield from self._build(shard, found.recovered)
+        now = self._clock()
+        took = reading + now - began
+        return _Kept(found.head_revision, reader, size, now + (_REST * took if took > _LONG else 0.0))
 
     def _keep_within(self) -> None:
         total = sum(kept.bytes for kept in self._kept.values())
         while total > self._most_bytes and len(self._kept) > 1:
             _, dropped = self._kept.popitem(last=False)
             total -= dropped.bytes
-
-
-def _bytes(recovered: Recovered) -> int:
-    contents = sum(len(each.content) for each in recovered.checkpoints)
-    contents += sum(len(each.content) for each in recovered.records)
-    return contents + sum(len(each.key) + len(each.value or b"") for each in recovered.store_entries)

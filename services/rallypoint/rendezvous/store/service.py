@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from rallypoint.rendezvous.core.refusals import RunNotFound
 from rallypoint.rendezvous.errors import Draining, Refusal, going_away
+from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.guard import CheckOwned, always_owned
+from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import (
@@ -46,19 +48,21 @@ class StoreService:
         check_owned: CheckOwned = always_owned,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Build the store from what its journal holds; to be called in the event loop that it is served by.
+        """Build the store from what its journal holds, at once; to be called in the event loop that it is served by.
 
         Args:
             journal: Where writes become durable.
             current_round: The one round of a run whose workers may write, 0 before the first; None: there is no
                 such run.
-            entries: What the journal holds. Those of rounds that are over, and of runs that there are not, are
-                deleted from it: a store that was killed may have left them behind.
+            entries: What the journal holds; see `begin`. Where that may be much, see `restoring`.
             limits: Bounds of each run.
             check_lease: Refuses a node that may not write: it doesn't hold the lease. Asked when a write is decided.
             settled: Returns when what a lease was refused for is durable: nobody is told of it before.
             check_owned: Raises NotOwner once the runs may be another process's.
             on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
+
+        Raises:
+            JournalError: An entry can't be read by this version.
         """
         self._current_round = current_round
         self._settled = settled
@@ -74,20 +78,38 @@ class StoreService:
         )
         self._runs: dict[str, RunStore] = {}
         self._closed: Refusal | None = None
+        finish(self.restoring(entries))
+        self.begin()
+
+    def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
+        """Build the store from what its journal holds, gradually; `begin` is to follow before anything is asked of it.
+
+        Raises:
+            JournalError: An entry can't be read by this version.
+        """
         by_run: dict[str, list[StoreChange]] = {}
         for entry in entries:
             by_run.setdefault(entry.run_id, []).append(entry)
+            yield
         for run_id, of_run in by_run.items():
-            self._recover(run_id, of_run)
+            try:
+                spaces = yield from RunSpaces.restore(run_id, of_run)
+            except ValueError as error:
+                raise JournalError(f"the journal can't be read by this version: {error}") from error
+            self._runs[run_id] = self._open_run(spaces)
 
-    def _recover(self, run_id: str, entries: list[StoreChange]) -> None:
-        run = self._runs[run_id] = self._open_run(RunSpaces.restore(run_id, entries))
-        current_round = self._current_round(run_id)
-        if current_round is None:
-            run.sweep(run.spaces.forget())
-            self._drop_when_idle(run_id, run)
-        else:
-            run.forget_rounds_before(current_round)
+    def begin(self) -> None:
+        """Begin to delete from the journal what is over: of rounds that have ended, and of runs that there are not.
+
+        A store that was killed may have left that behind. Once begun, the store must be retired or halted.
+        """
+        for run_id, run in [*self._runs.items()]:
+            current_round = self._current_round(run_id)
+            if current_round is None:
+                run.sweep(run.spaces.forget())
+                self._drop_when_idle(run_id, run)
+            else:
+                run.forget_rounds_before(current_round)
 
     async def write(self, run_id: str, write: Write[T]) -> T:
         """Carry a write out; return its answer when it is durable.

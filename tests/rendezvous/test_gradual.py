@@ -1,0 +1,28 @@
+"""Work that is not to be paused is carried out to its end."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.rendezvous.gradual import Work, finish
+
+
+def _count(to: int) -> Work[int]:
+    done = 0
+    for _ in range(to):
+        done += 1
+        yield
+    if to > 5:
+        raise ValueError("too far")
+    return done
+
+
+def test_all_of_it_is_done() -> None:
+    """What comes of it is returned, also if there is nothing to do."""
+    assert [finish(_count(to)) for to in (0, 1, 5)] == [0, 1, 5]
+
+
+def test_its_error_is_raised() -> None:
+    """As it is."""
+    with pytest.raises(ValueError, match="too far"):
+        finish(_count(6))
