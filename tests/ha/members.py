@@ -95,18 +95,26 @@ class Members:
         tasks += [asyncio.create_task(self._watch(each, stopping)) for each in watchers]
         return tasks
 
-    async def agree(self, timeout: float) -> None:
-        """Wait until as many nodes as there is room for have a place in one FINAL round.
+    async def agree(self, timeout: float, *, after: int = 0) -> int:
+        """Wait until as many nodes as there is room for have a place in one FINAL round; its number.
+
+        Args:
+            timeout: Seconds.
+            after: Of a later round than this.
 
         Raises:
             AssertionError: They have not in time.
         """
 
+        def rounds() -> list[int]:
+            return [node.place.round for node in self.crowd.nodes if node.place is not None]
+
         def full() -> bool:
-            rounds = [node.place.round for node in self.crowd.nodes if node.place is not None]
-            return len(rounds) == SETTINGS.max_nodes and len(set(rounds)) == 1
+            found = rounds()
+            return len(found) == SETTINGS.max_nodes and len(set(found)) == 1 and found[0] > after
 
         await self.crowd.until(f"one FINAL round of {self.run_id}", full, timeout)
+        return rounds()[0]
 
     async def _happen(self, stopping: asyncio.Event) -> None:
         """Nodes leave, die, come back, and have workers that fail."""

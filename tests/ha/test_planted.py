@@ -74,7 +74,7 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
     stopping = asyncio.Event()
     try:
         async with at_work(members.tasks(stopping, happening=False)):
-            await members.agree(PATIENCE)
+            broken = await members.agree(PATIENCE)
             owner = await at.cluster.owner(RUN)
             writer = at.client()
             assert (await writer.set(None, at=owner)).outcome is Outcome.OK
@@ -91,7 +91,8 @@ async def owner_killed_while_it_commits(at: Scene) -> None:
             await setting
             heir = await at.cluster.owner(RUN, but=[owner])
             await _answered(at.client(), heir)
-            await members.agree(PATIENCE)
+            # The heir hears of the failure too. Only then there is nothing more to tell, and the facts can be read.
+            await members.agree(PATIENCE, after=broken)
             stopping.set()
             await members.read_log(at.doors.by_name[heir], PATIENCE)
             await read_facts(at.cluster, at.history, [RUN])

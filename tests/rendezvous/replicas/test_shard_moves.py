@@ -11,6 +11,7 @@ import pytest
 from etcd_server import NEEDS_ETCD
 from log_events import log_events
 from rallypoint.etcd.address import EtcdAddress
+from rallypoint.rendezvous.replicas import waves
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.endpoint import parse_endpoint
@@ -47,7 +48,10 @@ class _Told:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> _Told:
+def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> _Told:
+    # A machine that stalls for a second makes two waves of one.
+    monkeypatch.setattr(waves, "QUIET", 3.0)
+    monkeypatch.setattr(waves, "LONGEST", 30.0)
     return _Told(caplog)
 
 
