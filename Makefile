@@ -58,8 +58,12 @@ test: $(VENV)/.ready ## the whole suite, with what it needs
 
 # SEED=123 replays one with its whole trace; SEEDS=10000 [FIRST=0] plays a range (docs/simulation.md).
 .PHONY: simulate
-simulate: $(VENV)/.ready ## simulated clusters with every kind of trouble: SEEDS=10000, or SEED=123 to replay one
-	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
+simulate: $(VENV)/.ready ## simulated clusters with every kind of trouble: SEEDS=10000, or SEED=123 to replay one; HERD=1, JOINERS=1: other casts
+	PYTHONPATH=tests $(BIN)/python -m simulation $(if $(HERD),--of herds) $(if $(JOINERS),--of joiners) $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
+
+.PHONY: simulate-replicas
+simulate-replicas: $(VENV)/.ready ## simulated replicas over a simulated etcd, with their nodes: SEEDS=10000, or SEED=123 to replay one
+	PYTHONPATH=tests $(BIN)/python -m simulation --of replicas $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
 
 .PHONY: simulate-timers
 simulate-timers: $(VENV)/.ready ## simulated watchdogs, agents and workers that hang: SEEDS=10000, or SEED=123 to replay one
@@ -94,8 +98,9 @@ $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	$(TORCH)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]' torch==2.13.0
 	touch $@
 
+# ONLY=lost runs those of which the name matches; with RALLYPOINT_TORTURE=full at full length (docs/survival.md).
 test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
-	$(TORCH)/bin/pytest -m torch
+	$(TORCH)/bin/pytest -m torch $(if $(ONLY),-k "$(ONLY)")
 
 .PHONY: bench
 bench: $(VENV)/.ready ## figures beside their floors, also in bench.json; ONLY=rendezvous N=1024 narrows (docs/benchmarks.md)

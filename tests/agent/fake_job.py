@@ -47,6 +47,7 @@ class FakeJob:
     stopping: bool = False
     draining: Draining | None = None
     stop_reason: str = ""
+    watchdog_trouble: str = ""
     crew: Any = None
     config: Any = field(default_factory=config)
     changed: Changes = field(default_factory=Changes)

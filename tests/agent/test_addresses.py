@@ -1,12 +1,19 @@
-"""The address that others reach this host at is found without DNS, and the port that workers meet at is free."""
+"""The address that others reach this host at is found without DNS, and the port that workers meet at is theirs."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.addresses import free_port, local_address_towards
+from rallypoint.agent import addresses
+from rallypoint.agent.addresses import MasterPort, is_taken_by_another, local_address_towards
 from rallypoint.serving.settings import SettingError
 
 
@@ -63,19 +70,135 @@ def test_a_name_that_nobody_knows_is_a_one_line_error(monkeypatch: pytest.Monkey
         assert part in text
 
 
-@pytest.mark.parametrize(("address", "family"), [("127.0.0.1", socket.AF_INET), ("node-3", socket.AF_INET)])
-def test_a_free_port_can_be_listened_on(address: str, family: int) -> None:
-    """It is free again when it is given out."""
-    port = free_port(address)
+@pytest.fixture
+def master_port() -> Iterator[MasterPort]:
+    """An agent's."""
+    master_port = MasterPort()
+    yield master_port
+    master_port.close()
+
+
+PLACES = [("0.0.0.0", socket.AF_INET), ("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)]  # noqa: S104
+
+
+def can_be_bound(place: str, family: int, port: int, *options: int) -> bool:
+    """Whether a program gets a port at an address, with such options of its socket."""
     with socket.socket(family, socket.SOCK_STREAM) as taken:
-        taken.bind(("127.0.0.1", port))
+        for option in options:
+            taken.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            taken.bind((place, port))
+        except OSError:
+            return False
+        taken.listen()
+        return True
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_free_port_of_an_ipv6_host_is_an_ipv6_port() -> None:
-    """Workers bind the family of the master's address."""
-    with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as taken:
-        taken.bind(("::", free_port("::1")))
+@pytest.mark.parametrize(("place", "family"), PLACES)
+def test_the_workers_port_is_theirs_alone(master_port: MasterPort, place: str, family: int) -> None:
+    """Until they start it can't be had, whatever a program asks for; then it can be, by the plainest of programs."""
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    port = master_port.reserve()
+    for options in ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,)):
+        assert not can_be_bound(place, family, port, *options)
+    master_port.hand_over()
+    assert can_be_bound(place, family, port)
+
+
+@pytest.mark.parametrize(("place", "family"), PLACES)
+def test_a_port_that_a_program_has_is_not_given_to_workers(
+    master_port: MasterPort, monkeypatch: pytest.MonkeyPatch, place: str, family: int
+) -> None:
+    """At whichever address: where the workers are going to bind is not known."""
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    probe = MasterPort()
+    one, other = probe.reserve(), probe.reserve()
+    probe.close()
+    monkeypatch.setattr(addresses, "_BANDS", [(one, other)])
+    monkeypatch.setattr(secrets, "randbelow", lambda _: 0)
+    with socket.socket(family, socket.SOCK_STREAM) as taken:
+        taken.bind((place, one))
+        assert master_port.reserve() == other
+
+
+def test_agents_of_one_host_never_choose_the_same_port(
+    master_port: MasterPort, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after the workers of the first were started, which have not come to bind theirs yet.
+    Where no port is left, the kernel gives one, and a warning says so."""
+    monkeypatch.setattr(addresses, "_BANDS", [free := _some_free(3)])
+    others = [MasterPort() for _ in range(2)]
+    ports = [each.reserve() for each in others]
+    for each in others:
+        each.hand_over()
+    ports.append(master_port.reserve())
+    assert sorted(ports) == sorted(free)
+    others[0].close()
+    assert master_port.reserve() == ports[0]
+    assert not caplog.records
+    others[0].reserve()
+    assert others[0].reserve() not in free
+    assert "net.ipv4.ip_local_reserved_ports" in caplog.text
+    for each in others:
+        each.close()
+
+
+def _some_free(number: int) -> list[int]:
+    chosen = [MasterPort() for _ in range(number)]
+    ports = [each.reserve() for each in chosen]
+    for each in chosen:
+        each.close()
+    return ports
+
+
+@pytest.mark.parametrize(
+    ("ephemeral", "reserved", "expected"),
+    [
+        ("32768\t60999", "", (61000, 65535)),
+        ("32768\t60999", "61000-65000,65535", (65001, 65534)),
+        ("15000 61000", "", (61001, 65535)),
+        ("32768 65535", "", (20000, 29399)),
+        ("29000 65535", "", (20000, 28999)),
+        ("20000 65535", "", (10000, 19999)),
+        ("1024 65535", "8080,61000-61009", (61000, 61009)),
+    ],
+)
+def test_it_is_no_port_that_the_kernel_gives_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ephemeral: str, reserved: str, expected: tuple[int, int]
+) -> None:
+    """Whoever connects, or binds to any port, gets one of the ephemeral range that is not reserved."""
+    for name, text in (("_EPHEMERAL", ephemeral), ("_RESERVED", reserved)):
+        tmp_path.joinpath(name).write_text(f"{text}\n")
+        monkeypatch.setattr(addresses, name, tmp_path / name)
+    ports = addresses._ports_of_no_other_use()
+    assert (ports[0], ports[-1]) == expected
+
+
+LISTENER = """
+import socket, sys
+listening = socket.create_server(("", 0))
+print(listening.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_port_of_the_workers_is_not_taken_from_them() -> None:
+    """Two workers that bind the same one have a bug of their own, which another port would not mend."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        port = int(program.stdout.readline())
+        assert not is_taken_by_another(port, os.getpid())
+        stranger_to = program.pid
+        assert is_taken_by_another(port, stranger_to)
+        program.communicate()
+    assert not is_taken_by_another(port, stranger_to)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert is_taken_by_another(bound.getsockname()[1], stranger_to)
 
 
 def test_of_several_endpoints_the_first_that_can_be_found_shows_the_way(

@@ -318,3 +318,21 @@ def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
     tale.hears(10.5, core.WorkersGone())
     assert tale.told("STOPPED", "RESTARTED") == []
     assert tale.chronicle.standing is Standing.STOPPED
+
+
+def test_a_watchdog_that_comes_and_goes_says_how_long_it_was_otherwise(tale: Tale) -> None:
+    """From the beginning of the job on."""
+    told = [
+        tale.chronicle.watchdog(up, "the timer service does not answer" * (not up), Moment(at, EPOCH + at))
+        for at, up in ((1.5, True), (10.0, False), (12.0, True))
+    ]
+    assert [(each.name, each.duration) for each in told] == [
+        ("WATCHDOG", 1.5),
+        ("WATCHDOG", 8.5),
+        ("WATCHDOG", 2.0),
+    ]
+    assert [dict(each.details) for each in told] == [
+        {"up": True},
+        {"up": False, "reason": "the timer service does not answer"},
+        {"up": True},
+    ]

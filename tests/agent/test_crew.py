@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,24 @@ async def test_a_process_is_traced_to_its_worker(make: Callable[..., Crew], tmp_
     assert crew.worker_of(1) is None
 
 
+@pytest.mark.parametrize("session", ["", "setsid "])
+async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
+    make: Callable[..., Crew], tmp_path: Path, session: str
+) -> None:
+    """Its parents are gone, and perhaps its session too: the timers that it sets are its worker's all the same."""
+    crew = make(
+        f"({session}sh -c 'echo $$ > $0.new; mv $0.new $0; sleep 60; :' $1/daemon.$LOCAL_RANK &) ; sleep 60"
+    )
+    await crew.start()
+    spawner = crew._spawner.pid
+    for rank, name in enumerate(("0@3", "1@3")):
+        file = tmp_path / f"daemon.{rank}"
+        await until(file.exists, "the daemon")
+        daemon = int(file.read_text())
+        await until(partial(_is_child, daemon, spawner), "its parent's end")
+        assert crew.worker_of(daemon) == name
+
+
 async def test_workers_get_the_environment_of_their_place(
     make: Callable[..., Crew], told: Told, tmp_path: Path
 ) -> None:
@@ -471,3 +490,8 @@ async def test_of_workers_that_all_hang_each_is_examined(
     assert len(_found(tmp_path, "logs/*/attempt_0/*/hang.txt")) == 2
     assert caplog.text.count("a worker hangs, and is being stopped") == 2
     assert told.failures == []
+
+
+def _is_child(pid: int, parent: int | None) -> bool:
+    process = look_up(pid)
+    return process is not None and process.parent == parent

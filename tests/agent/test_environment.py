@@ -41,7 +41,10 @@ SEAT = Assignment(
 
 def environment(config: JobConfig = CONFIG, local_rank: int = 1) -> dict[str, str]:
     """The environment of one worker."""
-    sockets = {"RALLYPOINT_STORE_SOCKET": "/run/agent/store"}
+    sockets = {
+        "RALLYPOINT_STORE_SOCKET": "/run/agent/store",
+        "TORCHELASTIC_TIMER_FILE": "/run/agent/torch.${local_rank}",
+    }
     return worker_environment(
         config, SEAT, 2, local_rank, error_file=Path("/logs/1/error.json"), sockets=sockets
     )
@@ -75,6 +78,7 @@ def test_a_worker_sees_torchruns_variables_and_ours() -> None:
         "RALLYPOINT_ROUND": "5",
         "RALLYPOINT_FENCING_TOKEN": "17",
         "RALLYPOINT_STORE_SOCKET": "/run/agent/store",
+        "TORCHELASTIC_TIMER_FILE": "/run/agent/torch.1",
     }
 
 

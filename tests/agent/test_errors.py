@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +19,10 @@ from rallypoint.agent.errors import (
     FailureKind,
     WorkerFailure,
     describe_failure,
+    failure_of_port,
     failure_to_end,
     failure_to_start,
+    names_taken_address,
 )
 from rallypoint.agent.exit_sentences import sentence
 from rallypoint.agent.logs import WorkerLogs
@@ -239,6 +242,50 @@ def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
 def test_exit_codes_and_signals_speak(how: WorkerExit, expected: str) -> None:
     """Each end by itself is a sentence, with a hint where one is known."""
     assert sentence(how) == expected
+
+
+def test_an_exit_code_that_is_the_programs_own_is_no_signal(logs: WorkerLogs) -> None:
+    """A shell says 128 + N for a child that signal N killed; a Python function or program means what it returns."""
+    assert sentence(ended(138), own_code=True) == "exited with code 138"
+    assert sentence(ended(93), own_code=True).startswith("exited with code 93: as it says")
+    failure = describe_failure(ended(137), logs, rank=3, role="trainer", host="node2", own_code=True)
+    assert (failure.message, failure.exit_code, failure.kind) == (
+        "exited with code 137",
+        137,
+        FailureKind.EXIT_CODE,
+    )
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "said", "expected"),
+    [
+        (1, "OSError: [Errno 98] Address already in use", True),
+        (
+            1,
+            "torch.distributed.DistNetworkError: ... code: -98, name: EADDRINUSE, message: address already in use",
+            True,
+        ),
+        (1, 'panicked: Os { code: 98, kind: AddrInUse, message: "Address already in use" }', True),
+        (1, "ValueError: bad", False),
+        (-6, "OSError: [Errno 98] Address already in use", False),
+    ],
+)
+def test_a_worker_says_that_an_address_was_in_use(exit_code: int, said: str, expected: bool) -> None:
+    """In its message, or among its last lines."""
+    failure = WorkerFailure(0, 0, "trainer", "node2", 4242, exit_code, ENDED, said)
+    assert names_taken_address(failure) is expected
+    assert names_taken_address(replace(failure, message="it broke", traceback=said)) is expected
+
+
+def test_a_port_that_was_taken_comes_before_all_that_it_causes() -> None:
+    """Peers fail of it, perhaps before the worker that could not bind: it counts from the start of the workers."""
+    failure = WorkerFailure(0, 0, "trainer", "node2", 4242, 1, ENDED, "in use", at=50.0)
+    taken = failure_of_port(failure, 61000, 40.0)
+    assert (taken.kind, taken.at, taken.time) == (FailureKind.PORT_TAKEN, 40.0, ENDED)
+    assert (
+        taken.message
+        == "another program of this host took MASTER_PORT 61000 before the workers bound it: in use"
+    )
 
 
 def test_what_is_kept_is_bounded(logs: WorkerLogs) -> None:

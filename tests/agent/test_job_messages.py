@@ -120,3 +120,13 @@ def test_what_a_worker_uses_is_told_while_it_runs() -> None:
     over = worker_message(ended(1, code=0), usage, (17, 2.5))
     assert not over.HasField("usage")
     assert not over.HasField("progress")
+
+
+def test_a_job_whose_workers_nobody_guards_says_why() -> None:
+    """For programs by itself, and for people with what it does."""
+    running_state = AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3)
+    job = told(
+        FakeJob(state=running_state, crew=crew(), watchdog_trouble="the timer service does not answer")
+    )
+    assert job.watchdog_trouble == "the timer service does not answer"
+    assert job.detail == "no watchdog guards the workers: the timer service does not answer"

@@ -144,3 +144,14 @@ def test_what_workers_measure_has_a_bounded_number_of_names() -> None:
 def test_events_that_no_figure_is_made_of_are_nothing_to_stumble_over() -> None:
     """Others may be added at any time."""
     Scraped().hears("SOMETHING_NEW")
+
+
+def test_whether_a_watchdog_guards_the_workers_is_one_figure() -> None:
+    """There from the first time that it is known, and gone with the job."""
+    scraped = Scraped()
+    assert scraped.figure("agent_watchdog_up", run_id="run-1") is None
+    for up in (True, False, True):
+        scraped.hears("WATCHDOG", up=up)
+        assert scraped.figure("agent_watchdog_up", run_id="run-1") == up
+    scraped.hears("SUCCEEDED")
+    assert scraped.figure("agent_watchdog_up", run_id="run-1") is None

@@ -139,7 +139,15 @@ def test_a_paragraph_says_all_that_is_known_of_a_thread() -> None:
             "",
             "waits for a file system in user ",
         ),
+        (
+            "folio_wait_bit_common",
+            ("folio_wait_bit_common", "nfs_file_read"),
+            "",
+            "waits for a network file system (NFS)",
+        ),
+        ("ll_file_io_generic", (), "", "waits for a network file system"),
         ("", (), "futex", "waits for a lock or another thread"),
+        ("", (), "read of /data/nfs/mutex_ib_ (descriptor 3)", ""),
         ("never_heard_of", (), "", ""),
     ],
 )
@@ -150,6 +158,86 @@ def test_wait_channels_are_put_into_words(
     thread = Thread(1, "x", "S", channel, call, stack)
     assert thread.meaning.startswith(meaning)
     assert bool(thread.meaning) == bool(meaning)
+
+
+# As Linux 6.18 tells of processes that are idle, and what that means.
+IDLE = [
+    ("hrtimer_nanosleep", "common_nsleep_timens __x64_sys_clock_nanosleep", "sleeps for a time it chose"),
+    ("do_epoll_wait", "__x64_sys_epoll_wait", "waits for connections or files to be ready"),
+    ("ep_poll", "do_epoll_wait", "waits for connections or files to be ready"),
+    ("poll_schedule_timeout.constprop.0", "do_sys_poll", "waits for connections or files to be ready"),
+    (
+        "poll_schedule_timeout.constprop.0",
+        "do_select core_sys_select",
+        "waits for connections or files to be ready",
+    ),
+    ("io_cqring_wait", "__do_sys_io_uring_enter", ""),
+    ("futex_do_wait", "__futex_wait futex_wait do_futex", "waits for a lock or another thread"),
+    ("anon_pipe_read", "vfs_read ksys_read", "waits for the other end of a pipe"),
+    ("wait_for_partner", "fifo_open do_dentry_open", "waits for the other end of a pipe"),
+    ("inet_csk_accept", "inet_accept do_accept", "waits for the other end of a connection"),
+    ("wait_woken", "sk_wait_data tcp_recvmsg_locked", "waits for the other end of a connection"),
+    ("mptcp_recvmsg", "inet_recvmsg", "waits for the other end of a connection"),
+    ("__skb_wait_for_more_packets", "__skb_recv_udp", "waits for the other end of a connection"),
+    ("unix_stream_read_generic", "unix_stream_recvmsg", "waits for the other end of a connection"),
+    ("do_wait", "kernel_wait4", "waits for a child process"),
+    ("__do_sys_pause", "", "waits for a signal"),
+    ("do_sigtimedwait.isra.0", "__x64_sys_rt_sigtimedwait", "waits for a signal"),
+    ("do_wait_intr_irq", "eventfd_read vfs_read", ""),
+    ("do_wait_intr_irq", "timerfd_read_iter vfs_read", ""),
+    ("signalfd_read_iter", "vfs_read ksys_read", ""),
+    ("wait_woken", "inotify_read vfs_read", ""),
+    ("wait_woken", "n_tty_read tty_read", "waits for a terminal"),
+    ("locks_lock_inode_wait", "__do_sys_flock", "waits for a file that another process has locked"),
+    ("__do_semtimedop", "do_semtimedop", ""),
+    ("do_msgrcv", "", ""),
+    ("wq_sleep", "do_mq_timedreceive", ""),
+    ("fuse_dev_do_read.constprop.0", "fuse_dev_read vfs_read", ""),
+    ("usb_shutdown_wait", "usbdev_ioctl", ""),
+]
+
+
+@pytest.mark.parametrize(("channel", "stack", "meaning"), IDLE)
+def test_an_idle_process_waits_for_nothing_that_could_be_broken(
+    channel: str, stack: str, meaning: str
+) -> None:
+    """With and without the frames of the system call itself, which are below all of them."""
+    for frames in (stack.split(), [*stack.split(), "do_syscall_64", "entry_SYSCALL_64_after_hwframe"]):
+        assert Thread(1, "x", "S", channel, "", (channel, *frames)).meaning == meaning
+
+
+IDLE_PROGRAMS = {
+    "import time; time.sleep(100)": "sleeps for a time it chose",
+    "import asyncio; asyncio.run(asyncio.sleep(100))": "waits for connections or files to be ready",
+    "import select; select.poll().poll()": "waits for connections or files to be ready",
+    "import select; select.select([], [], [])": "waits for connections or files to be ready",
+    "import threading; threading.Event().wait()": "waits for a lock or another thread",
+    "import os; os.read(os.pipe()[0], 1)": "waits for the other end of a pipe",
+    "import socket; socket.create_server(('127.0.0.1', 0)).accept()": "waits for the other end of a connection",
+    "import socket; ends = socket.socketpair(); ends[0].recv(1)": "waits for the other end of a connection",
+    "import os, time; os.waitpid(os.fork() or time.sleep(100), 0)": "waits for a child process",
+    "import signal; signal.pause()": "waits for a signal",
+    "import signal; signal.sigwait([signal.SIGUSR1])": "waits for a signal",
+    "import os; os.read(os.eventfd(0), 8)": "",
+    "import ctypes, os; os.read(ctypes.CDLL(None).inotify_init(), 100)": "",
+}
+
+
+@pytest.mark.parametrize("program", IDLE_PROGRAMS)
+def test_what_this_kernel_says_of_idle_processes_is_understood(program: str) -> None:
+    """A kernel may tell nothing, or by a name that is not known here: then nothing is said, and nothing wrong."""
+    with subprocess.Popen(
+        [sys.executable, "-Sc", f"print('ready', flush=True)\n{program}"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            seen = when(process.pid, lambda look: look.main.state == "S")
+            assert seen.main.meaning in (IDLE_PROGRAMS[program], "")
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_the_thread_that_no_signal_ends_is_found() -> None:

@@ -57,6 +57,8 @@ from rallypoint.agent.options import OPTIONS, OptionError, job_fields, parse_sig
         ("maintenance-command", ["/opt/check"], "maintenance_command", ("/opt/check",)),
         ("drain-timeout", "90", "drain_grace", 90.0),
         ("stall-after", "0", "stall_after", 0.0),
+        ("require-watchdog", "true", "require_watchdog", True),
+        ("watchdog-timeout", "2.5", "watchdog_timeout", 2.5),
     ],
 )  # fmt: skip
 def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: object) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.hang import Hang
+from rallypoint.agent.spawner import descendants
 from rallypoint.agent.timer_fifo import MalformedRequest, TimerFifo, TimerRequest, parse
 from rallypoint.agent.timer_holders import LONGEST, Holders, TimerLimits
 from rallypoint.agent.timer_socket import TimerSocket
@@ -77,20 +79,32 @@ def test_what_is_no_request_is_named(text: bytes, says: str) -> None:
         parse(text)
 
 
+def owner(pid: int, worker: tuple[str, int] | None) -> str | None:
+    """The name of a worker, if a process is that worker or a descendant of it."""
+    family = [worker[1], *(each.pid for each in descendants(worker[1]))] if worker is not None else []
+    return worker[0] if worker is not None and pid in family else None
+
+
 class Host:
     """An agent's pipe, by clocks of the test's."""
 
     def __init__(self, path: Path) -> None:
-        """This process is its only worker."""
+        """This process is its worker; children of it are, too."""
         self.path = path
         self.now, self.wall = 1000.0, WALL
-        self.workers = {os.getpid(): "0@1"}
+        self.worker: tuple[str, int] | None = ("0@1", os.getpid())
         self.timers = RememberedTimers()
         limits = TimerLimits(introduction=0.05)
         self.holders = Holders(
             self.timers, rank_of=lambda worker: None, limits=limits, clock=lambda: self.now
         )
-        self.fifo = TimerFifo(path, self.holders, worker_of=self.workers.get, wall_clock=lambda: self.wall)
+        self.fifo = TimerFifo(
+            path,
+            self.holders,
+            worker=lambda: self.worker,
+            worker_of=lambda pid: owner(pid, self.worker),
+            wall_clock=lambda: self.wall,
+        )
 
     def write(self, *lines: bytes) -> None:
         """As torch's client: each time it opens the pipe, writes and closes it."""
@@ -169,21 +183,126 @@ async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the order in which it wrote; one that stays unknown is not."""
-    host.workers.clear()
+    known, host.worker = host.worker, None
     host.write(line(), line(scope_id="b"), host.release(), line(pid=1))
     await eventually(lambda: len(host.fifo._waiting) == 4)
-    host.workers[os.getpid()] = "0@1"
+    host.worker = known
     host.fifo.introduce()
     assert host.timers.scopes() == ["b"]
     host.now += 1
     await eventually(lambda: host.fifo._waiting == [])
-    assert caplog.text.count("belongs to no worker") == 1
+    assert caplog.text.count("neither this worker nor a descendant of it") == 1
+
+
+async def test_what_was_written_before_a_process_was_known_comes_first(host: Host) -> None:
+    """Or else the start of a timer would be taken after its end, and kill a worker that is done."""
+    known, host.worker = host.worker, None
+    host.write(line())
+    await eventually(lambda: len(host.fifo._waiting) == 1)
+    host.worker = known
+    host.write(host.release(), line(scope_id="b"))
+    host.fifo.look()
+    host.fifo.introduce()
+    assert host.timers.scopes() == ["b"]
+
+
+async def test_only_the_worker_and_its_descendants_are_believed(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that names another one's process would have that one killed. The log says so, a few times."""
+    mine, other = [
+        await asyncio.create_subprocess_exec("sh", "-c", "cat; exit", stdin=subprocess.PIPE) for _ in range(2)
+    ]
+    host.worker = ("0@1", mine.pid)
+    (grandchild,) = await _children(mine.pid)
+    host.write(line(scope_id="a", pid=mine.pid), line(scope_id="b", pid=grandchild))
+    host.write(*[line(pid=pid) for pid in (other.pid, os.getpid(), 1, 0, -1, 2**40) for _ in range(5)])
+    await eventually(lambda: len(host.fifo._waiting) == 30)
+    assert host.timers.scopes() == ["a", "b"]
+    host.now += 1
+    host.fifo.introduce()
+    assert host.timers.scopes() == ["a", "b"]
+    assert caplog.text.count("neither this worker nor a descendant of it") == 10
+    for each in (mine, other):
+        assert each.stdin is not None
+        each.stdin.close()
+        await each.wait()
+
+
+async def _children(pid: int) -> list[int]:
+    await eventually(lambda: bool(descendants(pid)))
+    return [process.pid for process in descendants(pid)]
+
+
+NAMESPACE = """
+import json, os, sys
+if os.fork() == 0:
+    request = json.loads(sys.argv[1])
+    assert os.getpid() == 2
+    with open(sys.argv[2], "wb", buffering=0) as pipe:
+        pipe.write(json.dumps({**request, "pid": os.getpid()}).encode() + b"\\n")
+    sys.stdin.read()
+    os._exit(0)
+os.wait()
+"""
+
+
+def _unshare(*program: str) -> list[str]:
+    return ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", *program]
+
+
+needs_namespaces = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(_unshare("true"), check=False).returncode != 0,
+    reason="this machine gives no pid namespace",
+)
+
+
+@needs_namespaces
+async def test_a_process_in_a_pid_namespace_of_its_own_is_guarded(host: Host) -> None:
+    """It knows itself by another number than the agent does, and that may be a number of another worker's here."""
+    program = _unshare(sys.executable, "-c", NAMESPACE, line().decode(), str(host.path))
+    process = await asyncio.create_subprocess_exec(*program, stdin=subprocess.PIPE)
+    host.worker = ("0@1", process.pid)
+    await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
+    (held,) = [known.holder.pid for known in host.fifo._processes.values()]
+    assert held != 2
+    assert [each.pid for each in descendants(process.pid)][-1] == held
+    host.write(host.release(pid=2, scope_id="another"), line(pid=2, scope_id="b"))
+    await host.timers.until(lambda: host.timers.scopes() == ["b", "train.py#12"])
+    os.kill(held, signal.SIGKILL)
+    await host.timers.until(lambda: host.timers.scopes() == [])
+    await process.wait()
+
+
+@needs_namespaces
+async def test_of_two_namespaces_with_the_same_number_none_is_believed(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its timers would end with the wrong process, and the wrong one would be looked into."""
+    script = " ".join(_unshare("sleep", "60"))
+    process = await asyncio.create_subprocess_exec("sh", "-c", f"{script} & {script}")
+    host.worker = ("0@1", process.pid)
+    await eventually(lambda: _sleeping(process.pid) == 2)
+    host.write(line(pid=1))
+    await eventually(lambda: len(host.fifo._waiting) == 1)
+    host.now += 1
+    host.fifo.introduce()
+    assert host.timers.scopes() == []
+    assert "neither this worker nor a descendant of it" in caplog.text
+    for each in descendants(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(each.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _sleeping(root: int) -> int:
+    commands = [Path(f"/proc/{each.pid}/cmdline").read_bytes() for each in descendants(root)]
+    return sum(command.startswith(b"sleep") for command in commands)
 
 
 async def test_a_process_of_a_worker_has_timers_of_its_own(host: Host) -> None:
     """With equal scopes, too; they end when it does, or with its worker."""
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
-    host.workers[child.pid] = "0@1"
     host.write(line(), line(pid=child.pid))
     await host.timers.until(lambda: host.timers.scopes() == ["train.py#12", "train.py#12~2"])
     child.kill()
@@ -203,7 +322,6 @@ async def test_before_anybody_is_judged_the_pipe_is_read(
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
     if not watched:
         monkeypatch.setattr(os, "pidfd_open", _fail)
-    host.workers[child.pid] = "0@1"
     host.write(line(scope_id="a"), line(scope_id="b"), line(pid=child.pid))
     host.fifo.look()
     assert host.timers.scopes() == ["a", "b", "train.py#12"]
@@ -222,7 +340,6 @@ async def test_processes_with_timers_are_bounded(host: Host, monkeypatch: pytest
     """As those with connections are: each costs the agent a descriptor."""
     monkeypatch.setattr(host.holders, "limits", TimerLimits(connections=1, introduction=0.0))
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
-    host.workers[child.pid] = "0@1"
     host.write(line(), line(pid=child.pid))
     host.fifo.look()
     assert host.timers.scopes() == ["train.py#12"]
@@ -234,18 +351,19 @@ class Agent:
     """A whole timer socket with a pipe beside it."""
 
     def __init__(self, folder: Path) -> None:
-        """Its workers are the processes in `workers`."""
+        """Its only worker is `worker`."""
         self.pipe = folder / "torch"
-        self.workers: dict[int, str] = {}
+        self.worker: tuple[str, int] | None = None
         self.timers = RememberedTimers()
         self.expired: list[Hang] = []
         self.socket = TimerSocket(
             folder / "s",
             self.timers,
-            worker_of=self.workers.get,
+            worker_of=lambda pid: owner(pid, self.worker),
             rank_of=lambda worker: 0,
             on_expired=self.on_expired,
-            fifo=self.pipe,
+            fifos=[self.pipe],
+            worker_at=lambda local_rank: self.worker,
         )
 
     async def on_expired(self, hang: Hang) -> None:
@@ -265,7 +383,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
 
 async def test_a_hang_says_what_torchs_client_asked_for(agent: Agent) -> None:
     """SIGKILL comes in any case, so nothing is sent before it; without a signal nobody is killed."""
-    agent.workers[os.getpid()] = "0@1"
+    agent.worker = ("0@1", os.getpid())
     numbers = {"a": signal.SIGKILL, "b": signal.SIGUSR1, "c": 0, "gone": signal.SIGKILL}
     with agent.pipe.open("wb", buffering=0) as pipe:
         for scope, number in numbers.items():
@@ -305,18 +423,19 @@ ask("none")
 
 @pytest.mark.torch
 @pytest.mark.integration
-async def test_torchs_own_client_works_unchanged(agent: Agent) -> None:
-    """The real one, nested, with and without a scope, and with a signal of its choice."""
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
+async def test_torchs_own_client_works_unchanged(agent: Agent, apart: bool) -> None:
+    """The real one, nested, with and without a scope, and with a signal of its choice; also apart, as process 1."""
     pytest.importorskip("torch")
+    program = [sys.executable, "-c", TORCH]
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        TORCH,
+        *(_unshare(*program) if apart else program),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "TORCHELASTIC_TIMER_FILE": str(agent.pipe)},
     )
-    agent.workers[process.pid] = "0@1"
+    agent.worker = ("0@1", process.pid)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

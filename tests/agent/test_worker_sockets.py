@@ -12,6 +12,7 @@ import pytest
 
 from rallypoint.agent.config import JobConfig, Peer
 from rallypoint.agent.hang import Hang
+from rallypoint.agent.host_watchdog import HostWatchdog
 from rallypoint.agent.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import open_channel
@@ -37,9 +38,14 @@ def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
     async def reap(hang: Hang) -> None:
         raise AssertionError(hang)
 
-    config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE)
+    config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE, 2)
     return WorkerSockets(
-        config, channel, worker_of=lambda pid: None, rank_of=lambda worker: None, on_hung=reap
+        config,
+        channel,
+        HostWatchdog(None, print, print),
+        worker_of=lambda pid: None,
+        rank_of=lambda worker: None,
+        on_hung=reap,
     )
 
 
@@ -47,12 +53,14 @@ async def test_the_sockets_are_there_as_long_as_the_job() -> None:
     """The timers' once workers can be named, which takes a lease; no file is left."""
     async with open_channel(NOWHERE.endpoint) as channel:
         async with sockets(channel) as ours:
-            names = ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET", "TORCHELASTIC_TIMER_FILE")
-            store, timer, pipe = (Path(ours.environment[name]) for name in names)
-            assert (store.is_socket(), timer.exists(), pipe.exists()) == (True, False, False)
+            names = ("RALLYPOINT_STORE_SOCKET", "RALLYPOINT_TIMER_SOCKET")
+            store, timer = (Path(ours.environment[name]) for name in names)
+            pipe = ours.environment["TORCHELASTIC_TIMER_FILE"]
+            pipes = [Path(pipe.replace("${local_rank}", str(local_rank))) for local_rank in range(2)]
+            assert (store.is_socket(), timer.exists(), pipes[0].exists()) == (True, False, False)
             await ours.act_under(7)
             assert timer.is_socket()
-            assert pipe.is_fifo()
+            assert [pipe.is_fifo() for pipe in pipes] == [True, True]
             await ours.act_under(9)
             ours.clear("0@1")
         assert not store.parent.exists()
@@ -64,7 +72,9 @@ async def test_a_long_path_to_temporary_files_is_no_obstacle() -> None:
     """A socket's path has 107 bytes at most, and some clusters give every job a folder of its own."""
     async with open_channel(NOWHERE.endpoint) as channel, sockets(channel) as ours:
         await ours.act_under(7)
-        assert {len(path) <= 107 for path in ours.environment.values()} == {True}
+        assert {len(path) <= 107 for name, path in ours.environment.items() if name.endswith("SOCKET")} == {
+            True
+        }
 
 
 async def test_a_folder_that_can_not_be_written_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,18 @@ def test_a_run_is_shown_with_its_nodes(answer: Callable[..., str]) -> None:
     ]
 
 
+def test_nodes_without_a_watchdog_are_shown(answer: Callable[..., str]) -> None:
+    """With why; of very many the first."""
+    run = run_message()
+    run.nodes[1].watchdog_trouble = "the timer service does not answer"
+    last = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[-1]
+    assert last == "no watchdog guards the workers of b: the timer service does not answer"
+    for number in range(21):
+        run.nodes.add(node_id=f"n{number}", watchdog_trouble="refused")
+    last = answer(pb.GetRunResponse(run=run), ["digits"]).splitlines()[-1]
+    assert last == "nor those of 2 other nodes"
+
+
 def test_a_closed_run_is_shown_with_its_end(answer: Callable[..., str]) -> None:
     """Its outcome, and the sentence that says why."""
     end = pb.RunEnd(outcome=pb.OUTCOME_FAILED, detail="worker of rank 1 on node a failed")

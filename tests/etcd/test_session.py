@@ -16,9 +16,10 @@ from etcd_server import EtcdCluster
 from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.connection import Connection
-from rallypoint.etcd.session import Session, SessionLost, boot_time
+from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.serving.attempts import Pace
+from rallypoint.serving.clocks import boot_time
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -11,7 +11,9 @@ dies; then the namespace ends, and its cables with it. So nothing can be left be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from functools import cache, partial
@@ -110,6 +112,30 @@ class Namespaces:
         for chain, flag in (("INPUT", "-s"), ("OUTPUT", "-d")):
             await self._run(here, "iptables", "-w", "-A", chain, flag, self._addresses[there], "-j", "DROP")
 
+    async def cut(self, host: str) -> None:
+        """Part a host from all others: it sends nothing and receives nothing from now on."""
+        drop = "iptables -w -A OUTPUT ! -o lo -j DROP && iptables -w -A INPUT ! -i lo -j DROP"
+        await self._run(host, "sh", "-c", drop)
+
+    async def power_off(self, host: str) -> None:
+        """Take a host's cable away, then kill all its processes; returns when it is gone. It is there no longer.
+
+        With the cable gone first, no peer is sent a word of the end of a connection.
+        """
+        await self._ip(_BRIDGE, "link", "delete", f"port{list(self._addresses).index(host)}")
+        holder = self._holders.pop(host)
+        namespace = os.readlink(f"/proc/{holder.pid}/ns/net")
+
+        async def processes() -> str:
+            alive = await asyncio.to_thread(_processes_of, namespace)
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return f"{alive} are there" if alive else ""
+
+        await until(f"the end of {host}", processes)
+        await asyncio.to_thread(holder.wait, _PATIENCE)
+
     async def slow(self, host: str, kilobits: int) -> None:
         """See `Network`."""
         assert host != AGENTS, "its cable is everybody's"
@@ -121,7 +147,7 @@ class Namespaces:
     async def heal(self) -> None:
         """See `Network`."""
         for place, host in enumerate(self._addresses):
-            if host != AGENTS:
+            if host in self._holders:
                 await self._run(host, "iptables", "-w", "-F")
                 await self._run(host, "tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue")
                 await self._run(_BRIDGE, "tc", "qdisc", "replace", "dev", f"port{place}", "root", "noqueue")
@@ -173,6 +199,17 @@ async def _not_apart(holder: subprocess.Popen[bytes]) -> str:
         raise NetworkError(f"a namespace could not be made: exit code {code}")
     namespaces = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", holder.pid)}
     return "" if len(namespaces) == 2 else "it shares ours"
+
+
+def _processes_of(namespace: str) -> list[int]:
+    """The processes of a network namespace, zombies left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        # A zombie has left its namespaces.
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.readlink(f"/proc/{name}/ns/net") == namespace:
+                found.append(int(name))
+    return found
 
 
 def _said(command: list[str]) -> str | None:

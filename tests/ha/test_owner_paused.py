@@ -94,6 +94,17 @@ class Refusal:
     owner: str
 
 
+async def _state_at(states: state_grpc.StateServiceAsyncStub) -> state_pb.FencedState:
+    """The state as one replica reads it, which sends a reader to the owner now and then, so that the use counts."""
+    request = state_pb.GetStateRequest(run_id=RUN)
+    try:
+        return (await states.GetState(request, timeout=PATIENCE)).current
+    except grpc.aio.AioRpcError as error:
+        if not decode(error).metadata.get("owner"):
+            raise
+        return (await states.GetState(request, timeout=PATIENCE)).current
+
+
 class Writes:
     """Requests of all kinds that change a run, over one connection to one replica, each sent once."""
 
@@ -146,7 +157,7 @@ class Writes:
         states = state_grpc.StateServiceStub(channel)
         store = store_grpc.StoreServiceStub(channel)
         rendezvous = pb_grpc.RendezvousServiceStub(channel)
-        current = (await states.GetState(state_pb.GetStateRequest(run_id=RUN), timeout=PATIENCE)).current
+        current = await _state_at(states)
         assert state is not None
         assert current.token == state.token, f"{current.state!r} took the place of {state.state!r}"
         keys = (await store.ListKeys(store_pb.ListKeysRequest(run_id=RUN), timeout=PATIENCE)).keys

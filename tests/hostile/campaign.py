@@ -69,7 +69,7 @@ async def attack(server: Target, seed: int, count: int) -> Report:
     await _check_round_forms(report, bystander)
     await _check_limits(report, bystander)
     await _clear_up(bystander)
-    assert await newcomer.begin() == 1
+    assert await newcomer.begin() >= 1  # above the rounds of all runs that were forgotten
     await newcomer.close()
     await newcomer.hang_up()
     await bystander.close()

@@ -145,7 +145,9 @@ def test_torchruns_flags_and_torchs_url_lead_to_one_run(
     agents = [start(*flags), start(f"--rdzv-endpoint={url}")]
     wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
     (tmp_path / "finish").touch()
-    assert [ended(agent)[0] for agent in agents] == [0, 0]
+    ends = [ended(agent) for agent in agents]
+    assert [exit_code for exit_code, _ in ends] == [0, 0]
+    assert [said for _, said in ends if "shards" in said] == [], "nothing is wrong with a normal end"
     left = in_etcd(etcd, "/torchelastic/p2p/two")
     assert left, "who comes late has to hear that it is over"
     assert all(pair.lease for pair in left), "what has no lease stays for ever"
@@ -204,6 +206,26 @@ def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: 
         exit_code, said[agent.pid] = ended(agent)
         assert exit_code == 0
     assert "lease lost, joining anew" in said[owner.pid]
+
+
+def test_a_run_that_etcd_dropped_goes_on_above_all_its_numbers(
+    tmp_path: Path, start: Start, etcd: EtcdCluster
+) -> None:
+    """Its lease ended under agents that could not renew it: they meet anew, and no round has a number twice."""
+    agents = [start("--nnodes=2", f"--rdzv-endpoint={etcd.url}/dropped") for _ in range(2)]
+    wait_until(running(tmp_path, 2), "the job to run", PATIENCE)
+    space = "/torchelastic/p2p/dropped"
+    (lease,) = (pair.lease for pair in in_etcd(etcd, space) if pair.key == f"{space}/run".encode())
+
+    async def drop() -> None:
+        async with EtcdClient(parse_address(etcd.url, {})) as client:
+            await client.revoke(lease)
+
+    asyncio.run(drop())
+    wait_until(lambda: len(worlds(tmp_path).get("2", [])) == 2, "the second round to run", PATIENCE)
+    (tmp_path / "finish").touch()
+    assert [ended(agent)[0] for agent in agents] == [0, 0]
+    assert list(worlds(tmp_path)) == ["1", "2"]
 
 
 def test_etcd_may_be_restarted_under_a_job(tmp_path: Path, start: Start) -> None:

@@ -10,11 +10,31 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 
-pytestmark = [pytest.mark.integration, pytest.mark.torch]
+pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("torch_timer_worker.py")
+ACCUSING_WORKER = Path(__file__).with_name("accusing_worker.py")
 
 
+def test_a_worker_can_not_have_another_one_killed(tmp_path: Path) -> None:
+    """What rank 0 writes of rank 1's process counts for nothing, and the log says so; its own timers go on to work."""
+    result = subprocess.run(
+        [
+            *[str(RALLYPOINT), "run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0"],
+            *["--log-dir", str(tmp_path / "logs"), str(ACCUSING_WORKER), str(tmp_path)],
+        ],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("neither this worker nor a descendant of it") == 1
+    assert [path.parent.name for path in tmp_path.glob("logs/*/attempt_0/*/hang.txt")] == ["0"]
+
+
+@pytest.mark.torch
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("client", ["stock", "ours"])
 def test_a_worker_that_hangs_in_torchs_expires_is_reaped_and_the_job_goes_on(

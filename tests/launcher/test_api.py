@@ -78,6 +78,16 @@ def test_the_error_carries_the_first_failure(tmp_path: Path, method: str) -> Non
     assert (str(again), again.failure) == (str(error), error.failure)
 
 
+@pytest.mark.parametrize("method", FRESH)
+def test_a_functions_exit_code_is_no_signal(tmp_path: Path, method: str) -> None:
+    """`sys.exit(138)` means what its function means by it: no shell is in between, and SIGUSR1 killed none."""
+    with pytest.raises(WorkersFailedError) as caught:
+        elastic_launch(config(tmp_path, start_method=method, max_restarts=0), calls.leave)(138)
+    failure = caught.value.failure
+    assert failure is not None
+    assert (failure.message, failure.exit_code) == ("exited with code 138", 138)
+
+
 def test_a_function_that_can_not_be_pickled_is_refused(tmp_path: Path) -> None:
     """In one line, with what would help."""
     with pytest.raises(CallError, match=r"<locals>.<lambda> or its arguments can't be pickled .*'fork'"):

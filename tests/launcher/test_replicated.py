@@ -7,20 +7,26 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster, free_port
+from log_events import log_events
 from rallypoint.agent.config import Peer
 from rallypoint.etcd.address import EtcdAddress, parse_address
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.launcher import replicated
 from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
+from rallypoint.launcher.run_lease import run_lease
 from rallypoint.launcher.seats import SEAT_TTL
 from rallypoint.rendezvous.journal.etcd import Owner
+from rallypoint.rendezvous.replicas import hosting
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
@@ -192,6 +198,22 @@ async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddres
     assert await owner(place) is None
 
 
+async def test_the_end_of_a_finished_run_waits_for_no_successor(
+    place: EtcdAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if another replica is registered, such as one that hangs. And no warning tells of it."""
+    monkeypatch.setattr(hosting, "_SUCCESSOR_WITHIN", 3600.0)
+    hanging = Registration("127.0.0.1:1", "of a process that hangs", 0.0, SEAT_TTL)
+    async with agent(place) as last, EtcdClient(place) as client:
+        served_at = await owner(place) or ""
+        async with member(served_at) as node:
+            await client.transact(Txn([], [Put(Keys(place.prefix).replica("z"), hanging.encode())]))
+            await close(served_at)
+            await node.ends()
+            await last.see_off(RUN, "test", [], succeeded=True)
+    assert [each for each in log_events(caplog.records) if each.level not in ("DEBUG", "INFO")] == []
+
+
 async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress) -> None:
     """A call that is open when the run is over is waited for, before the replica goes."""
     async with agent(place) as last:
@@ -240,6 +262,86 @@ async def test_what_is_over_stays_over(place: EtcdAddress) -> None:
         await first.see_off(RUN, "test", [], succeeded=True)
     async with agent(place):
         assert (await run_at(await owner(place) or "")).phase == pb.PHASE_CLOSED
+
+
+class Node:
+    """The only node of the run, which fails in each round, by hand."""
+
+    def __init__(self, stub: pb_grpc.RendezvousServiceAsyncStub) -> None:
+        self._call = stub.Join(timeout=PATIENCE)
+        self.lease = pb.Lease()
+
+    async def join(self, max_restarts: int) -> None:
+        """Join the run."""
+        settings = pb.RunSettings(min_nodes=1, max_nodes=1, max_restarts=max_restarts)
+        join = pb.JoinRun(
+            run_id=RUN, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
+        )
+        await self._call.write(pb.JoinRequest(join=join))
+
+    async def phase(self, phase: pb.Phase.ValueType) -> pb.NodeUpdate:
+        """The first update that is of a phase."""
+        while True:
+            response = await self._call.read()
+            assert isinstance(response, pb.JoinResponse)
+            if response.HasField("lease"):
+                self.lease = response.lease
+            if response.update.phase == phase:
+                return response.update
+
+    async def running(self) -> pb.NodeUpdate:
+        """Have the next round run."""
+        frozen = await self.phase(pb.PHASE_FROZEN)
+        confirm = pb.ConfirmRound(round=frozen.assignment.round, master_port=1)
+        await self._call.write(pb.JoinRequest(confirm=confirm))
+        return await self.phase(pb.PHASE_FINAL)
+
+    async def fail(self, round_: int) -> None:
+        """Report a worker's failure."""
+        await self._call.write(pb.JoinRequest(worker_failed=pb.WorkerFailure(round=round_, exit_code=1)))
+
+
+async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
+    place: EtcdAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All agents were cut off from etcd for longer than it lives, and then come back: to a run that goes on.
+
+    Rounds, fencing tokens, leases and revisions go on from where they were, and so does what was used of the budget.
+    """
+    # Long enough to be kept alive on a machine that stalls.
+    monkeypatch.setattr(replicated, "run_lease", partial(run_lease, ttl=15))
+    run, shards, end = (f"{place.prefix}{text}".encode() for text in ("/run", "/shards/", "/shards0"))
+    async with agent(place) as cut_off, EtcdClient(place) as client:
+        async with open_channel(await owner(place) or "") as channel:
+            node = Node(pb_grpc.RendezvousServiceStub(channel))
+            await node.join(max_restarts=2)
+            before = await node.running()
+            await node.fail(before.assignment.round)
+            before = await node.running()
+            assert (before.assignment.round, before.restart_count) == (2, 1)
+        await cut_off.end()
+        async with asyncio.timeout(PATIENCE):
+            while (await client.get(run)).pairs:  # noqa: ASYNC110 (etcd ends it in its own time)
+                await asyncio.sleep(0.05)
+        left = (await client.get(shards, end)).pairs
+        assert [pair.key for pair in left] == [Keys(place.prefix).space(0) + b"highwater/" + RUN.encode()]
+        assert left[0].lease, "what has no lease stays for ever"
+    monkeypatch.undo()
+    async with agent(place), open_channel(await owner(place) or "") as channel:
+        again = Node(pb_grpc.RendezvousServiceStub(channel))
+        await again.join(max_restarts=2)
+        after = await again.running()
+        assert after.assignment.round == before.assignment.round + 1
+        assert after.assignment.fencing_token > before.assignment.fencing_token
+        assert after.revision > before.revision
+        assert again.lease.lease > node.lease.lease
+        assert after.restart_count == 1
+        await again.fail(after.assignment.round)
+        after = await again.running()
+        await again.fail(after.assignment.round)
+        assert (await again.phase(pb.PHASE_CLOSED)).run_end.outcome == pb.OUTCOME_FAILED, (
+            "two restarts in all"
+        )
 
 
 async def test_with_tls_whoever_has_no_certificate_is_kept_out(place: EtcdAddress, tmp_path: Path) -> None:

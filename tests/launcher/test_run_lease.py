@@ -11,8 +11,18 @@ import pytest
 from etcd_server import EtcdCluster, etcd_cluster
 from rallypoint.etcd.address import EtcdAddress, parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.errors import EtcdRefused
 from rallypoint.etcd.values import Delete, Get, Put, Txn
-from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, on_lease, run_lease
+from rallypoint.launcher.run_lease import (
+    NUMBERS_TTL,
+    LeasedClient,
+    forgotten,
+    keep_alive,
+    on_lease,
+    run_lease,
+)
+from rallypoint.rendezvous.journal.etcd_keys import HIGH_WATER
+from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.serving.attempts import Pace
 from rallypoint.serving.settings import SettingError
 
@@ -43,6 +53,10 @@ def test_only_puts_without_a_lease_get_the_runs() -> None:
     assert on_lease(txn, 5) == Txn(
         [], [Put(b"a", b"1", 5), Put(b"b", b"2", 7), Delete(b"c")], [Put(b"d", b"4", 5), Get(b"e")]
     )
+    marks = Txn([], [Put(b"m/a", b"1"), Put(b"m/b", b"2", 7), Put(b"n", b"3")])
+    assert on_lease(marks, 5, b"m/", 9) == Txn(
+        [], [Put(b"m/a", b"1", 9), Put(b"m/b", b"2", 7), Put(b"n", b"3", 5)], []
+    )
 
 
 async def test_all_who_serve_a_run_find_one_lease(client: EtcdClient) -> None:
@@ -63,6 +77,39 @@ async def test_the_end_of_the_lease_is_the_end_of_all_there_is(
     await client.revoke(lease)
     assert await there(client) == []
     assert await run_lease(client, "job") != lease
+
+
+async def test_a_high_water_mark_outlives_the_run_on_one_lease_of_its_own(
+    client: EtcdClient, address: EtcdAddress
+) -> None:
+    """A bounded one: whoever serves the run next finds it by the mark, and prolongs it."""
+    mark = Keys(address.prefix).space(0) + HIGH_WATER + b"job"
+    leases = set()
+    for _ in range(2):
+        lease = await run_lease(client, "job")
+        async with LeasedClient(address, lease, pace=Pace()) as leased:
+            await leased.transact(Txn([], [Put(f"{address.prefix}/x".encode(), b"1"), Put(mark, b"5")]))
+            await leased.transact(Txn([], [Put(mark, b"6")]))
+        await client.revoke(lease)
+        assert await there(client) == [mark]
+        (pair,) = (await client.get(mark)).pairs
+        leases.add(pair.lease)
+        assert NUMBERS_TTL - 600 < await client.keep_alive(pair.lease) <= NUMBERS_TTL
+    assert len(leases) == 1
+
+
+async def test_a_high_water_mark_whose_lease_was_ended_gets_another(
+    client: EtcdClient, address: EtcdAddress
+) -> None:
+    """By an operator, say. The write fails that finds out; the next owner's does not."""
+    mark = Keys(address.prefix).space(0) + HIGH_WATER + b"job"
+    async with LeasedClient(address, await run_lease(client, "job"), pace=Pace()) as leased:
+        await leased.transact(Txn([], [Put(mark, b"5")]))
+        (pair,) = (await client.get(mark)).pairs
+        await client.revoke(pair.lease)
+        with pytest.raises(EtcdRefused):
+            await leased.transact(Txn([], [Put(mark, b"6")]))
+        assert (await leased.transact(Txn([], [Put(mark, b"6")]))).succeeded
 
 
 async def there(client: EtcdClient) -> list[bytes]:

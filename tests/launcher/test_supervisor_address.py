@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from etcd_server import free_port
 from process_probe import PATIENCE, until
-from rallypoint.agent.addresses import free_port
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
@@ -41,7 +41,7 @@ async def test_others_need_a_certificate_of_the_same_authority(tmp_path: Path) -
     if shutil.which("openssl") is None:
         pytest.skip("needs the openssl command (apt install openssl)")
     files = make_certificates(tmp_path / "tls", "ours")
-    port = free_port("127.0.0.1")
+    port = free_port()
     here = ClientTLS(files.ca, files.server, files.server_key)
     running = asyncio.create_task(launch(plan(tmp_path, f"0.0.0.0:{port}", here), Spawner.start()))
     await until((tmp_path / "started").exists, "the worker")

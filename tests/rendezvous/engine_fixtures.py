@@ -16,6 +16,7 @@ from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import (
     Checkpoint,
+    Dropped,
     Entry,
     Forgotten,
     JournalError,
@@ -68,6 +69,8 @@ class HeldJournal:
                     )
                     for key in [key for key in records if key[0] == entry.run_id]:
                         del records[key]
+                case Dropped():
+                    del checkpoints[entry.run_id]
                 case StoreChange():
                     pass
         return Recovered(list(checkpoints.values()), list(records.values()), [])
@@ -117,12 +120,13 @@ class Stage:
         )
         self.journal = HeldJournal(durable)
         self.now = 1000.0
+        self.wall = 1.7e9
         self.ended_rounds: list[tuple[str, int]] = []
         self.expired_runs: list[str] = []
         self.engine = RendezvousEngine(
             self.journal,
             clock=lambda: self.now,
-            wall_clock=lambda: 1.7e9,
+            wall_clock=lambda: self.wall,
             on_round_end=lambda run_id, next_round: self.ended_rounds.append((run_id, next_round)),
             on_expiry=self.expired_runs.append,
             limits=limits,

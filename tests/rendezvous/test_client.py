@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.client import (
     Admitted,
@@ -337,6 +339,21 @@ async def test_a_failure_is_heard_though_the_node_leaves_in_the_same_breath(
     assert one.updates[-1].run_end.failure.message == "ValueError: boom"
 
 
+async def test_members_answer_at_once_when_a_failed_round_settles(
+    service: Service, join: Callable[..., Member]
+) -> None:
+    """The run ends once all have shown that they are alive: long before the next heartbeat is due."""
+    requests = [join_request(node_id) for node_id in ("a", "b")]
+    for request in requests:
+        request.settings.keep_alive_interval.FromSeconds(3600)
+    one, two = (join(service.address, request) for request in requests)
+    await formed(one, two)
+    one.membership.report_failure(pb.WorkerFailure(round=1, message="it broke"))
+    for member in (one, two):
+        await member.end()
+        assert member.updates[-1].run_end.outcome == pb.OUTCOME_FAILED
+
+
 async def test_a_failure_that_is_said_again_has_grown_older(
     proxy: CutProxy, join: Callable[..., Member]
 ) -> None:
@@ -489,6 +506,83 @@ async def test_who_joins_a_closed_run_is_refused(service: Service, join: Callabl
     assert caught.value.reason == "RUN_CLOSED"
 
 
+class Refusing(pb_grpc.RendezvousServiceServicer):
+    """A service that admits a node, refuses it once when it is back, and then admits it again."""
+
+    def __init__(self, refusal: ServiceError) -> None:
+        self.first_messages: list[pb.JoinRequest] = []
+        self._refusal = refusal
+
+    async def Join(
+        self,
+        request_iterator: AsyncIterator[pb.JoinRequest],
+        context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
+    ) -> AsyncIterator[pb.JoinResponse]:
+        """See the class."""
+        self.first_messages.append(await anext(request_iterator))
+        if len(self.first_messages) == 2:
+            raise self._refusal
+        yield pb.JoinResponse(lease=pb.Lease(lease=7, keep_alive_interval=Duration(seconds=5)))
+        if len(self.first_messages) == 1:
+            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def refusing(refusal: ServiceError) -> AsyncIterator[tuple[Refusing, Member]]:
+    """A node whose stream ended, and that is refused when it resumes."""
+    servicer = Refusing(refusal)  # type: ignore[abstract]
+    add = partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer)
+    server = Server(ServerOptions(), services=[Registration(SERVICE_NAME, add)])
+    await server.start()
+    member = Member(server.address, join_request("a"))
+    try:
+        yield servicer, member
+    finally:
+        await member.close()
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
+        (grpc.StatusCode.UNAVAILABLE, "FIRST_MESSAGE_LATE"),
+        (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+        (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
+        (grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED"),
+        (grpc.StatusCode.FAILED_PRECONDITION, "OF_A_LATER_VERSION"),
+    ],
+)
+async def test_a_node_that_was_in_goes_only_if_it_is_refused(code: grpc.StatusCode, reason: str) -> None:
+    """Whatever else it is answered, it comes back with its lease: its workers run, and next time it may be another
+    answer."""
+    async with refusing(ServiceError(code, reason, "not now")) as (servicer, member):
+        assert (await member.admitted(times=2)).resumed
+        assert [each.resume.lease for each in servicer.first_messages] == [0, 7, 7]
+        assert not member.running.done()
+
+
+@pytest.mark.parametrize(
+    ("reason", "metadata"),
+    [
+        ("RUN_CLOSED", {}),
+        ("SETTINGS_DIFFER", {}),
+        ("NODE_EVICTED", {}),
+        ("JOIN_TIMED_OUT", {}),
+        ("LEASE_LOST", {"superseded_by": "9"}),
+    ],
+)
+async def test_a_node_that_was_in_and_is_refused_goes(reason: str, metadata: dict[str, str]) -> None:
+    """It would be told the same each time."""
+    refusal = ServiceError(grpc.StatusCode.FAILED_PRECONDITION, reason, "go", metadata=metadata)
+    async with refusing(refusal) as (servicer, member):
+        with pytest.raises(ServiceError, match="go") as caught:
+            await member.end()
+        assert caught.value.reason == reason
+        assert len(servicer.first_messages) == 2
+
+
 async def test_who_comes_with_other_settings_is_refused(
     service: Service, join: Callable[..., Member]
 ) -> None:
@@ -571,6 +665,32 @@ async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[.
         await eventually(lambda: len(script.heard) > 5)
         assert script.heard[0].join == join_request("a")
         assert {request.WhichOneof("message") for request in script.heard[1:]} == {"heartbeat"}
+        await one.close()
+
+
+async def test_a_node_without_a_watchdog_says_so_at_once_and_until_it_has_one(
+    join: Callable[..., Member],
+) -> None:
+    """On a new stream as well; and where there is something else to say, beside that."""
+    async with AsyncExitStack() as stack:
+        quiet = lease(7)
+        quiet.lease.keep_alive_interval.FromSeconds(3600)
+        script = Script([quiet, grpc.StatusCode.UNAVAILABLE], [quiet])
+        one = join(await serve_script(script, stack), join_request("a"))
+        one.membership.report_watchdog("the timer service does not answer")
+        await one.admitted(2)
+        one.membership.confirm(3, 29500)
+
+        def told() -> list[str]:
+            return [
+                request.heartbeat.watchdog_trouble
+                for request in script.heard
+                if request.WhichOneof("message") == "heartbeat"
+            ]
+
+        await eventually(lambda: "the timer service does not answer" in told())
+        one.membership.report_watchdog("")
+        await eventually(lambda: told()[-1:] == [""])
         await one.close()
 
 

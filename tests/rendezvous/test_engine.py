@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from rallypoint.rendezvous.core.refusals import (
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import Draining, StreamReplaced
-from rallypoint.rendezvous.journal.journal import JournalError, Record
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
@@ -168,16 +168,16 @@ async def test_serving_ends_with_the_journals_error() -> None:
         await serving
 
 
-async def test_an_error_that_nobody_thought_of_leaves_nobody_waiting() -> None:
+async def test_an_error_of_a_journal_that_nobody_thought_of_leaves_nobody_waiting() -> None:
     """The server ends with it, and so does every call."""
     stage = Stage(max_nodes=1, min_nodes=1)
 
-    def trip(run_id: str, next_round: int) -> None:
+    async def trip(entries: Sequence[Entry]) -> None:
         raise IndexError
 
-    stage.engine._on_round_end = trip
     serving = asyncio.create_task(stage.engine.serve())
     member = await stage.join("a")
+    stage.journal.append = trip  # type: ignore[method-assign]
     with pytest.raises(IndexError):
         await stage.leave(member)
     with pytest.raises(IndexError):
@@ -455,6 +455,85 @@ async def test_a_pause_of_the_server_is_held_against_nobody() -> None:
         assert states(run) == {}
 
 
+async def test_after_a_pause_nodes_have_the_time_to_come_back() -> None:
+    """It finds their streams broken before it knows that it slept. They have as long as after a restart."""
+    async with staged(Stage(lag=LagSettings())) as stage:
+        a, b = await stage.running("a", "b")
+        stage.now += 20
+        for member in (a, b):
+            stage.engine.disconnect(member)
+        for _ in range(33):
+            run = await stage.later(0.3)
+        assert states(run) == {"a": "RUNNING", "b": "RUNNING"}
+        back = await stage.engine.resume(RUN, "a", a.lease.lease, run.revision)
+        for _ in range(20):
+            stage.engine.renew(back)
+            run = await stage.later(0.3)
+        assert states(run) == {"a": "WAITING"}
+
+
+async def test_a_short_pause_breaks_no_stream() -> None:
+    """Whoever goes then has the grace, as always."""
+    async with staged(Stage(lag=LagSettings())) as stage:
+        a, _ = await stage.running("a", "b")
+        stage.now += 1
+        stage.engine.disconnect(a)
+        for _ in range(8):
+            run = await stage.later(0.3)
+        assert states(run) == {"b": "WAITING"}
+
+
+async def test_a_slow_commit_is_no_pause() -> None:
+    """A lease ends in its time though each commit takes a second: the process was awake, and could be told."""
+    async with staged(Stage(lag=LagSettings(), keep_alive_interval=1.0, keep_alive_max_attempt=3)) as stage:
+        a, _ = await stage.running("a", "b")
+        for number in range(4):
+            stage.journal.hold()
+            (joining,) = await begun(stage.join("a", f"another-{number}"))
+            await stage.journal.held()
+            for _ in range(5):
+                stage.now += 0.2
+                stage.engine.renew(a)
+            stage.journal.release()
+            await joining
+            run = await stage.later(0.0)
+        assert states(run)["a"] == "WAITING"
+        assert "b" not in states(run)
+
+
+async def test_who_waits_for_a_slow_commit_keeps_its_lease() -> None:
+    """Newcomers, and nodes that come back: their streams are open, and they are told nothing that they could answer."""
+    async with staged(Stage(lag=LagSettings(), keep_alive_interval=1.0, keep_alive_max_attempt=3)) as stage:
+        a, b = await stage.running("a", "b")
+        stage.engine.disconnect(a)
+        for _ in range(2):
+            stage.journal.hold()
+            waiting = await begun(
+                stage.fail(b, 1), stage.engine.resume(RUN, "a", a.lease.lease, 0), stage.join("c")
+            )
+            await stage.journal.held()
+            for _ in range(50):
+                stage.now += 0.2
+                stage.engine.renew(b)
+            stage.journal.release()
+            await asyncio.gather(*waiting)
+        assert set(states(await stage.later(0.2))) == {"a", "b", "c"}
+
+
+async def test_participants_have_their_time_from_when_they_are_told(stage: Stage) -> None:
+    """Not from when it was decided, if the commit took its time."""
+    a = await stage.join("a")
+    stage.journal.hold()
+    (joining,) = await begun(stage.join("b"))
+    await stage.journal.held()
+    stage.now += 100
+    stage.engine.renew(a)
+    stage.journal.release()
+    await joining
+    stage.engine.renew(a)
+    assert (await stage.later(10)).phase == pb.PHASE_FROZEN
+
+
 async def test_a_server_that_drains_holds_nothing_against_anybody(stage: Stage) -> None:
     """It sends its nodes away, so that they are away is no news: when it is back, the same round runs."""
     a, b = await stage.running("a", "b")
@@ -511,6 +590,7 @@ async def test_what_was_not_durable_never_happened(stage: Stage) -> None:
     async with staged(Stage(durable=stage.journal.durable)) as second:
         run = await second.engine.get_run(RUN)
         assert (run.phase, run.round, run.restart_count) == (pb.PHASE_FINAL, 1, 0)
+        await second.engine.resume(RUN, "a", a.lease.lease, run.revision)
         again = await second.engine.resume(RUN, "b", b.lease.lease, run.revision)
         await second.fail(again, 1)
         assert (await second.engine.get_run(RUN)).round == 2

@@ -247,6 +247,7 @@ class Story:
                         await self.check()
                 await self.check()
                 assert stage.engine._closed is None
+                assert stage.engine._broken == {}
                 listed = await stage.list_runs()
             self.stage = Stage(durable=stage.journal.durable, limits=LIMITS, **self.settings)
             self.watchers = []  # and the members may come back

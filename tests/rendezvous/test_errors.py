@@ -14,6 +14,7 @@ from rallypoint.rendezvous.errors import (
     EventsCompacted,
     NotOwner,
     OutcomeUnknown,
+    RunBroken,
     StreamReplaced,
     of_unknown_outcome,
     translate,
@@ -107,6 +108,12 @@ TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
     (OutcomeUnknown("r"), StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", {"run_id": "r"}),
     (EtcdFull("no space"), StatusCode.RESOURCE_EXHAUSTED, "ETCD_FULL", {}),
     (EtcdAway(), StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE", {}),
+    (
+        RunBroken("r", "KeyError"),
+        StatusCode.FAILED_PRECONDITION,
+        "RUN_BROKEN",
+        {"run_id": "r", "cause": "KeyError"},
+    ),
     (JournalError("the disk is full"), StatusCode.UNAVAILABLE, "JOURNAL_BROKEN", {}),
     (
         store.RoundOver("r", 1, 2),

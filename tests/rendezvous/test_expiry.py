@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rallypoint.rendezvous.codec import to_message
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, RunNotFound
-from rallypoint.rendezvous.journal.journal import Entry, Forgotten
+from rallypoint.rendezvous.core.snapshot import numbers_only
+from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.fenced_state.core import SetState
+from rallypoint.rendezvous.journal.journal import MARK, Dropped, Entry, Forgotten
+from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.shard import Shard, open_shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
 
@@ -112,7 +119,7 @@ async def test_it_is_told_when_it_is_durable(stage: Stage) -> None:
     stage.journal.release()
     assert await reading == []
     assert stage.expired_runs == [RUN]
-    assert isinstance(stage.journal.durable[-1], Forgotten)
+    assert [type(entry) for entry in stage.journal.durable[-3:]] == [Forgotten, Dropped, Forgotten]
 
 
 async def test_whoever_watches_an_idle_run_is_told_that_it_is_gone(stage: Stage) -> None:
@@ -262,3 +269,109 @@ async def test_a_restart_gives_an_idle_run_its_full_time_again(stage: Stage) -> 
         await idle()
         assert await known(second, TTL - 0.1) == [RUN]
         assert await known(second, 0.1) == []
+
+
+async def test_every_life_of_a_run_has_a_name_of_its_own(stage: Stage) -> None:
+    """By it others know that numbers may have begun again; a server that starts again changes nothing of it."""
+    (member,) = await stage.running("a")
+    first = member.lease.incarnation
+    assert first
+    stage.wall += 10
+    assert (await stage.join("b", run_id=RUN)).lease.incarnation == first
+    async with staged(Stage(durable=stage.journal.durable, limits=LIMITS)) as second:
+        again = await second.engine.resume(RUN, "a", member.lease.lease, member.lease.revision)
+        assert again.lease.incarnation == first
+    await stage.engine.close_run(RUN, "enough")
+    assert await known(stage, TTL) == []
+    renewed = (await stage.join("a")).lease
+    assert renewed.incarnation not in ("", first)
+
+
+# ---- what is left of those that do not come again
+
+
+async def lived(stage: Stage, run_id: str) -> pb.Run:
+    """A run of one node that was in one round, and is forgotten."""
+    member = await stage.join("a", run_id)
+    command = commands.Confirm("a", member.lease.lease, (await stage.engine.get_run(run_id)).round, 29500)
+    await stage.engine.execute(run_id, command)
+    await stage.engine.close_run(run_id, "enough")
+    run = await stage.engine.get_run(run_id)
+    assert await known(stage, TTL) == []
+    return run
+
+
+async def test_of_all_that_are_forgotten_one_mark_is_left(stage: Stage) -> None:
+    """Neither the journal nor the service knows their names; every run that comes begins above all of their numbers."""
+    last = pb.Run()
+    for number in range(30):
+        run = await lived(stage, f"run{number}")
+        assert run.round == last.round + 1
+        assert run.revision > last.revision
+        last = run
+    (mark,) = stage.journal.kept().checkpoints
+    assert mark.run_id == MARK
+    assert not stage.journal.kept().records
+    assert stage.engine._left == {}
+    async with staged(restarted(stage.journal.durable)) as second:
+        for run_id in ("run0", "new"):
+            member = await second.join("a", run_id)
+            assert member.lease.lease > last.revision
+            assert (await taken(member)).assignment.round == last.round + 1
+
+
+async def test_where_nothing_was_forgotten_runs_begin_at_1(stage: Stage) -> None:
+    for run_id in ("a", "b"):
+        member = await stage.join("a", run_id)
+        assert (await taken(member)).assignment.round == 1
+        assert member.lease.lease == 2
+
+
+async def test_what_versions_before_kept_of_each_is_let_go_of() -> None:
+    """By the first process of this version, while it serves; a run that comes again meanwhile begins above them all."""
+    kept = [
+        Forgotten(
+            f"run{number}",
+            number,
+            to_message(numbers_only(f"run{number}", number, number)).SerializeToString(),
+        )
+        for number in range(1, 1001)
+    ]
+    async with staged(restarted(list(kept))) as stage:
+        member = await stage.join("a", "run7")
+        assert member.lease.lease == 1002
+        assert (await taken(member)).assignment.round == 1001
+        for _ in range(10):
+            await stage.list_runs()
+        assert {each.run_id for each in stage.journal.kept().checkpoints} == {MARK, "run7"}
+    async with staged(restarted(stage.journal.durable)) as again:
+        assert await known(again) == ["run7"]
+        assert (await again.join("a", "run8")).lease.lease == 1002
+
+
+async def test_a_fenced_state_outlives_the_beginning_of_its_run(tmp_path: Path) -> None:
+    """It needs no run; and one that begins under its name, above the mark, takes nothing from it."""
+
+    async def opened() -> Shard:
+        return await open_shard(
+            SqliteJournal(tmp_path / "rendezvous.db"), limits=RendezvousLimits(run_ttl=0.0)
+        )
+
+    async def closed(shard: Shard) -> None:
+        await shard.retire(RunNotFound)
+        shard.end_streams(RunNotFound)
+
+    shard = await opened()
+    settings = RunSettings(min_nodes=1, max_nodes=1)
+    join = commands.Join("a", settings, "a.cluster", 1, "trainer")
+    member = await shard.engine.join("first", join)
+    await shard.engine.execute("first", commands.Leave("a", member.lease.lease, "enough"))
+    assert await shard.engine.read_runs(lambda runs: [run.run_id for run in runs]) == []
+    await shard.states.set(SetState(run_id=RUN, state=b"kept"))
+    await shard.engine.join(RUN, join)
+    await closed(shard)
+    again = await opened()
+    state = again.states.get(RUN)
+    assert state is not None
+    assert state.state == b"kept"
+    await closed(again)

@@ -14,6 +14,7 @@ from rallypoint.rendezvous.core.state import WorkerFailure
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.lag import LagSettings
 from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken
 
 
@@ -50,9 +51,25 @@ async def test_the_end_of_a_run_settles_by_itself(stage: Stage) -> None:
     await stage.engine.execute(RUN, report(b, "connection reset"))
     assert (await stage.later(SETTLING / 2)).phase == pb.PHASE_FINAL
     await stage.engine.execute(RUN, report(a, "CUDA error", age=SETTLING))
+    await stage.later(SETTLING / 2)
     for member in (a, b):
         update = await taken(member)
         assert (update.phase, update.run_end.failure.message) == (pb.PHASE_CLOSED, "CUDA error")
+
+
+async def test_a_failure_from_within_a_pause_is_not_the_first() -> None:
+    """Leases are judged by a clock that forgives the pause, and failures by one that does not (seed 7005342)."""
+    async with staged(Stage(max_restarts=0, lag=LagSettings())) as stage:
+        a, b = await stage.running("a", "b")
+        await stage.later(0.3)
+        await stage.engine.execute(RUN, report(a, "CUDA error"))
+        stage.now += 20
+        await stage.engine.execute(RUN, report(b, "connection reset", age=5.0))
+        for member in (a, b):
+            stage.engine.renew(member)
+        for _ in range(20):
+            await stage.later(SETTLING / 5)  # in steps that are no pause
+        assert await first_of(stage.engine) == "CUDA error"
 
 
 async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None:
@@ -65,10 +82,22 @@ async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None
         assert (update.phase, update.settling, update.assignment.round) == (pb.PHASE_FINAL, True, 1)
     second = report(b, "its neighbour")
     await stage.engine.execute(RUN, replace(second, failure=replace(second.failure, local_rank=1)))
+    stage.engine.renew(a)
     await stage.later(SETTLING)
     for member in (a, b):
         update = await taken(member)
         assert (update.phase, update.settling) == (pb.PHASE_CLOSED, False)
+
+
+async def test_a_participant_that_does_not_answer_keeps_the_run_from_ending(stage: Stage) -> None:
+    """Until it shows a sign of life: if its lease ends first, its loss is why the other's worker failed."""
+    a, b = await stage.running("a", "b")
+    await stage.later(5.0)
+    await stage.engine.execute(RUN, report(b))
+    assert (await stage.later(5.0)).phase == pb.PHASE_FINAL
+    stage.engine.renew(a)
+    assert (await stage.later(0.0)).phase == pb.PHASE_CLOSED
+    assert await first_of(stage.engine) == "it broke"
 
 
 async def test_a_node_that_comes_back_is_told_that_the_end_settles(stage: Stage) -> None:
@@ -92,6 +121,7 @@ async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -
     stage.journal.release()
     for task in (*settled, *first, *second):
         await task
+    await stage.later(SETTLING)
     assert await first_of(stage.engine) == "first"
 
 
@@ -125,6 +155,7 @@ async def test_a_node_that_failed_too_often_is_told_so() -> None:
         assert {node.node_id: node.counted_restarts for node in nodes} == {"a": 0, "b": 1}
         await stage.confirm(a, b)
         await stage.fail(b, 2)
+        stage.engine.renew(a)
         await stage.later(SETTLING)
         await stage.engine.settled()
         with pytest.raises(

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, JournalError, Record, Recovered
 from rallypoint.rendezvous.limits import RendezvousLimits
-from rallypoint.rendezvous.recovery import Numbers, recover_runs
+from rallypoint.rendezvous.recovery import Numbers, RecoveredRuns, recover_runs
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
 from rendezvous.engine_fixtures import RUN, Stage, staged, taken
@@ -41,8 +41,8 @@ def checkpoints(durable: list[Entry]) -> list[Checkpoint]:
 
 def recovered(stage: Stage) -> hosted_run.HostedRun:
     """The run as a server has it that starts now."""
-    runs, _ = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), stage.now))
-    return runs[RUN]
+    found = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), stage.now))
+    return found.runs[RUN]
 
 
 async def failing_rounds(stage: Stage, rounds: int) -> None:
@@ -95,9 +95,10 @@ async def test_a_recovery_from_a_checkpoint_is_that_from_all_records(stage: Stag
         of_checkpoint = Stage(durable=durable[:end])
         kept = of_checkpoint.journal.kept()
         assert kept.checkpoints
-        runs, _ = finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0))
+        runs = finish(recover_runs(kept, lambda: History(1000, 10**6), 5.0)).runs
         count = sum(isinstance(entry, Record) for entry in durable[:end])
-        plain, _ = finish(recover_runs(Recovered([], records[:count], []), lambda: History(1000, 10**6), 5.0))
+        from_records = Recovered([], records[:count], [])
+        plain = finish(recover_runs(from_records, lambda: History(1000, 10**6), 5.0)).runs
         assert runs[RUN].state == plain[RUN].state
         assert runs[RUN].writable_round == plain[RUN].writable_round
         assert runs[RUN].recorded == plain[RUN].recorded == count
@@ -119,6 +120,8 @@ def as_written_before(entry: Entry) -> Entry:
             if which == "round_ended":
                 record.round_ended.ClearField("counted_restarts")
                 record.round_ended.ClearField("quick_restarts")
+            elif record.HasField("run_created"):
+                record.run_created.ClearField("incarnation")
             return replace(entry, content=record.SerializeToString())
         case Checkpoint():
             snapshot = RunSnapshot.FromString(entry.content)
@@ -128,6 +131,7 @@ def as_written_before(entry: Entry) -> Entry:
             snapshot.ClearField("quick_restarts")
             snapshot.ClearField("failed_workers")
             snapshot.ClearField("former_fencing_token")
+            snapshot.ClearField("incarnation")
             snapshot.failure.ClearField("age")
             if snapshot.phase == pb.PHASE_FROZEN:
                 snapshot.ClearField("failure")  # it was forgotten as soon as the next round had its number
@@ -154,6 +158,7 @@ async def test_a_journal_of_an_earlier_version_goes_on(stage: Stage, checkpoints
             await second.engine.resume(RUN, node.node_id, node.lease, before.revision)
             for node in before.nodes
         ]
+        assert a.lease.incarnation == ""
         await second.fail(a, after.round)
         await second.confirm(a, b)
         after = await second.engine.get_run(RUN)
@@ -207,8 +212,9 @@ async def test_every_run_has_its_own(stage: Stage) -> None:
     """Those without a checkpoint are folded from their first record."""
     await failing_rounds(stage, 5)
     await stage.join("n", "other")
-    runs, expired = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), 5.0))
-    assert expired == {}
+    found = finish(recover_runs(stage.journal.kept(), lambda: History(1000, 10**6), 5.0))
+    runs = found.runs
+    assert (found.mark, found.left, found.broken) == (Numbers(), [], {})
     assert {run_id: run.state.revision for run_id, run in runs.items()} == {
         RUN: (await stage.engine.get_run(RUN)).revision,
         "other": 2,
@@ -224,8 +230,8 @@ async def test_a_run_that_expired_is_numbers_only() -> None:
         last = await stage.engine.get_run(RUN)
         stage.now += 10
         await stage.list_runs()
-        runs, expired = finish(recover_runs(stage.journal.kept(), lambda: History(9, 999), 5.0))
-        assert (runs, expired) == ({}, {RUN: Numbers(last.revision, last.round)})
+        found = finish(recover_runs(stage.journal.kept(), lambda: History(9, 999), 5.0))
+        assert found == RecoveredRuns({}, Numbers(last.revision, last.round), [], {})
         await stage.join("a")
         run = recovered(stage)
         assert run.state.revision == last.revision + 2

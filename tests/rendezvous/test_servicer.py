@@ -14,7 +14,6 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
-from rallypoint.rendezvous import servicer as servicer_module
 from rallypoint.rendezvous.errors import translate
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.servicer import RendezvousServicer
@@ -244,16 +243,35 @@ async def test_a_heartbeat_keeps_the_lease(served: Served) -> None:
     assert end.detail == "node b was lost: no heartbeat for 15 s (3 missed, one every 5 s)"
 
 
+async def test_a_node_whose_workers_nobody_guards_is_seen(served: Served) -> None:
+    """As it says in each heartbeat; other messages say nothing of it, and what does not fit on a line is cut."""
+    stream = await served.join("a")
+    stub = served.stub()
+
+    async def shown(expected: str) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while (await stub.GetRun(pb.GetRunRequest(run_id=RUN))).run.nodes[0].watchdog_trouble != expected:
+                pass
+
+    await shown("")
+    await stream.say(heartbeat=pb.Heartbeat(watchdog_trouble="it does\nnot answer" + "." * 2000))
+    await shown("it does not answer" + "." * (1024 - 18))
+    await stream.say(confirm=pb.ConfirmRound(round=1))
+    await stream.say(heartbeat=pb.Heartbeat(watchdog_trouble="refused"))
+    await shown("refused")
+    await stream.say(heartbeat=pb.Heartbeat())
+    await shown("")
+
+
 async def test_a_broken_stream_is_resumed_with_the_lease(served: Served) -> None:
     """Same lease, present state, and nobody was lost."""
     a, b = await served.running("a", "b")
     a.call.cancel()
     await served.until(lambda run: not all(node.connected for node in run.nodes))
     await b.say(worker_failed=pb.WorkerFailure(round=1, rank=2, message="it broke"))
-    await b.until(pb.PHASE_FROZEN)
     again = await served.resume("a", a.lease.lease)
     assert (await again.admission()).lease == a.lease.lease
-    update = await again.update()
+    update = await again.until(pb.PHASE_FROZEN)
     assert (update.phase, update.assignment.round, update.restart_count) == (pb.PHASE_FROZEN, 2, 1)
     assert update.last_round_end.detail == "worker of rank 2 on node b failed: it broke"
     assert len((await served.stage.later(3)).nodes) == 2
@@ -368,12 +386,14 @@ async def test_the_first_message_must_be_join_or_resume(served: Served, first: p
 
 
 async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends at once, and one that never says what it is for."""
+    """One that ends at once, for good; one that never says what it is for may try again, for it may be a stall."""
     stream = served.stream()
     await stream.call.done_writing()
     assert field_of(await stream.ended()) == "message"
-    monkeypatch.setattr(servicer_module, "_FIRST_MESSAGE_TIMEOUT", 0.05)
-    assert field_of(await served.stream().ended()) == "message"
+    monkeypatch.setattr(served.servicer._openings, "_seconds", 0.05)
+    error = await served.stream().ended()
+    assert error is not None
+    assert (error.code, error.reason) == (Code.UNAVAILABLE, "FIRST_MESSAGE_LATE")
 
 
 @pytest.mark.parametrize(

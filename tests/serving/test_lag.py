@@ -40,6 +40,33 @@ def test_a_pause_is_forgiven_whole(began: float, asleep: float, until_due: float
         assert left >= SETTINGS.settle - SETTINGS.pulse - 1e-6
 
 
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(2 * SETTINGS.pulse, 20)), min_size=1, max_size=20))
+def test_pauses_that_follow_one_another_are_forgiven_whole(cycles: list[tuple[float, float]]) -> None:
+    """However short the time between them was: but for a few milliseconds, where it was next to none."""
+    clock = WatchClock(0.0, SETTINGS)
+    now = 0.0
+    for awake, asleep in cycles:
+        falls_asleep = now + awake
+        while (due := clock.next_look(now)) < falls_asleep:
+            now = due
+            assert clock.observe(now, due) == 0.0
+        before = clock.read(falls_asleep)
+        now = falls_asleep + asleep
+        clock.observe(now, due)
+        assert clock.read(now) <= before + 0.005 + 1e-6
+
+
+def test_looks_are_close_together_only_right_after_a_pause() -> None:
+    """Half a dozen of them; from then on, and before the first pause, one a pulse."""
+    clock = WatchClock(0.0, SETTINGS)
+    assert clock.next_look(0.0) == SETTINGS.pulse
+    clock.observe(10.0, due=5.0)
+    now, looks = 10.0, 0
+    while (due := clock.next_look(now)) - now < SETTINGS.pulse - 1e-9:
+        now, looks = due, looks + 1
+    assert looks == 6
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 5)), min_size=1, max_size=50))
 def test_a_watchdog_that_stumbles_for_ever_still_gets_on(cycles: list[tuple[float, float]]) -> None:
     """Of the time really watched, at least half shows on the clock, less one settle time."""

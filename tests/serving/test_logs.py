@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -9,12 +10,16 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
 
 from rallypoint.serving.logs import configure_logs, get_logger
+from rallypoint.serving.server import Server
+
+from .conftest import SERVICE
 
 pytestmark = pytest.mark.usefixtures("logging_restored")
 
@@ -160,6 +165,31 @@ def test_daily_life_of_grpc_is_left_out_and_its_bugs_are_not() -> None:
     noise.error("a bug", exc_info=failed_write("Failed grpc_call_start_batch: 8"))
     logging.getLogger("asyncio").error("Task exception was never retrieved")
     assert [line["event"] for line in objects(stream)] == ["a bug", "Task exception was never retrieved"]
+
+
+async def test_clients_that_go_are_no_errors_where_the_program_has_logs_of_its_own(
+    serve: Callable[..., Awaitable[Server]],
+    connect: Callable[..., grpc.aio.Channel],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where a server is embedded. What a handler's mistake comes to is still logged."""
+
+    async def write_on(requests: AsyncIterator[bytes], context: Any) -> None:
+        while True:
+            await context.write(bytes(300_000))
+
+    server = await serve({"Write": grpc.stream_stream_rpc_method_handler(write_on)})
+    calls: list[Any] = [connect(server).stream_stream(f"/{SERVICE}/Write")() for _ in range(20)]
+    for call in calls:
+        await call.read()
+    for call in calls:
+        call.cancel()
+    async with asyncio.timeout(30):
+        await server.idle()
+    failed_write = type("ExecuteBatchError", (grpc.aio.InternalError,), {})
+    error = failed_write("Failed grpc_call_start_batch: 8")
+    logging.getLogger("grpc._cython.cygrpc").error("a bug", exc_info=error)
+    assert [each.message for each in caplog.records if each.levelno >= logging.ERROR] == ["a bug"]
 
 
 def test_without_set_up_events_read_well_in_any_logging(caplog: pytest.LogCaptureFixture) -> None:

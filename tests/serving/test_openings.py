@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
+from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.openings import Openings, ServerGoes
 
 LONG = 600.0
@@ -47,9 +49,10 @@ async def test_one_that_ends_without_a_message_says_so() -> None:
 
 
 async def test_the_wait_is_bounded() -> None:
-    """A client may be cut off, or not know what to say."""
-    with pytest.raises(TimeoutError):
+    """A client may be cut off, or not know what to say; it may also have been stalled, and is to try again."""
+    with pytest.raises(ServiceError) as late:
         await Openings(0.01).first(silent())
+    assert (late.value.code, late.value.reason) == (grpc.StatusCode.UNAVAILABLE, "FIRST_MESSAGE_LATE")
 
 
 async def test_a_server_that_goes_waits_for_none() -> None:

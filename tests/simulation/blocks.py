@@ -8,7 +8,13 @@ from typing import Any
 
 from simulation.seeds import Failed
 
-_SCENARIOS = {"clusters": "simulation.scenario", "timers": "simulation.timers.scenario"}
+_SCENARIOS = {
+    "clusters": "simulation.scenario",
+    "herds": "simulation.herds",
+    "joiners": "simulation.joiners",
+    "timers": "simulation.timers.scenario",
+    "replicas": "simulation.replicas.scenario",
+}
 KINDS = tuple(_SCENARIOS)
 """What a seed may stand for."""
 

@@ -11,11 +11,17 @@ import asyncio
 import contextlib
 import contextvars
 import heapq
+import itertools
 import random
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from rallypoint.serving import bounded
+
+if TYPE_CHECKING:
+    from simulation.cpu import Cpu
 
 T = TypeVar("T")
 
@@ -25,6 +31,10 @@ TICK = 1e-6
 SKEW = 0.03
 # Callbacks that a cluster may need in its life. Past it, it is going round in circles.
 MOST_STEPS = 100_000
+
+
+# What tells the futures of a cluster apart.
+_NUMBERS = itertools.count()
 
 
 class Stuck(Exception):
@@ -58,17 +68,53 @@ class Handle:
         return self.callback is None
 
 
+class _Future(asyncio.Future[Any]):
+    """A future whose place in a set doesn't depend on its address in memory: the product goes through such sets."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Future:
+        future = super().__new__(cls)
+        future.number = next(_NUMBERS)
+        return future
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _Task(asyncio.Task[Any]):
+    """As `_Future`."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Task:
+        task = super().__new__(cls)
+        task.number = next(_NUMBERS)
+        return task
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 class Clockwork:
     """Makes time pass: runs what is due, then jumps to the next timer."""
 
-    def __init__(self, ties: random.Random) -> None:
-        """`ties`: decides between timers that are due at the same time."""
+    def __init__(self, ties: random.Random, most_steps: int = MOST_STEPS) -> None:
+        """Set up.
+
+        Args:
+            ties: Decides between timers that are due at the same time.
+            most_steps: Callbacks that the cluster may need.
+        """
+        global _NUMBERS  # noqa: PLW0603 (one cluster at a time)
+        _NUMBERS = itertools.count()
         self.now = 0.0
         self.steps = 0
         self._ready: deque[Handle] = deque()
         self._timers: list[tuple[float, float, int, Handle]] = []
         self._ties = ties
         self._set = 0
+        self._most_steps = most_steps
 
     def at(self, when: float, callback: Callable[..., object], *args: Any) -> Handle:
         """Have something of the world outside all processes happen at a time."""
@@ -163,7 +209,7 @@ class Clockwork:
                 continue
             self.steps += 1
             check()
-            if self.steps > MOST_STEPS:
+            if self.steps > self._most_steps:
                 raise Stuck(f"whoever waits, waits: {self.steps} steps by {self.now:g} s")
 
 
@@ -196,7 +242,10 @@ class Process:
         self.alive = True
         self.paused = False
         self.paused_since = 0.0
-        self._awake_since = clockwork.now
+        self.suspended = False
+        # What its work costs; None: nothing.
+        self.cpu: Cpu | None = None
+        self.awake_since = clockwork.now
         # What falls due while it is stopped, or has been killed.
         self.parked: list[Handle] = []
         self._clockwork = clockwork
@@ -204,6 +253,8 @@ class Process:
         self._rate = rate
         self._offset = offset
         self._reached = offset
+        # For how long it was suspended, by its clock.
+        self._slept = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = cast("asyncio.AbstractEventLoop", self)
 
@@ -216,22 +267,26 @@ class Process:
         except Exception as error:
             self._on_error(f"{self.name}: a callback failed: {error!r}")
 
-    def pause(self) -> None:
-        """Stop it where it is; its clock goes on."""
-        self.paused = True
+    def pause(self, *, suspended: bool = False) -> None:
+        """Stop it where it is; its clock goes on, unless it is `suspended`, as with its host (CLOCK_MONOTONIC)."""
+        self.paused, self.suspended = True, suspended
         self.paused_since = self._clockwork.now
 
     def resume(self) -> None:
         """Let it go on, with all that came meanwhile."""
-        self.paused = False
-        self._awake_since = self._clockwork.now
+        if self.suspended:
+            slept = self._rate * (self._clockwork.now - self.paused_since)
+            self._offset -= slept
+            self._slept += slept
+        self.paused = self.suspended = False
+        self.awake_since = self._clockwork.now
         for handle in self.parked:
             self._clockwork.soon(handle)
         self.parked.clear()
 
     def awake_for(self, seconds: float) -> bool:
         """Whether it has run for so long without being stopped."""
-        return not self.paused and self._clockwork.now - self._awake_since >= seconds
+        return not self.paused and self._clockwork.now - self.awake_since >= seconds
 
     def kill(self) -> None:
         """End it, with nothing of it ever run again."""
@@ -249,12 +304,18 @@ class Process:
             with contextlib.suppress(BaseException):
                 cast("Coroutine[Any, Any, Any]", coroutine).close()
         self._tasks.clear()
+        # What a loop keeps there refers to it: a campaign of seeds would never let go of any.
+        bounded._waits.pop(self._loop, None)
 
     def time(self) -> float:
         """Its monotonic clock."""
         # The way to the world's time and back may lose the last bit: a timer that fired is never early.
         self._reached = max(self._reached, self._offset + self._rate * self._clockwork.now)
         return self._reached
+
+    def boot_time(self) -> float:
+        """Its clock that counts on while its host is suspended (CLOCK_BOOTTIME)."""
+        return self.time() + self._slept
 
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
@@ -285,24 +346,30 @@ class Process:
         context: contextvars.Context | None = None,
     ) -> Handle:
         """See asyncio."""
-        handle = Handle(self, self._fire, (when, callback, args), context or contextvars.copy_context())
+        handle = Handle(self, self._fire, (), context or contextvars.copy_context())
+        handle.args = handle, when, callback, args
         if self.alive:
             self._clockwork.schedule((when - self._offset) / self._rate, handle)
         return handle
 
-    def _fire(self, when: float, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _fire(
+        self, handle: Handle, when: float, callback: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        if self._offset + self._rate * self._clockwork.now < when - TICK:  # it was suspended meanwhile
+            self._clockwork.schedule((when - self._offset) / self._rate, handle)
+            return
         self._reached = max(self._reached, when)
         callback(*args)
 
     def create_future(self) -> asyncio.Future[Any]:
         """See asyncio."""
-        return asyncio.Future(loop=self._loop)
+        return _Future(loop=self._loop)
 
     def create_task(
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Any = None
     ) -> asyncio.Task[T]:
         """See asyncio."""
-        task = asyncio.Task(coro, loop=self._loop, name=name, context=context)
+        task = _Task(coro, loop=self._loop, name=name, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

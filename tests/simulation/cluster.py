@@ -6,33 +6,52 @@ import random
 from typing import Any
 
 from rallypoint.rendezvous.core.state import Phase
+from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from simulation.clockwork import SKEW, Clockwork, Process
+from simulation.cpu import Cpu
 from simulation.disk import Disk
 from simulation.network import Link, Network
 from simulation.node import Node, Surroundings
 from simulation.onlookers import Onlooker, Operator, Reader, Watcher
 from simulation.plan import RUN, Plan
-from simulation.referee import Referee
-from simulation.server import Server
-
-# Lives that nodes of one cluster may have while there is trouble: a plan of many deaths takes too long to play.
-_MOST_LIVES = 40
+from simulation.referee import Group, Referee
+from simulation.server import WALL_TIME, Server
+from simulation.store_clients import StoreUser
+from simulation.terms import Terms
+from simulation.wire import Channel
 
 
 class Cluster:
     """Everything of one seed; `trace` says what happened."""
 
+    judged_by = Referee
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.chance = self._stream("faults")
-        self.clockwork = Clockwork(self._stream("ties"))
+        self.clockwork = Clockwork(self._stream("ties"), plan.most_steps)
         self.trace: list[tuple[float, str, tuple[Any, ...]]] = []
-        self.referee = Referee(self.note, self.clockwork.after)
-        self.network = Network(self.clockwork, self._stream("network"))
-        self.disk = Disk(
-            self.clockwork, self._stream("disk"), self.referee.durable, self.referee.forgotten, self.note
+        self.terms = Terms(lambda: self.clockwork.now)
+        self.referee = self.judged_by(
+            self.note, self.clockwork.after, lambda: self.clockwork.now, terms=self.terms
         )
+        self.network = Network(self.clockwork, self._stream("network"))
+        self.referee.store.now = lambda: self.clockwork.now
+        self.referee.on_started = self._use_store
+        self.referee.on_stopped = self._leave_store
+        self.disk = Disk(
+            self.clockwork,
+            self._stream("disk"),
+            self._durable,
+            self.referee.forgotten,
+            self.referee.store.durable,
+            self.note,
+        )
+        self._draw = self._stream("draw")
+        # By the group whose workers they are.
+        self._users: dict[Group, StoreUser] = {}
         self.around = Surroundings(
             self.clockwork,
             self.network,
@@ -40,18 +59,24 @@ class Cluster:
             self._stream("workers"),
             plan.fates,
             self._writable_round,
+            self.to_service,
         )
         self.processes: list[Process] = []
         self.nodes: list[Node] = []
         self.links: list[Link] = []
         self.server: Server | None = None
         self.calm = False
+        # Seconds for which the service is to be stopped when the next failure of a worker is known; 0: it is not.
+        self.ambush = 0.0
         # Names of the actions that befell it.
         self.struck: set[str] = set()
         self._skew = self._stream("clocks")
         # Wall clocks agree within a second or two, and that of a server is set now and then.
         self._wall_offset = self._skew.uniform(-600, 600)
+        # How far it was set since the last start of a server, seconds.
+        self._clock_set = 0.0
         self._lives = 0
+        self._lives_of_workers = 0
         self.start_server()
         self.onlookers: list[Onlooker] = [
             kind(self.new_process(name), self.new_link(name), self.network, self.referee)
@@ -60,6 +85,9 @@ class Cluster:
         self.operator = Operator(
             self.new_process("operator"), self.new_link("operator"), self.network, self.referee
         )
+        for number in range(plan.store_clients):
+            name = f"client{number}"
+            self._new_user(self.new_process(name), self.new_link(name))
 
     def _stream(self, purpose: str) -> random.Random:
         return random.Random(f"{self.plan.seed}/{purpose}")
@@ -87,21 +115,51 @@ class Cluster:
         self.links.append(link)
         return link
 
+    def to_service(self, process: Process, link: Link) -> Any:
+        """How a process reaches the service: a channel, or a switchboard."""
+        return Channel(process, link, self.network)
+
     # ---- the service
+
+    def _durable(self, record: Record, decided_at: float) -> None:
+        ledger = self.referee.ledger(record.run_id)
+        terms = ledger.leases, ledger.settings.time_to_live
+        with self.referee.judging():
+            self.terms.durable(self.server, *terms, decided_at)
+        self.referee.durable(record, decided_at)
+        self._spring(record)
+
+    def _spring(self, record: Record) -> None:
+        """Stop the service if it lies in ambush for this record."""
+        if self.ambush and JournalRecord.FromString(record.content).HasField("worker_failed"):
+            seconds, self.ambush = self.ambush, 0.0
+            if (process := self.serving) is not None:
+                self.clockwork.after(0.02, self.pause, process, seconds)
+
+    @property
+    def serving(self) -> Process | None:
+        """The process that serves the run, if there is one."""
+        return None if self.server is None else self.server.process
 
     def start_server(self) -> None:
         """Start the service from what is durable."""
         if self.server is not None:
             return
         process = self.new_process(f"server{len(self.processes)}")
+        wall_offset = self._skew.uniform(-1.0, 1.0)
+        process.cpu = Cpu(self.clockwork, process, self.plan.costs)
         self.note("start", process.name)
         self.referee.ledger(RUN).server_started(self.clockwork.now)
+        # When restarts were is read from a wall clock that was set meanwhile.
+        self.referee.ledger(RUN).clock_jumps += self._clock_set
+        self._clock_set = 0.0
         self.server = Server(
             process,
             self.disk,
             self.referee,
             limits=self.plan.limits,
-            wall_offset=self._wall_offset + self._skew.uniform(-1.0, 1.0),
+            wall_clock=lambda: WALL_TIME + wall_offset + self._wall_offset + self.clockwork.now,
+            draw=self._draw.randbytes,
             on_ready=self._serves,
             on_exit=self._server_ended,
         )
@@ -124,8 +182,36 @@ class Cluster:
         self.network.died(server.process, silently=silently)
         self.clockwork.after(self.chance.choice([0.05, 0.5, 3.0, 8.0]), self.start_server)
 
+    def set_clock(self, seconds: float) -> None:
+        """Set the wall clock of the service's host, by so many seconds."""
+        self.note("clock", seconds)
+        self._wall_offset += seconds
+        self._clock_set += abs(seconds)
+
     def _writable_round(self, run_id: str) -> int | None:
-        return self.server.engine.writable_round(run_id) if self.server is not None else None
+        return self.server.writable_round(run_id) if self.server is not None else None
+
+    # ---- who uses the store
+
+    def _new_user(self, process: Process, link: Link, group: Group | None = None) -> StoreUser:
+        chance = self._stream(f"store/{process.name}")
+        return StoreUser(
+            process, self.to_service(process, link), chance, RUN, every=self.plan.store_pace, group=group
+        )
+
+    def _use_store(self, group: Group, link: Link) -> None:
+        """Workers start: if they use the store, in a process of their own."""
+        if self.plan.store_clients:
+            self._lives_of_workers += 1
+            process = self.new_process(f"{group.node_id}.workers{self._lives_of_workers}")
+            self._users[group] = self._new_user(process, link, group)
+
+    def _leave_store(self, group: Group) -> None:
+        """Workers are gone."""
+        user = self._users.pop(group, None)
+        if user is not None:
+            user.process.kill()
+            self.network.died(user.process, silently=False)
 
     # ---- nodes
 
@@ -136,7 +222,7 @@ class Cluster:
 
     def start_node(self, node_id: str, link: Link | None = None) -> None:
         """Start an agent under a name, whoever else has it."""
-        if self._lives >= _MOST_LIVES and not self.calm:
+        if self._lives >= self.plan.most_lives and not self.calm:
             return
         self._lives += 1
         chance = self.chance
@@ -154,13 +240,13 @@ class Cluster:
         link = link or self.new_link(node_id)
         self.nodes.append(Node(self.around, process, link, request, self._stream(process.name)))
 
-    def pause(self, process: Process, seconds: float) -> None:
-        """Stop a process for a while."""
+    def pause(self, process: Process, seconds: float, *, suspended: bool = False) -> None:
+        """Stop a process for a while; `suspended`: with its host, whose clock stands still."""
         if process.paused or not process.alive:
             return
-        self.note("pause", process.name, round(seconds, 2))
+        self.note("suspend" if suspended else "pause", process.name, round(seconds, 2))
         self.referee.paused(seconds)
-        process.pause()
+        process.pause(suspended=suspended)
         self.network.paused(process)
         self.clockwork.after(seconds, self.resume, process)
 
@@ -176,17 +262,23 @@ class Cluster:
             self.note("heal", link.name)
             self.network.heal(link)
 
+    def end_stall(self, link: Link) -> None:
+        """Let connections that are made from now on work as they should."""
+        link.stalled = 0.0
+
     # ---- the end of all trouble
 
     def calm_down(self) -> None:
         """No more faults: all that is broken is mended, and who is missing comes back."""
         self.note("calm")
         self.calm = True
+        self.ambush = 0.0
         self.around.fates.steady = True
         self.disk.latency, self.disk.failing = 0.002, 0.0
         for link in self.links:
             link.latency = min(link.latency, 0.02)
             self.heal(link)
+            self.end_stall(link)
         for process in self.processes:
             self.resume(process)
         self.start_server()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.rendezvous.journal.journal import (
     Checkpoint,
+    Dropped,
     Entry,
     Forgotten,
     JournalError,
@@ -17,7 +18,7 @@ from rallypoint.rendezvous.journal.journal import (
     Recovered,
 )
 from rallypoint.rendezvous.store.ports import StoreChange
-from simulation.clockwork import Clockwork, Process
+from simulation.clockwork import TICK, Clockwork, Process
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Disk:
     # Called with every record at the moment at which it is durable, and with when it was given to the journal.
     on_durable: Callable[[Record, float], None]
     on_forgotten: Callable[[Forgotten], None]
+    on_stored: Callable[[StoreChange], None]
     note: Callable[..., None]
     # Typical seconds that a commit takes.
     latency: float = 0.002
@@ -49,6 +51,8 @@ class Disk:
                     self.note("checkpoint", entry.revision, entry.keep_from)
                     self.checkpoints[entry.run_id] = entry
                     kept = self.records.get(entry.run_id, [])
+                    if not kept:  # the run begins with it
+                        self.on_forgotten(Forgotten(entry.run_id, entry.revision, entry.content))
                     self.records[entry.run_id] = [each for each in kept if each.revision >= entry.keep_from]
                 case Forgotten():
                     self.on_forgotten(entry)
@@ -57,10 +61,13 @@ class Disk:
                     self.records.pop(entry.run_id, None)
                     for key in [key for key in self.values if key[0] == entry.run_id]:
                         del self.values[key]
+                case Dropped():
+                    del self.checkpoints[entry.run_id]
                 case StoreChange():
                     self._set(entry)
 
     def _set(self, change: StoreChange) -> None:
+        self.on_stored(change)
         key = change.run_id, change.round, change.key
         if change.value is None:
             self.values.pop(key, None)
@@ -106,7 +113,8 @@ class DiskJournal:
         commit = _Commit(list(entries), self._disk.clockwork.now, self._process.create_future())
         self._under_way.append(commit)
         clockwork = self._disk.clockwork
-        self._last = max(self._last, clockwork.now + self._disk.random.expovariate(1 / self._disk.latency))
+        took = self._disk.random.expovariate(1 / self._disk.latency)
+        self._last = max(self._last + TICK, clockwork.now + took)  # in the order of the appends
         clockwork.at(self._last, self._commit, commit)
         await commit.done
 

@@ -28,14 +28,16 @@ def action(weight: float, *, of_server: bool = False) -> Callable[[Action], Acti
     return register
 
 
-def draw_actions(chance: random.Random, *, of_server_only: bool) -> dict[str, float]:
+def draw_actions(
+    chance: random.Random, actions: dict[str, tuple[Action, float, bool]], *, of_server_only: bool
+) -> dict[str, float]:
     """The actions of a seed and their weights: each is in with one half."""
     drawn = {
         name: weight * chance.uniform(0.2, 2.0)
-        for name, (_, weight, of_server) in ACTIONS.items()
+        for name, (_, weight, of_server) in actions.items()
         if (of_server or not of_server_only) and chance.random() < 0.5
     }
-    return drawn or {"crash_server": 1.0}
+    return drawn or {next(name for name, (_, _, of_server) in actions.items() if of_server): 1.0}
 
 
 def _some(cluster: Cluster) -> Node | None:
@@ -79,12 +81,30 @@ def lose_host(cluster: Cluster) -> None:
         _bring_back(cluster, node)
 
 
+@action(1.0)
+def cut_host(cluster: Cluster) -> None:
+    """A host is cut off from the service and from its peers for a while."""
+    node = _some(cluster)
+    if node is not None and node.link.whole:
+        cluster.note("cut host", node.process.name)
+        node.cut_off(cluster.chance.choice([0.5, 3.0, 12.0, 35.0]))
+
+
 @action(1.5)
 def pause_agent(cluster: Cluster) -> None:
     """An agent is stopped, and its workers run on."""
     node = _some(cluster)
     if node is not None:
         cluster.pause(node.process, cluster.chance.choice([0.3, 3.0, 12.0, 30.0]))
+
+
+@action(1.0)
+def suspend_host(cluster: Cluster) -> None:
+    """A host is suspended with its agent and workers, and its monotonic clock stands still."""
+    node = _some(cluster)
+    if node is not None:
+        cluster.pause(node.process, cluster.chance.choice([3.0, 12.0, 30.0]), suspended=True)
+        node.fall_asleep()
 
 
 @action(2.0)
@@ -124,6 +144,16 @@ def reset_link(cluster: Cluster) -> None:
 
 
 @action(1.0)
+def stall_openings(cluster: Cluster) -> None:
+    """The connections of a host break, and those made next stall between their opening and the first message."""
+    link = cluster.chance.choice(cluster.links)
+    link.stalled = cluster.chance.choice([8.0, 12.0, 30.0])
+    cluster.note("stall", link.name, link.stalled)
+    cluster.network.reset(link)
+    cluster.clockwork.after(cluster.chance.choice([1.0, 5.0]), cluster.end_stall, link)
+
+
+@action(1.0)
 def slow_link(cluster: Cluster) -> None:
     """A host's network gets slow, or fast again."""
     link = cluster.chance.choice(cluster.links)
@@ -149,8 +179,32 @@ def lose_server_host(cluster: Cluster) -> None:
 @action(1.5, of_server=True)
 def pause_server(cluster: Cluster) -> None:
     """The service is stopped."""
-    if cluster.server is not None:
-        cluster.pause(cluster.server.process, cluster.chance.choice([0.5, 3.0, 12.0, 30.0]))
+    chance = cluster.chance
+    seconds = (
+        chance.uniform(2.0, 60.0) if cluster.plan.default_terms else chance.choice([0.5, 3.0, 12.0, 30.0])
+    )
+    if (process := cluster.serving) is not None:
+        cluster.pause(process, seconds)
+
+
+@action(0.7, of_server=True)
+def suspend_server(cluster: Cluster) -> None:
+    """The service's host is suspended, and its monotonic clock stands still."""
+    if (process := cluster.serving) is not None:
+        cluster.pause(process, cluster.chance.choice([3.0, 12.0, 30.0]), suspended=True)
+
+
+@action(0.7, of_server=True)
+def set_clock(cluster: Cluster) -> None:
+    """The wall clock of the service's host is set, by hours."""
+    cluster.set_clock(cluster.chance.choice([-1.0, 1.0]) * cluster.chance.uniform(600.0, 20_000.0))
+
+
+@action(1.0)
+def pause_server_at_a_failure(cluster: Cluster) -> None:
+    """The service is stopped once it knows of a failure, and before it knows of those that follow."""
+    cluster.ambush = cluster.chance.choice([3.0, 12.0])
+    cluster.note("ambush", cluster.ambush)
 
 
 @action(1.0, of_server=True)

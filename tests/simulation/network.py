@@ -30,6 +30,8 @@ class Link:
     latency: float
     up_blocked: bool = False
     down_blocked: bool = False
+    # Seconds for which what follows the opening of a call is held up.
+    stalled: float = 0.0
     # Counts changes of what is blocked, so that who waited for one knows whether it is still the same.
     epoch: int = 0
 
@@ -66,6 +68,10 @@ class Pipe:
         self._flight.append(item)
         self._depart()
 
+    def stall(self, seconds: float) -> None:
+        """Let nothing that is sent from now on arrive for so long."""
+        self._last = max(self._last, self._network.clockwork.now + seconds)
+
     def cut(self) -> None:
         """Lose the end of what is under way."""
         keep = self._network.random.randint(0, len(self._flight))
@@ -88,7 +94,11 @@ class Pipe:
         if self._link.up_blocked if self._up else self._link.down_blocked:
             self._held += 1
         elif self._flight:
-            self._reader.call_soon(self._deliver, self._flight.popleft())
+            item = self._flight.popleft()
+            if self._reader.cpu is not None:
+                self._reader.cpu.message(self._deliver, item)
+            else:
+                self._reader.call_soon(self._deliver, item)
 
     def _deliver(self, item: Item) -> None:
         end = self._end()
@@ -191,6 +201,8 @@ class Caller(End, Protocol):
     process: Process
     link: Link
     wait_for_ready: bool
+    # Where it wants to: a name of `Network.listeners`.
+    target: str
 
     @property
     def over(self) -> bool:
@@ -206,10 +218,29 @@ class Network:
     def __init__(self, clockwork: Clockwork, chance: random.Random) -> None:
         self.clockwork = clockwork
         self.random = chance
-        self.listener: Listener | None = None
+        # Who takes connections, by name; clients that know of one service only ask for "".
+        self.listeners: dict[str, Listener] = {}
         # By identity, in the order of connecting.
         self.connections: dict[int, Connection] = {}
         self.window = chance.choice([1, 3, 10])
+        # Who waits for the server to take a connection, and since when.
+        self._knocking: dict[Caller, float] = {}
+
+    @property
+    def listener(self) -> Listener | None:
+        """Who takes connections where there is one service only."""
+        return self.listeners.get("")
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        if listener is None:
+            self.listeners.pop("", None)
+        else:
+            self.listeners[""] = listener
+
+    def listening(self, target: str) -> Listener | None:
+        """Who takes connections there; None: nobody."""
+        return self.listeners.get(target)
 
     def dial(self, caller: Caller) -> None:
         """Connect a caller, as often as that takes."""
@@ -227,13 +258,30 @@ class Network:
                 self.clockwork.after(self.random.uniform(0.2, 1.0), self._attempt, caller, since)
             else:
                 caller.process.call_soon(caller.receive, ("gone", "connection timed out"))
-        elif self.listener is not None:
-            self._connect(caller, self.listener)
+        elif (listener := self.listening(caller.target)) is not None and listener.process.paused:
+            # Its kernel takes the connection, and nothing is answered: the attempt lasts as long as one may.
+            self.clockwork.after(self.random.uniform(0.2, ATTEMPT), self._attempt, caller, since)
+        elif listener is not None:
+            self._accept(caller, listener, since)
         elif caller.wait_for_ready:
             pause = self.random.uniform(0.1, LONGEST_RECONNECT)
             self.clockwork.after(pause, self._attempt, caller, since)
         else:
             caller.process.call_soon(caller.receive, ("gone", "connection refused"))
+
+    def _accept(self, caller: Caller, listener: Listener, since: float) -> None:
+        """Have the server get round to a connection; if it dies before, the caller tries again."""
+        cpu = listener.process.cpu
+        if cpu is None or not cpu.costs.accept:
+            self._connect(caller, listener)
+            return
+        self._knocking[caller] = since
+
+        def accepted() -> None:
+            if self._knocking.pop(caller, None) is not None and not caller.over and caller.process.alive:
+                self._connect(caller, listener)
+
+        cpu.accept(accepted)
 
     def _connect(self, caller: Caller, listener: Listener) -> None:
         connection = Connection(
@@ -280,6 +328,10 @@ class Network:
 
     def died(self, process: Process, *, silently: bool) -> None:
         """A process was killed. Silently: with its host, so that nobody is told."""
+        if self.listener is None:
+            knocking, self._knocking = self._knocking, {}
+            for caller, since in knocking.items():
+                self._attempt(caller, since)
         for connection in self._those(lambda each: process in (each.client, each.server)):
             client_died = process is connection.client
             connection.ended("client" if client_died else "server")

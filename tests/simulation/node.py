@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.agent import core
@@ -17,14 +17,16 @@ from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.errors import ServiceError
 from simulation.clockwork import Clockwork, Process
+from simulation.losses import RESET, TIMEOUT, Loss
 from simulation.network import Link, Network
 from simulation.referee import Group, Referee
-from simulation.wire import Channel
 from simulation.workers import Crew, Fates
 
 # How long a node that leaves waits for the service to take its lease back, seconds.
 _CLOSE_TIMEOUT = 5.0
 _CONNECT_TIMEOUT = 60.0
+# Latency of a link, seconds, over which it is known at once that a connection broke.
+_PROMPT = 0.02
 
 
 @dataclass(slots=True)
@@ -38,8 +40,8 @@ class Surroundings:
     fates: Fates
     # The round of a run whose workers may write to the service's store; None: there is no service.
     writable_round: Callable[[str], int | None]
-    # Those whose workers run.
-    crews: set[Crew] = field(default_factory=set)
+    # How a process on a host, with its link, reaches the service.
+    connect: Callable[[Process, Link], Any]
 
 
 class Node:
@@ -58,9 +60,8 @@ class Node:
         self._around = around
         self._events: asyncio.Queue[core.Event] = asyncio.Queue()
         self._lease = 0
-        channel: Any = Channel(process, link, around.network)
         self.membership = Membership(
-            channel,
+            around.connect(process, link),
             "rendezvous:29400",
             request,
             self._hear,
@@ -144,7 +145,8 @@ class Node:
             around.fates,
             around.referee,
             group,
-            peers=around.crews,
+            losses=around.referee.losses,
+            asleep=self.asleep,
             on_write=lambda: around.referee.writes(group, around.writable_round(group.run_id)),
             on_failure=lambda: self._tell(core.WorkerFailed()),
             on_success=lambda: self._tell(core.WorkersSucceeded()),
@@ -161,10 +163,18 @@ class Node:
             pid=4711,
             exit_code=1,
             message="it broke",
-            permanent=around.chance.random() < around.fates.unmendable,
+            permanent=around.chance.random() < around.fates.unmendable and self._failed_by_itself,
         )
-        failure.age.FromNanoseconds(round(around.chance.choice([seconds, seconds, -1e5, 1e5]) * 1e9))
+        # By a wall clock that was set to anything.
+        failure.time.FromSeconds(round(1.7e9 + around.chance.uniform(-5e4, 5e4)))
+        # Where failures are told apart from those that follow a lost host, their ages are right.
+        ages = [seconds] if around.fates.bereaved else [seconds, seconds, -1e5, 1e5]
+        failure.age.FromNanoseconds(round(around.chance.choice(ages) * 1e9))
         return failure
+
+    @property
+    def _failed_by_itself(self) -> bool:
+        return self.crew is None or self.crew.own_failure
 
     def _leave(self, detail: str) -> None:
         if self.membership.lease:
@@ -183,8 +193,10 @@ class Node:
             await self.membership.run()
         except RendezvousUnreachable:
             self.result = "unreachable"
+            self._around.referee.unreachable(self.node_id, admitted=self._lease > 0)
         except ServiceError as error:
             self.result = error.reason
+            self._around.referee.refused(self.run_id, self.node_id, self._lease, error)
         finally:
             self._events.put_nowait(core.MembershipEnded(self.result or ""))
 
@@ -218,10 +230,13 @@ class Node:
 
     def crash(self) -> None:
         """The agent is killed; its spawner takes the workers down, and the kernel closes its connections."""
+        around, ran = self._around, self.crew is not None and self.crew.running
         self.process.kill()
-        self._around.network.died(self.process, silently=False)
+        around.network.died(self.process, silently=False)
+        delay = around.chance.choice([0.0, around.chance.uniform(0.0, 0.2)])
         if self.crew is not None:
-            self._around.clockwork.after(self._around.chance.uniform(0.0, 0.2), self.crew.vanish)
+            around.clockwork.after(delay, self.crew.vanish)
+        self._lost(silent=False, after=delay + around.chance.uniform(*(RESET if ran else TIMEOUT)))
 
     def lose_power(self) -> None:
         """The host is gone, and all that ran on it."""
@@ -229,3 +244,60 @@ class Node:
         self._around.network.died(self.process, silently=True)
         if self.crew is not None:
             self.crew.vanish()
+        self._lost(after=self._around.chance.uniform(*TIMEOUT))
+
+    def cut_off(self, seconds: float) -> None:
+        """The host reaches neither the service nor its peers for a while, and no connection is closed."""
+        around, link = self._around, self.link
+        around.network.block(link, up=True, down=True)
+        epoch = link.epoch
+        self._lost(after=around.chance.uniform(*TIMEOUT), still=lambda: link.epoch == epoch)
+
+        def back() -> None:
+            if link.epoch == epoch:
+                around.network.heal(link)
+
+        around.clockwork.after(seconds, back)
+
+    def asleep(self) -> bool:
+        """Whether its host is suspended, workers and all."""
+        return self.process.suspended
+
+    def fall_asleep(self) -> None:
+        """Note that its host is suspended: its peers wait for it in vain."""
+        process, since = self.process, self.process.paused_since
+        self._lost(
+            after=self._around.chance.uniform(*TIMEOUT),
+            still=lambda: process.suspended and process.paused_since == since,
+        )
+
+    def _lost(
+        self,
+        *,
+        after: float,
+        silent: bool = True,
+        still: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Have the workers of its round fail after a while, those of this host as well, if it is gone `still`.
+
+        `silent`: no connection of it is closed.
+        """
+        around, state = self._around, self.state
+        seat = state.assignment
+        if seat is None or state.confirmed != seat.round or state.succeeded == seat.round:
+            return
+        losses, round_ = around.referee.losses, seat.round
+        if silent or (self.link.whole and self.link.latency <= _PROMPT):
+            # Otherwise the service may learn of its end long after its peers' failures, and can't tell which was first.
+            loss = Loss(self.node_id, self._lease, around.clockwork.now, still)
+            losses.host_lost(self.run_id, round_, loss)
+        group = Group(self.run_id, self.node_id, self._lease, round_, seat.fencing_token, self)
+
+        def fail() -> None:
+            if not still():
+                return
+            peers = losses.peers(group)
+            for crew in [*peers, *([self.crew] if peers and self.crew is not None else [])]:
+                crew.lose_peer(around.chance.uniform(0.0, 0.05))
+
+        around.clockwork.after(after, fail)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from simulation.clockwork import MOST_STEPS
+from simulation.cpu import Costs
 from simulation.workers import Fates
 
 RUN = "run"
@@ -25,21 +28,32 @@ class Plan:
     fates: Fates
     # Only the server is in trouble: then no worker may ever be restarted.
     server_only: bool
+    # The terms of leases and rounds are the defaults, and pauses of the server are as long as people make them.
+    default_terms: bool
     # How long there is trouble, and how long there is none between two things that happen, seconds.
     trouble: float
     pause: float
     # What happens in the end, to who is left: nothing, everybody succeeds, or an operator closes the run.
     finale: str
     # How much is kept of the run's history, and how often a checkpoint is written.
-    limits: RendezvousLimits
     records_per_checkpoint: int
+    limits: RendezvousLimits = field(default_factory=RendezvousLimits)
+    # Lives that nodes may have while there is trouble, and callbacks that the whole of it may need.
+    most_lives: int = 40
+    most_steps: int = MOST_STEPS
+    # Clients that use store and fenced state from outside; 0: no workers do either. Seconds between what one does.
+    store_clients: int = 0
+    store_pace: float = 1.0
+    # What connections and messages cost the server.
+    costs: Costs = field(default_factory=Costs)
 
     def describe(self) -> str:
         """One paragraph, for who reads a failure."""
         settings = " ".join(str(self.settings).split())
         return (
-            f"seed {self.seed}: nodes {' '.join(self.node_ids)}; "
-            f"{'trouble of the server only' if self.server_only else 'any trouble'} for {self.trouble:.0f} s, "
+            f"seed {self.seed}: nodes {' '.join(self.node_ids[:12])}{' …' if len(self.node_ids) > 12 else ''}; "
+            f"{'trouble of the server only' if self.server_only else 'any trouble'}"
+            f"{' at default terms' if self.default_terms else ''} for {self.trouble:.0f} s, "
             f"something every {self.pause:.1f} s; finale: {self.finale}; {self.fates}; {settings}"
         )
 
@@ -48,22 +62,30 @@ def draw_plan(seed: int) -> Plan:
     """The plan of a seed."""
     chance = random.Random(f"{seed}/plan")
     server_only = chance.random() < 0.2
+    stores = random.Random(f"{seed}/stores")
     min_nodes = chance.choice([1, 2, 2, 3])
     max_nodes = min_nodes + chance.choice([0, 0, 1, 2])
+    default_terms = chance.random() < 0.12
+    settings = _settings(chance, min_nodes, max_nodes, patient=server_only)
+    if default_terms:
+        default_settings(settings)
     count = min_nodes if server_only else chance.randint(min_nodes, max_nodes + 1)
     return Plan(
         seed,
-        _settings(chance, min_nodes, max_nodes, patient=server_only),
+        settings,
         tuple(f"node{number}" for number in chance.sample([1, 2, 3, 9, 10, 11], min(count, 6))),
         _fates(chance, server_only),
         server_only,
-        trouble=chance.uniform(15.0, 45.0),
-        pause=chance.choice([0.7, 1.5, 4.0]),
+        default_terms,
+        trouble=chance.uniform(45.0, 150.0) if default_terms else chance.uniform(15.0, 45.0),
+        pause=6.0 if default_terms else chance.choice([0.7, 1.5, 4.0]),
         finale=chance.choice(["nothing", "success", "close"]),
         limits=RendezvousLimits(
             events_per_run=chance.choice([20, 50_000]),
             run_ttl=chance.choice([7_200.0, 7_200.0, SHORT_TTL]),
         ),
+        store_clients=stores.choice([0, 0, 1, 2]),
+        store_pace=stores.choice([0.5, 2.0, 5.0]),
         records_per_checkpoint=chance.choice([1, 10, 30, 1000]),
     )
 
@@ -95,12 +117,23 @@ def _settings(chance: random.Random, min_nodes: int, max_nodes: int, *, patient:
     return settings
 
 
+def default_settings(settings: pb.RunSettings) -> pb.RunSettings:
+    """Set the terms of leases and rounds to those that the core has by default."""
+    defaults = RunSettings()
+    settings.keep_alive_max_attempt = defaults.keep_alive_max_attempt
+    for name in ("keep_alive_interval", "disconnect_grace", "confirm_timeout", "last_call_timeout"):
+        getattr(settings, name).FromNanoseconds(round(getattr(defaults, name) * 1e9))
+    return settings
+
+
 def _fates(chance: random.Random, server_only: bool) -> Fates:
+    bereaved = chance.choice([0.0, 0.6, 1.0])
     if server_only:
         return Fates(succeeding=chance.choice([0.0, 0.0, 0.3]), longest=120.0)
     return Fates(
         failing=chance.choice([0.0, 0.1, 0.4, 0.9]),
         infectious=chance.choice([0.0, 0.5, 1.0]),
+        bereaved=bereaved,
         unmendable=chance.choice([0.0, 0.0, 0.1]),
         succeeding=chance.choice([0.0, 0.2, 0.9]),
         longest=chance.choice([3.0, 30.0]),

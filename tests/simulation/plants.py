@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from rallypoint.rendezvous.client import Membership
 from rallypoint.rendezvous.core import (
     apply,
     decide,
+    execute,
     facts,
     failures,
     leases,
@@ -25,8 +27,11 @@ from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import HostedRun, Member
 from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.lease_clock import LeaseClock
 from rallypoint.rendezvous.slot import Slot
+from rallypoint.serving.errors import ServiceError, invalid
 from rallypoint.serving.lag import WatchClock
+from rallypoint.serving.openings import Openings
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -70,13 +75,18 @@ def forget_round_numbers_in_a_crash(patch: pytest.MonkeyPatch) -> None:
     """A service that starts again counts the rounds from the beginning."""
 
     def forgetful(*args: Any) -> Any:
-        runs, expired = yield from recover(*args)
-        for run in runs.values():
+        found = yield from recover(*args)
+        for run in found.runs.values():
             run.state.round = run.state.round if run.state.seats else 0
-        return runs, expired
+        return found
 
     recover = recovery.recover_runs
     patch.setattr(runs, "recover_runs", forgetful)
+
+
+def forget_the_numbers_of_forgotten_runs(patch: pytest.MonkeyPatch) -> None:
+    """A run that comes again after it was forgotten begins at 1, for nothing marks where it ended."""
+    patch.setattr(recovery.Numbers, "with_those", lambda self, other: self)
 
 
 def reuse_the_number_of_a_burnt_round(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +152,7 @@ def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
 
 def lease_out_of_heartbeats(patch: pytest.MonkeyPatch) -> None:
     """Heartbeats keep no lease alive."""
-    patch.setattr(RendezvousEngine, "renew", lambda self, member: None)
+    patch.setattr(RendezvousEngine, "renew", lambda self, *_: None)
 
 
 def never_lose_a_node(patch: pytest.MonkeyPatch) -> None:
@@ -312,17 +322,68 @@ def keep_workers_of_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent_core, "_note", calm)
 
 
+def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
+    """A stream whose first message comes late is refused as malformed."""
+    first = Openings.first
+
+    async def strict(self: Openings, requests: Any) -> Any:
+        try:
+            return await first(self, requests)
+        except ServiceError:
+            raise invalid("message", "expected join or resume") from None
+
+    patch.setattr(Openings, "first", strict)
+
+
+def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:
+    """A service that was stopped gives nodes whose streams broke meanwhile the usual grace to come back."""
+    for module in (decide, execute):
+        patch.setattr(module, "spared_until", lambda state: -math.inf)
+
+
+def put_failures_to_the_clock_of_leases(patch: pytest.MonkeyPatch) -> None:
+    """Failures are as old as the clock says that forgives pauses."""
+
+    def forgiving(step: Callable[..., Any]) -> Callable[..., Any]:
+        def carry_out(state: RunState, *args: Any) -> Any:
+            state.forgiven = 0.0
+            return step(state, *args)
+
+        return carry_out
+
+    for name in ("carry_out", "settle"):
+        patch.setattr(runs, name, forgiving(getattr(runs, name)))
+
+
+def take_commits_for_pauses(patch: pytest.MonkeyPatch) -> None:
+    """The engine looks at the clock between its steps only."""
+    look, watch, patience = LeaseClock._look, LeaseClock.watch, LeaseClock.patience
+
+    def between_steps(self: LeaseClock, *, wanted: bool) -> None:
+        look(self)
+        watch(self, wanted=wanted)
+
+    def short(self: LeaseClock, deadline: float | None) -> float | None:
+        seconds = patience(self, deadline)
+        return None if seconds is None else min(seconds, self._lag.pulse)
+
+    patch.setattr(LeaseClock, "_look", lambda self: None)
+    patch.setattr(LeaseClock, "watch", between_steps)
+    patch.setattr(LeaseClock, "patience", short)
+
+
 _AGREE = "all live nodes agree on one FINAL round"
 _ALONE = "trouble of the server alone"
 
 # With words of the invariants that each is seen to break.
 PLANTS: dict[Plant, str] = {
-    skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}",
+    skip_the_fence: f"workers run on a participant|holder|durable|{_AGREE}|whoever waits, waits",
     tell_before_commit: "durable",
     forget_round_numbers_in_a_crash: "a round number is never given out twice",
+    forget_the_numbers_of_forgotten_runs: "a run that comes again goes on from its numbers|revisions are 1, 2, 3",
     reuse_the_number_of_a_burnt_round: "a round number is never given out twice",
     forget_the_confirm_phase: "FINAL when every participant confirmed",
-    drop_the_last_record: f"revisions are 1, 2, 3|a lease that stands is honoured|{_ALONE}",
+    drop_the_last_record: f"revisions are 1, 2, 3|no revision is forgotten|a lease that stands is honoured|{_ALONE}",
     forget_restarts_in_a_checkpoint: "restarts are counted",
     give_no_new_term_to_leases: _ALONE,
     forgive_no_pause: _ALONE,
@@ -343,5 +404,9 @@ PLANTS: dict[Plant, str] = {
     hold_nothing_back: "held back where rounds fail soon",
     count_no_restart_in_its_window: "the budget of restarts is kept|the budget of a node is kept",
     count_restarts_for_ever: "no restart is left|the whole of its budget",
+    refuse_a_late_first_message: "never answers INVALID_ARGUMENT",
+    give_no_time_after_a_pause: _ALONE,
+    put_failures_to_the_clock_of_leases: "the earliest failure is the first",
+    take_commits_for_pauses: f"ends in its time|{_ALONE}",
     keep_workers_of_a_lost_lease: "has no workers|workers of one round at a time",
 }

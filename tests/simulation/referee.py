@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -17,12 +17,16 @@ from google.protobuf.message import Message
 from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import Outcome, Phase
-from rallypoint.rendezvous.journal.journal import Forgotten, Record
+from rallypoint.rendezvous.journal.journal import MARK, Forgotten, Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
-from rallypoint.serving.errors import decode
+from rallypoint.serving.errors import ServiceError, decode
 from rendezvous.core.ledger import Ledger, Violation, require
 from simulation.clockwork import SKEW
+from simulation.losses import Losses
+from simulation.network import Link
+from simulation.store_truth import StoreTruth
+from simulation.terms import Terms
 from simulation.wire import ServerCall, Status
 
 # Virtual seconds within which a server that runs tells what is durable.
@@ -33,8 +37,10 @@ _FAST_CLOCK = 1 + 2 * SKEW
 # seconds.
 _INEXACT = 0.15
 _CLOCK_JUMPS = 2.5
-# What a server of ours never answers.
-_NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+# What a server of ours never answers, and what nothing that our clients send deserves.
+_NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+# Refusals that end the membership of a node that was admitted.
+_FINAL = ("RUN_CLOSED", "NODE_EVICTED", "LEASE_LOST", "SETTINGS_DIFFER", "JOIN_TIMED_OUT")
 
 
 @dataclass(slots=True)
@@ -48,6 +54,12 @@ class Subject:
     admitted: bool = False
 
 
+class Agent(Protocol):
+    """Whose workers they are."""
+
+    link: Link
+
+
 @dataclass(eq=False, slots=True)
 class Group:
     """The workers of one round on one host."""
@@ -57,7 +69,7 @@ class Group:
     lease: int
     round: int
     fencing_token: int
-    agent: object
+    agent: Agent
 
 
 class RunLedger(Ledger):
@@ -69,8 +81,12 @@ class RunLedger(Ledger):
         # Leases whose nodes said, or can't have failed to make sure, that nothing of them runs.
         self.given_back: set[tuple[str, int]] = set()
         self.ended: set[tuple[str, int]] = set()
+        # All that were ever given.
+        self.given: set[tuple[str, int]] = set()
         self.operator_closes = False
         self.final_rounds: list[int] = []
+        # The newest that is over.
+        self.ended_round = 0
         # The newest whose workers ever started.
         self.started_round = 0
 
@@ -93,6 +109,10 @@ class RunLedger(Ledger):
         """Nodes that an operator took out."""
         return frozenset(self._evicted)
 
+    def counts_restart_of(self, round_: int) -> bool:
+        """Whether a restart counts that ended a round."""
+        return any(of_round == round_ for of_round, _, _ in self._caused)
+
     @property
     def phase(self) -> Phase:
         """Of the run, by its durable facts."""
@@ -109,6 +129,8 @@ class RunLedger(Ledger):
         super().record(revision, fact, decided_at)
         gone = {(node_id, lease) for node_id, lease in before.items() if self.leases.get(node_id) != lease}
         self.ended |= gone
+        if isinstance(fact, facts.NodeJoined):
+            self.given.add((fact.node_id, fact.lease))
         if isinstance(fact, facts.NodeLeft):
             self.given_back |= gone
         if isinstance(fact, facts.RunClosed):
@@ -117,6 +139,8 @@ class RunLedger(Ledger):
             require(self.operator_closes or not by_operator, "a run is cancelled by an operator only")
         if isinstance(fact, facts.NodeEvicted):
             self.ever_evicted.add(fact.node_id)
+        if isinstance(fact, facts.RoundEnded):
+            self.ended_round = fact.end.round
         if isinstance(fact, facts.RoundFinalized):
             self.final_rounds.append(fact.round)
 
@@ -144,14 +168,36 @@ class Referee:
     note: Callable[..., None]
     # Has something done after so many virtual seconds.
     later: Callable[..., object]
+    # The world's clock, seconds.
+    now: Callable[[], float]
     violation: Violation | None = None
     ledgers: dict[str, RunLedger] = field(default_factory=dict)
     resources: dict[str, FencedResource] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     # Streams of nodes that servers have open, in the order of opening.
     streams: dict[ServerCall, None] = field(default_factory=dict)
+    terms: Terms | None = None
     # From here on, no worker may be stopped or started anew: only the server is in trouble.
     undisturbed: bool = False
+    losses: Losses = field(init=False)
+    store: StoreTruth = field(init=False)
+    # Called with workers that start, and the link of their host; and when they are gone.
+    on_started: Callable[[Group, Link], None] = lambda group, link: None
+    on_stopped: Callable[[Group], None] = lambda group: None
+
+    def __post_init__(self) -> None:
+        self.losses = Losses(self.now, self.later, self._judge)
+        self.store = StoreTruth(self.blame, self.note, self._lease_over, self._round_over)
+
+    def _judge(self, judge: Callable[[], None]) -> None:
+        with self.judging():
+            judge()
+
+    def _lease_over(self, run_id: str, node_id: str, lease: int) -> bool:
+        return (node_id, lease) in self.ledger(run_id).ended
+
+    def _round_over(self, run_id: str) -> int:
+        return self.ledger(run_id).ended_round
 
     def ledger(self, run_id: str) -> RunLedger:
         """That of a run."""
@@ -198,17 +244,25 @@ class Referee:
             if self.undisturbed:
                 allowed = isinstance(fact, (facts.NodeSucceeded, facts.RunClosed))
                 require(allowed, "trouble of the server alone changes no membership")
-            self.ledger(entry.run_id).record(entry.revision, fact, decided_at * _FAST_CLOCK)
+            ledger = self.ledger(entry.run_id)
+            ledger.record(entry.revision, fact, decided_at * _FAST_CLOCK)
+            self.losses.durable(entry.run_id, ledger, fact, decided_at)
             if isinstance(fact, facts.RoundEnded):
                 self.later(AT_ONCE, self._expect_told, entry.run_id, entry.revision)
 
     def forgotten(self, entry: Forgotten) -> None:
-        """A run expired."""
+        """A run expired, or one begins where those that expired ended."""
         self.note("forgotten", entry.run_id, entry.revision)
+        if entry.run_id == MARK:
+            return
         with self.judging():
             ledger = self.ledger(entry.run_id)
+            if ledger.revision == 0 or ledger.forgotten:
+                ledger.begin_after(entry.revision)
+                return
             require(entry.revision == ledger.revision, "a run is forgotten after its last record")
             ledger.forget()
+            self.store.forget(entry.run_id)
 
     def _expect_told(self, run_id: str, revision: int) -> None:
         """Whoever has a stream open, and a server that runs, was told of a round's end by now."""
@@ -239,6 +293,8 @@ class Referee:
         """A server takes a message of a client."""
         if not isinstance(message, pb.JoinRequest):
             return
+        if self.terms is not None:
+            self.terms.heard(call)
         match message.WhichOneof("message"):
             case "join":
                 call.subject = Subject(message.join.run_id, message.join.node_id)
@@ -247,6 +303,7 @@ class Referee:
                 resume = message.resume
                 call.subject = Subject(resume.run_id, resume.node_id, resume.lease, resume.revision)
                 self.streams[call] = None
+                self.losses.opened(call)
             case "heartbeat":
                 return
         if call.subject is not None:
@@ -258,11 +315,12 @@ class Referee:
             match message:
                 case pb.JoinResponse():
                     self.note("told", call.subject.node_id, message)
-                    self._judge_answer(call.subject, message)
+                    self._judge_answer(call, message)
                 case pb.WatchRunResponse():
                     self.ledger(message.run.run_id).check_told(message.run)
 
-    def _judge_answer(self, subject: Subject, message: pb.JoinResponse) -> None:
+    def _judge_answer(self, call: ServerCall, message: pb.JoinResponse) -> None:
+        subject = call.subject
         ledger = self.ledger(subject.run_id)
         if message.HasField("lease"):
             lease = message.lease
@@ -273,11 +331,15 @@ class Referee:
             require(subject.lease in (0, lease.lease), "who resumes keeps its lease")
             require(lease.revision >= subject.revision, "revisions told on a stream only grow")
             subject.lease, subject.revision, subject.admitted = lease.lease, lease.revision, True
+            self.losses.opened(call)
+            if self.terms is not None:
+                self.terms.told(subject)
         if message.HasField("update"):
             update = message.update
             ledger.check_told(update)
             require(update.revision >= subject.revision, "revisions told on a stream only grow")
             subject.revision = update.revision
+            self.store.round_ended(subject.run_id, update.last_round_end.round)
             if (subject.node_id, subject.lease) not in ledger.ended:
                 ledger.check_assignment(subject.node_id, subject.lease, update)
         if message.HasField("draining"):
@@ -295,8 +357,11 @@ class Referee:
             self.note("refused", call.subject or call.method, error.reason, details)
         with self.judging():
             require(code not in _NEVER, f"a service never answers {code.name}")
-            require(error.reason != "UNEXPECTED_ERROR", "a service has no unexpected errors")
+            unexpected = error.reason in ("UNEXPECTED_ERROR", "RUN_BROKEN")
+            require(not unexpected, "a service has no unexpected errors")
             if call.subject is None:
+                malformed = code is grpc.StatusCode.INVALID_ARGUMENT and "StoreService" in call.method
+                require(not malformed, f"what clients of ours ask for is well formed: {details}")
                 return
             ledger = self.ledger(call.subject.run_id)
             held = call.subject.lease or int(error.metadata.get("lease", "0"))
@@ -310,6 +375,22 @@ class Referee:
             require(error.reason != "REVISION_AHEAD", "no revision is forgotten")
 
     # ---- nodes and their workers
+
+    def refused(self, run_id: str, node_id: str, lease: int, error: ServiceError) -> None:
+        """A node gives up for a refusal; `lease`: the last that it was given, 0: none."""
+        with self.judging():
+            if lease:
+                require(error.reason in _FINAL, f"a node that was admitted is not refused for {error.reason}")
+            if error.reason == "LEASE_LOST":
+                newer = max((held for name, held in self.ledger(run_id).given if name == node_id), default=0)
+                require(newer > lease, "an agent gives up a lost lease only to another of its name")
+
+    def unreachable(self, node_id: str, *, admitted: bool) -> None:
+        """A node gives up for want of a service."""
+        with self.judging():
+            require(
+                not admitted, f"{node_id} was admitted, and waits for its service for as long as it takes"
+            )
 
     def saw(self, run_id: str, node_id: str, before: int, update: pb.NodeUpdate) -> None:
         """A node reads an update; `before` is the last revision it saw on this lease."""
@@ -343,6 +424,7 @@ class Referee:
                     self._judge_overlap(ledger, other, group)
             ledger.started_round = max(ledger.started_round, group.round)
         self.groups.append(group)
+        self.on_started(group, group.agent.link)
 
     def _judge_overlap(self, ledger: RunLedger, other: Group, group: Group) -> None:
         """Two groups run at once: of one round, or one of them on a host that was lost and may not know it."""
@@ -360,6 +442,7 @@ class Referee:
         """Workers are gone."""
         self.note("stopped", group.node_id, group.round)
         self.groups.remove(group)
+        self.on_stopped(group)
 
     def writes(self, group: Group, writable_round: int | None) -> None:
         """A worker writes to shared storage, and to the service's store, which has one round that may."""

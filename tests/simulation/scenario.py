@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rallypoint.rendezvous import hosted_run
@@ -27,9 +27,22 @@ END_WITHIN = 90.0
 class Scenario:
     """One seed; `play` it once."""
 
+    # Of make, that plays such seeds; and what draws their plans.
+    target = "simulate"
+    draw: Callable[[int], Plan] = staticmethod(draw_plan)
+
     def __init__(self, seed: int) -> None:
-        self.plan: Plan = draw_plan(seed)
-        self.cluster = Cluster(self.plan)
+        self.plan: Plan = self.draw(seed)
+        self.cluster = self.build()
+
+    def build(self) -> Cluster:
+        """The cluster of the plan."""
+        return Cluster(self.plan)
+
+    @property
+    def actions(self) -> dict[str, tuple[faults.Action, float, bool]]:
+        """What may befall it, by name."""
+        return faults.ACTIONS
 
     def play(self) -> Cluster:
         """Play it to the end.
@@ -38,13 +51,14 @@ class Scenario:
             Failed: An invariant is broken.
         """
         cluster = self.cluster
-        try:
-            with quiet(), _checkpoints(self.plan.records_per_checkpoint):
-                self._play()
-        except (Violation, Stuck) as error:
-            raise Failed(report(error, cluster, self.plan, "simulate")) from error
-        finally:
-            cluster.dispose()
+        with quiet():
+            try:
+                with _checkpoints(self.plan.records_per_checkpoint):
+                    self._play()
+            except (Violation, Stuck) as error:
+                raise Failed(report(error, cluster, self.plan, self.target)) from error
+            finally:
+                cluster.dispose()
         return cluster
 
     def _play(self) -> None:
@@ -55,7 +69,7 @@ class Scenario:
         if plan.server_only:
             self._await("a cluster without trouble forms a round", FORM_WITHIN)
             cluster.referee.undisturbed = True
-        weights = faults.draw_actions(cluster.chance, of_server_only=plan.server_only)
+        weights = faults.draw_actions(cluster.chance, self.actions, of_server_only=plan.server_only)
         cluster.note("actions", weights)
         self._trouble(weights)
         self._let_pass(plan.trouble)
@@ -69,12 +83,19 @@ class Scenario:
         def strike() -> None:
             if cluster.calm:
                 return
+            if self._waits_its_turn():
+                cluster.clockwork.after(1.0, strike)
+                return
             name = cluster.chance.choices(list(weights), list(weights.values()))[0]
             cluster.struck.add(name)
-            faults.ACTIONS[name][0](cluster)
+            self.actions[name][0](cluster)
             cluster.clockwork.after(cluster.chance.expovariate(1 / self.plan.pause), strike)
 
         cluster.clockwork.after(cluster.chance.expovariate(1 / self.plan.pause), strike)
+
+    def _waits_its_turn(self) -> bool:
+        """Whether the next thing comes after what there is."""
+        return False
 
     def _finale(self) -> None:
         cluster = self.cluster
@@ -131,7 +152,12 @@ def play(seed: int) -> Cluster:
 
 def replay(seed: int) -> tuple[list[str], str]:
     """Play a seed; returns all that happened, and what came of it: empty if no invariant was broken."""
-    scenario, verdict = Scenario(seed), ""
+    return replay_of(Scenario(seed))
+
+
+def replay_of(scenario: Scenario) -> tuple[list[str], str]:
+    """Play a scenario; returns as `replay` does."""
+    verdict = ""
     try:
         scenario.play()
     except Failed as failure:

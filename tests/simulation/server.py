@@ -1,30 +1,31 @@
-"""One life of the rendezvous service: the product's engine, servicer and interceptor in a simulated process."""
+"""One life of the rendezvous service: the product's shard, servicers and interceptor in a simulated process."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import grpc
 
-from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.home import OneShard
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.limits import RendezvousLimits
-from rallypoint.rendezvous.servicer import RendezvousServicer
-from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rendezvous.service import registrations
+from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.slices import Slices
 from rallypoint.serving.calls import CallInterceptor
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.lag import LagSettings
-from rendezvous.homes import home_of
+from rallypoint.serving.server import Registration
 from simulation.clockwork import Process
 from simulation.disk import Disk, DiskJournal
 from simulation.handlers import handlers_of
 from simulation.network import Connection
 from simulation.referee import Referee
+from simulation.store_calls import judge_stores
 from simulation.wire import ServerCall
 
 # A pulse of a quarter of a second, the default, would cost more than everything else in a simulation.
@@ -32,7 +33,7 @@ LAG = LagSettings(tolerance=0.25, pulse=1.0, settle=1.0)
 # How long a draining server waits for its calls to end, and for what it has sent to be on its way. Seconds.
 _GRACE = 5.0
 _FLUSH = 0.05
-_WALL_TIME = 1.7e9
+WALL_TIME = 1.7e9
 
 
 class Server:
@@ -45,25 +46,22 @@ class Server:
         referee: Referee,
         *,
         limits: RendezvousLimits,
-        wall_offset: float,
+        wall_clock: Callable[[], float],
+        draw: Callable[[int], bytes],
         on_ready: Callable[[Server], None],
         on_exit: Callable[[Server], None],
     ) -> None:
         self.process = process
         self.journal = DiskJournal(disk, process)
-        self.engine = RendezvousEngine(
-            self.journal,
-            clock=process.time,
-            wall_clock=lambda: _WALL_TIME + wall_offset + disk.clockwork.now,
-            limits=limits,
-            lag=LAG,
-        )
         self.draining = False
-        self._disk = disk
         self._referee = referee
         self._on_ready = on_ready
         self._on_exit = on_exit
-        self._servicer = RendezvousServicer(home_of(self.engine))
+        self._limits = limits
+        self._wall_clock = wall_clock
+        self._draw = draw
+        self._shard: Shard | None = None
+        self._registrations: list[Registration] = []
         self._calls = CallInterceptor(translate, new_incident=self._incident, clock=process.time)
         self._handlers: dict[str, Any] = {}
         self._open: list[ServerCall] = []
@@ -73,19 +71,32 @@ class Server:
         self._referee.unforeseen(repr(sys.exception()))
         return "simulated"
 
-    async def _main(self) -> None:
-        self.engine.recover(await self.journal.open())
-        self._handlers = await handlers_of(
-            partial(pb_grpc.add_RendezvousServiceServicer_to_server, self._servicer), self._calls
-        )
-        self._on_ready(self)
-        self.process.create_task(self.engine.serve()).add_done_callback(self._served)
+    def writable_round(self, run_id: str) -> int | None:
+        """The round of a run whose workers may write; None: there is none, or the server is not ready."""
+        return None if self._shard is None else self._shard.engine.writable_round(run_id)
 
-    def _served(self, serving: asyncio.Task[None]) -> None:
-        if isinstance(serving.exception(), JournalError):
+    async def _main(self) -> None:
+        self._shard = await open_shard(
+            self.journal,
+            clock=self.process.boot_time,
+            wall_clock=self._wall_clock,
+            draw=self._draw,
+            limits=self._limits,
+            lag=LAG,
+            slices=Slices(self.process.time),
+            on_failure=self._failed,
+        )
+        self._registrations = registrations(OneShard(self._shard), self._limits)
+        for each in self._registrations:
+            self._handlers |= await handlers_of(each.add, self._calls)
+        judge_stores(self._handlers, self._referee.store)
+        self._on_ready(self)
+
+    def _failed(self, error: BaseException) -> None:
+        if isinstance(error, JournalError):
             self.process.call_later(_FLUSH, self._on_exit, self)
         else:
-            self._referee.unforeseen(f"the engine ended: {serving!r}")
+            self._referee.unforeseen(f"the shard failed: {error!r}")
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
         """Take a call."""
@@ -105,7 +116,7 @@ class Server:
         )
         try:
             async with asyncio.timeout(_GRACE):
-                await self._servicer.drain()
+                await asyncio.gather(*(each.on_drain() for each in self._registrations if each.on_drain))
                 await self._calls.idle()
         except TimeoutError:
             stalled = any(call.blocked and not call.done() for call in self._open)

@@ -54,13 +54,19 @@ def test_a_seed_is_one_history() -> None:
     assert len(set(prints[0])) == 3
 
 
+@pytest.mark.timeout(300)
 def test_seeds_reach_every_corner() -> None:
-    """A few hundred seeds have every fact, every loss, every end of a round and of a run, and every kind of trouble."""
+    """A few hundred seeds have every fact, every loss, every end of a round and of a run, and every kind of trouble.
+
+    And every call of store and fenced state.
+    """
     seen: set[str] = set()
     struck: set[str] = set()
+    calls: set[str] = set()
     for seed in range(250):
         cluster = play(seed)
         struck.update(cluster.struck)
+        calls.update(cluster.referee.store.seen)
         for line in shown(cluster):
             seen.update(line.replace("(", " ").replace(":", " ").split())
     wanted = {fact.__name__ for fact in facts.Fact.__args__} | {
@@ -81,3 +87,16 @@ def test_seeds_reach_every_corner() -> None:
     text = " ".join(seen)
     assert not {word for word in wanted if word not in text}
     assert struck == set(ACTIONS)
+    store = (
+        "Set",
+        "Get",
+        "Add",
+        "Append",
+        "CompareSet",
+        "MultiSet",
+        "MultiGet",
+        "Delete",
+        "SetState",
+        "GetState",
+    )
+    assert calls == {f"{call}Request" for call in store}

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import grpc
 
 from simulation.clockwork import Process
-from simulation.network import Connection, Item, Link, Network
+from simulation.network import ATTEMPT, LONGEST_RECONNECT, Connection, Item, Link, Listener, Network
 
 # Of a call: code, details, trailing metadata.
 Status = tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]
+_IDLE, _CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
+_READY, _FAILED = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
 _CANCELLED: Status = (grpc.StatusCode.CANCELLED, "Locally cancelled by application!", ())
 
 
@@ -37,6 +39,7 @@ class ClientCall:
         self.process = channel.process
         self.link = channel.link
         self.wait_for_ready = wait_for_ready
+        self.target = channel.target
         self._method = method
         self._serialize = serialize
         self._deserialize = deserialize
@@ -56,6 +59,8 @@ class ClientCall:
         """The connection is there."""
         self._connection = connection
         connection.up.send(("open", self._method))
+        if self.link.stalled:
+            connection.up.stall(self.link.stalled)
         connection.down.send(("connected", None))
 
     def receive(self, item: Item) -> None:
@@ -78,6 +83,12 @@ class ClientCall:
         self._sent_metadata.set()
         if self._connection is not None:
             self._connection.ended("client")
+
+    async def wait_for_connection(self) -> None:
+        """Returns when there is one."""
+        await self._sent_metadata.wait()
+        if self._status is not None:
+            self._raise_for_status()
 
     async def write(self, message: Any) -> None:
         """Send a message."""
@@ -133,17 +144,60 @@ class ClientCall:
 class Channel:
     """What a stub is made with: a host's way to the service."""
 
-    def __init__(self, process: Process, link: Link, network: Network) -> None:
+    def __init__(self, process: Process, link: Link, network: Network, target: str = "") -> None:
         self.process = process
         self.link = link
         self.network = network
+        self.target = target
+        self._state = grpc.ChannelConnectivity.IDLE
+        self._met: Listener | None = None
+        self._changed = asyncio.Event()
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Whether there is somebody at the other end. Calls have connections of their own."""
+        if self._state is _READY and self.network.listening(self.target) is not self._met:
+            self._enter(_IDLE)
+        if self._state is _IDLE and try_to_connect:
+            self._enter(_CONNECTING)
+            self._try(self.network.clockwork.now)
+        return self._state
+
+    async def wait_for_state_change(self, last: grpc.ChannelConnectivity) -> None:
+        """Return once the state is another."""
+        while self._state is last:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Nothing to give up."""
+
+    def _enter(self, state: grpc.ChannelConnectivity) -> None:
+        self._state = state
+        self.process.call_soon(self._changed.set)
+
+    def _try(self, since: float) -> None:
+        network, chance = self.network, self.network.random
+        network.clockwork.after(self.link.latency * chance.uniform(0.5, 2.0), self._knock, since)
+
+    def _knock(self, since: float) -> None:
+        network, chance = self.network, self.network.random
+        if not self.process.alive:
+            return
+        if not self.link.whole and network.clockwork.now < since + ATTEMPT:
+            network.clockwork.after(chance.uniform(0.2, 1.0), self._try, since)
+            return
+        self._met = network.listening(self.target) if self.link.whole else None
+        self._enter(_FAILED if self._met is None else _READY)
+        if self._met is None:
+            pause = chance.uniform(0.1, LONGEST_RECONNECT)
+            network.clockwork.after(pause, self._enter, _IDLE)
 
     def stream_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Callable[..., ClientCall]:
         """A method that is called with a stream and answers with one."""
 
-        def call(wait_for_ready: bool = False) -> ClientCall:
+        def call(wait_for_ready: bool = False, **_: Any) -> ClientCall:
             return ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
 
         return call
@@ -170,12 +224,20 @@ class Channel:
     ) -> Callable[..., Awaitable[Any]]:
         """A method that is called with a message and answers with one."""
 
-        async def answer(request: Any, wait_for_ready: bool = False) -> Any:
+        async def answer(
+            request: Any, wait_for_ready: bool = False, timeout: float | None = None, **_: Any
+        ) -> Any:
             call = ClientCall(self, method, request_serializer, response_deserializer, wait_for_ready)
             try:
-                await call.write(request)
-                await call.done_writing()
-                return await call.read()
+                async with asyncio.timeout(timeout):
+                    await call.write(request)
+                    await call.done_writing()
+                    return await call.read()
+            except TimeoutError:
+                none = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, none, none, details="Deadline Exceeded"
+                ) from None
             finally:
                 call.cancel()
 
@@ -213,6 +275,8 @@ class ServerCall:
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._gone = False
+        # When its connection broke, by the world's clock.
+        self.broken_at: float | None = None
         self._code: grpc.StatusCode | None = None
         self._details = ""
         self._trailing: tuple[Any, ...] = ()
@@ -230,6 +294,7 @@ class ServerCall:
             self._closed = True
             if kind == "gone" and not self._gone:
                 self._gone = True
+                self.broken_at = self._connection.network.clockwork.now
                 self._connection.ended("server")
                 self._task.cancel()
         self._news.set()
@@ -309,6 +374,8 @@ class ServerCall:
         encode = self._handler.response_serializer
         data = message if raw or encode is None else encode(message)
         self._connection.untaken += 1
+        if self.process.cpu is not None:
+            self.process.cpu.sent()
         self._connection.down.send(("data", data))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:

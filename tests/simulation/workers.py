@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from simulation.clockwork import Clockwork, Handle
+from simulation.losses import TIMEOUT, Losses
 from simulation.referee import Group, Referee
 
 
@@ -24,6 +25,8 @@ class Fates:
     # Chance that workers die of it when others of their round fail, and how soon at the latest.
     infectious: float = 0.0
     within: float = 0.3
+    # Chance that workers fail because a host of their round is gone.
+    bereaved: float = 0.0
     # Chance that no restart can mend a failure.
     unmendable: float = 0.0
     # From now on workers run until they are stopped.
@@ -43,7 +46,8 @@ class Crew:
         referee: Referee,
         group: Group,
         *,
-        peers: set[Crew],
+        losses: Losses,
+        asleep: Callable[[], bool],
         on_write: Callable[[], None],
         on_failure: Callable[[], None],
         on_success: Callable[[], None],
@@ -51,7 +55,10 @@ class Crew:
         self.group = group
         self.running = False
         self.failed_at = 0.0
-        self._peers = peers
+        # Whether what failed it was its own doing, and not that of a host that was lost.
+        self.own_failure = True
+        self._losses = losses
+        self._asleep = asleep
         self._clockwork = clockwork
         self._chance = chance
         self._fates = fates
@@ -60,39 +67,59 @@ class Crew:
         self._on_failure = on_failure
         self._on_success = on_success
         self._ended = False
-        self._pending: list[Handle] = [clockwork.after(chance.uniform(0.0, 0.3), self._start)]
+        self._pending: list[Handle] = []
+        self._after(chance.uniform(0.0, 0.3), self._start)
+
+    def _after(self, seconds: float, what: Callable[..., object], *args: object) -> None:
+        """Have something befall the workers, or soon after their host wakes if it is suspended then."""
+
+        def befall() -> None:
+            if self._asleep():
+                self._after(0.5, what, *args)
+            else:
+                what(*args)
+
+        self._pending.append(self._clockwork.after(seconds, befall))
 
     def _start(self) -> None:
         self.running = True
-        self._peers.add(self)
+        self._losses.crews.add(self)
         self._referee.started(self.group)
         self._write()
         chance, fates = self._chance, self._fates
+        if self._losses.of(self.group.run_id, self.group.round).losses:
+            self.lose_peer(chance.uniform(*TIMEOUT))
         if fates.finishing:
-            self._pending.append(self._clockwork.after(0.1, self.succeed))
+            self._after(0.1, self.succeed)
             return
         when = chance.uniform(0.2, fates.longest)
         if chance.random() < fates.failing:
-            self._pending.append(self._clockwork.after(when, self._fail))
+            self._after(when, self._fail)
         elif chance.random() < fates.succeeding:
-            self._pending.append(self._clockwork.after(when, self._end, self._on_success))
+            self._after(when, self._end, self._on_success)
 
-    def _fail(self) -> None:
-        """Fail, and take others along."""
+    def lose_peer(self, seconds: float) -> None:
+        """Fail in so many seconds, perhaps: a host of the round is gone."""
+        if self._chance.random() < self._fates.bereaved:
+            self._after(seconds, self._fail, False)
+
+    def _fail(self, own: bool = True) -> None:
+        """Fail, and take others along; `own`: no lost host is behind it."""
         fates, chance = self._fates, self._chance
         if fates.steady or not self.running:
             return
-        for peer in sorted(self._peers, key=lambda crew: crew.group.node_id):
-            same = (peer.group.run_id, peer.group.round) == (self.group.run_id, self.group.round)
-            if peer is not self and same and chance.random() < fates.infectious:
-                peer._pending.append(self._clockwork.after(chance.uniform(0.0, fates.within), peer._fail))
-        self.failed_at = self._clockwork.now
+        for peer in self._losses.peers(self.group):
+            if chance.random() < fates.infectious:
+                delay = chance.uniform(0.0, fates.within)
+                peer._after(delay, peer._fail, own)
+        self.failed_at, self.own_failure = self._clockwork.now, own
+        self._losses.failed(self.group, own=own)
         self._end(self._on_failure)
 
     def _write(self) -> None:
         if self.running:
             self._on_write()
-            self._pending.append(self._clockwork.after(self._chance.expovariate(0.3), self._write))
+            self._after(self._chance.expovariate(0.3), self._write)
 
     def _end(self, tell: Callable[[], None]) -> None:
         if self._fates.steady or not self.running:
@@ -111,6 +138,9 @@ class Crew:
         delay = self._chance.uniform(0.0, self._fates.slowest_stop)
 
         def gone() -> None:
+            if self._asleep():
+                self._clockwork.after(0.5, gone)
+                return
             self.vanish()
             then()
 
@@ -126,5 +156,5 @@ class Crew:
         self._pending.clear()
         if self.running:
             self.running = False
-            self._peers.discard(self)
+            self._losses.crews.discard(self)
             self._referee.stopped(self.group)

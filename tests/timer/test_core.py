@@ -126,6 +126,68 @@ def test_what_nobody_claims_is_forgotten() -> None:
     timers.subscribe(RUN, "a", 2, 7201.0)
 
 
+def test_leases_of_two_lives_of_a_run_are_not_compared() -> None:
+    """The agent that got its lease later is the newer one, whatever the numbers, and no other comes in its place."""
+    timers = table()
+    first = timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
+    timers.register(first, "0@1", "s", 5.0, 100.0, sequence=1)
+    second = timers.subscribe(RUN, "a", 2, 101.0, incarnation="second", lease_age=1.0)
+    assert len(timers) == 0  # it was a worker's of the life that is over
+    for _ in range(3):
+        with pytest.raises(LeaseLost, match="newer run") as refused:
+            timers.subscribe(RUN, "a", 50, 102.0, incarnation="first", lease_age=92.0)
+        assert refused.value.of_other_run
+        with pytest.raises(LeaseLost):
+            timers.register(first, "0@1", "s", 5.0, 102.0, sequence=2)
+        timers.register(second, "0@1", "s", 60.0, 102.0, sequence=1)
+    # Within its own life, numbers are what counts.
+    with pytest.raises(LeaseLost, match="lease 2 superseded"):
+        timers.subscribe(RUN, "a", 1, 102.0, incarnation="second", lease_age=0.0)
+    # While it is away another one may come, and takes nothing from it: it comes back, and says again what it holds.
+    timers.unsubscribe(second, 103.0)
+    timers.subscribe(RUN, "a", 50, 103.0, incarnation="first", lease_age=93.0)
+    timers.subscribe(RUN, "a", 2, 104.0, incarnation="second", lease_age=4.0)
+
+
+def test_what_arrives_late_does_not_become_the_newer_one() -> None:
+    """Of an agent that subscribes several times the earliest moment counts, since messages can only be late."""
+    timers = table()
+    timers.subscribe(RUN, "a", 50, 100.0, incarnation="first", lease_age=90.0)
+    timers.subscribe(RUN, "a", 50, 112.0, incarnation="first", lease_age=90.0)  # 12 s on its way
+    timers.subscribe(RUN, "a", 2, 113.0, incarnation="second", lease_age=5.0)
+    with pytest.raises(LeaseLost):  # 12 s on its way again, as all of it was while the service stood still
+        timers.subscribe(RUN, "a", 50, 120.0, incarnation="first", lease_age=11.0)
+
+
+def test_who_knows_no_incarnations_is_judged_by_numbers() -> None:
+    """Clients of other authors, and of older versions."""
+    timers = table()
+    timers.subscribe(RUN, "a", 3, 0.0)
+    with pytest.raises(LeaseLost):
+        timers.subscribe(RUN, "a", 2, 1.0)
+    newer = timers.subscribe(RUN, "a", 2, 2.0, incarnation="second")
+    with pytest.raises(LeaseLost):
+        timers.subscribe(RUN, "a", 1, 3.0)
+    timers.subscribe(RUN, "a", 2, 3.0)
+    with pytest.raises(StreamReplaced):
+        timers.register(newer, "0@1", "s", 5.0, 3.0, sequence=1)
+
+
+def test_timers_that_waited_for_their_agent_wait_for_its_first_incarnation() -> None:
+    """A single call may come before the agent; only another life of the run ends what it started."""
+    timers = table()
+    timers.acquire(TimerName(RUN, "a", "0@1", "s"), 5.0, 0.0, lease=1)
+    timers.subscribe(RUN, "a", 2, 1.0, incarnation="first")
+    assert len(timers) == 1
+
+
+@pytest.mark.parametrize("age", [-1.0, float("nan"), float("inf")])
+def test_an_age_that_makes_no_sense_is_refused(age: float) -> None:
+    """Nothing could be compared with it."""
+    with pytest.raises(InvalidField, match="lease_age"):
+        table().subscribe(RUN, "a", 1, 0.0, incarnation="first", lease_age=age)
+
+
 @pytest.mark.parametrize("after", [0.0, -1.0, float("nan"), float("inf"), MAX_AFTER * 2])
 def test_a_duration_that_makes_no_sense_is_refused(after: float) -> None:
     """And leaves nothing behind, not even the node."""

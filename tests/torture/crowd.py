@@ -10,17 +10,25 @@ from contextlib import asynccontextmanager
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.settings import ClientTLS
 from torture.tormented_node import TormentedNode
 
 
 class Crowd:
     """Nodes of one run; they are in once `join` was called. `changed` is set whenever one is told something."""
 
-    def __init__(self, endpoint: str, settings: pb.RunSettings, count: int, draw: random.Random) -> None:
-        """Make so many nodes."""
+    def __init__(
+        self,
+        endpoint: str,
+        settings: pb.RunSettings,
+        count: int,
+        draw: random.Random,
+        tls: ClientTLS | None = None,
+    ) -> None:
+        """Make so many nodes; `tls` None: they speak plaintext."""
         self.changed = asyncio.Event()
         self.nodes = [
-            TormentedNode(f"node-{number}", endpoint, settings, draw, self.changed.set)
+            TormentedNode(f"node-{number}", endpoint, settings, draw, self.changed.set, tls=tls)
             for number in range(count)
         ]
 
@@ -75,10 +83,14 @@ class Crowd:
 
 @asynccontextmanager
 async def crowd(
-    endpoint: str, settings: pb.RunSettings, count: int, draw: random.Random
+    endpoint: str,
+    settings: pb.RunSettings,
+    count: int,
+    draw: random.Random,
+    tls: ClientTLS | None = None,
 ) -> AsyncIterator[Crowd]:
-    """Nodes that have joined, or are about to; none is left afterwards."""
-    nodes = Crowd(endpoint, settings, count, draw)
+    """Nodes that have joined, or are about to; none is left afterwards. `tls` None: they speak plaintext."""
+    nodes = Crowd(endpoint, settings, count, draw, tls)
     nodes.join()
     try:
         yield nodes

@@ -20,6 +20,8 @@ import grpc
 from cli.cli_process import RALLYPOINT, clean_environment
 from mortal import mortal
 from rallypoint.serving.channel import open_channel
+from rallypoint.serving.settings import ClientTLS
+from serving.conftest import Certificates
 
 PATIENCE = 60.0
 """Seconds that are waited for what takes a moment on an idle machine."""
@@ -38,9 +40,15 @@ class MortalServer:
         kills: How many processes were killed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Start nothing yet; the journal and the logs are to be in `folder`, which is made where it is missing."""
+    def __init__(self, folder: Path, certificates: Certificates | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            folder: For the journal and the logs; made where it is missing.
+            certificates: What it serves TLS with; None: plaintext.
+        """
         folder.mkdir(exist_ok=True)
+        self._certificates = certificates
         # Nobody else is given the port meanwhile. A server can listen there: this only holds it.
         self._reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,6 +100,14 @@ class MortalServer:
         self.kills += 1
         assert self._gone() == -signal.SIGKILL, f"the server ended by itself: {self.log()}"
 
+    def pause(self) -> None:
+        """SIGSTOP it."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT it."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def terminate(self) -> int:
         """SIGTERM it, and wait until it is gone; returns its exit code."""
         os.kill(self.pid, signal.SIGTERM)
@@ -116,9 +132,16 @@ class MortalServer:
         return [line for log in self._folder.glob("server-*.log") for line in _complaints(log)]
 
     @property
+    def tls(self) -> ClientTLS | None:
+        """The files that clients speak TLS with; None: plaintext."""
+        return ClientTLS(ca=self._certificates.ca) if self._certificates is not None else None
+
+    @property
     def _arguments(self) -> tuple[str, ...]:
         listening = ("--port", str(self._address[1]), "--log-format", "json")
-        return ("serve", "rendezvous", *listening, "--journal", f"sqlite:{self.journal}")
+        tls = self._certificates
+        serving = ("--tls-cert", str(tls.server), "--tls-key", str(tls.server_key)) if tls is not None else ()
+        return ("serve", "rendezvous", *listening, *serving, "--journal", f"sqlite:{self.journal}")
 
     @property
     def _log(self) -> Path:
@@ -168,7 +191,7 @@ class QuickServer(MortalServer):
 @asynccontextmanager
 async def serving(server: MortalServer) -> AsyncIterator[grpc.aio.Channel]:
     """Have a server serve; yields a channel to it. No process of it is left afterwards."""
-    channel = open_channel(server.endpoint)
+    channel = open_channel(server.endpoint, server.tls)
     try:
         await asyncio.to_thread(server.start)
         yield channel

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,14 +33,6 @@ class MortalWatchdog(MortalServer):
         """
         super().__init__(folder)
         self._more = (*more, "--learned", str(learned or "none"))
-
-    def pause(self) -> None:
-        """SIGSTOP it."""
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """SIGCONT it."""
-        os.kill(self.pid, signal.SIGCONT)
 
     def accused(self) -> list[str]:
         """Scopes of the timers that ran out, by the log of the present process."""

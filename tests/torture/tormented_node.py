@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.serving.settings import ClientTLS
 from rallypoint.serving.switchboard import Switchboard
 
 RUN = "run-1"
@@ -55,8 +56,9 @@ class TormentedNode:
         on_change: Callable[[], None] = lambda: None,
         *,
         run_id: str = RUN,
+        tls: ClientTLS | None = None,
     ) -> None:
-        """Join nothing yet; `on_change` is called whenever it is told something."""
+        """Join nothing yet; `on_change` is called whenever it is told something; `tls` None: plaintext."""
         self.name = name
         self.run_id = run_id
         self.told: list[Told] = []
@@ -66,6 +68,7 @@ class TormentedNode:
         self.resumptions = 0
         self.place: Place | None = None
         self._endpoint = endpoint
+        self._tls = tls
         self._settings = settings
         self._draw = draw
         self._on_change = on_change
@@ -123,7 +126,7 @@ class TormentedNode:
             raise AssertionError(f"{self.name} went without being told to")
 
     async def _live(self) -> None:
-        board = Switchboard(self._endpoint)
+        board = Switchboard(self._endpoint, self._tls)
         join = pb.JoinRun(
             run_id=self.run_id,
             node_id=self.name,

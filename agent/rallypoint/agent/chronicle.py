@@ -134,6 +134,7 @@ class Chronicle:
         self._ranked_at = begun.monotonic
         self._asked_to_start = begun.monotonic
         self._examined_since = begun.monotonic
+        self._watchdog_since = begun.monotonic
         self._stopping = False
         self._started_at: dict[int, float] = {}
         self._failed_at: float | None = None
@@ -296,6 +297,11 @@ class Chronicle:
     def happened(self, name: str, at: Moment, duration: float | None = None, **details: Any) -> AgentEvent:
         """Something that changes nothing of what else is told, as that the host is drained."""
         return self._event(name, at, duration, **details)
+
+    def watchdog(self, up: bool, trouble: str, at: Moment) -> AgentEvent:
+        """A watchdog guards the workers from now on, or none does any more."""
+        since, self._watchdog_since = self._watchdog_since, at.monotonic
+        return self._event("WATCHDOG", at, at.monotonic - since, up=up, reason=trouble)
 
     def measured(self, duration: float | None, at: Moment, **details: Any) -> AgentEvent:
         """A worker measured something of its own."""

@@ -13,7 +13,13 @@ from pathlib import Path
 
 from rallypoint.agent.event_sinks import EventSink
 from rallypoint.agent.logs import Redirect
-from rallypoint.agent.settings import DRAIN_GRACE, EVIDENCE_TIMEOUT, HEALTH_TIMEOUT, SHUTDOWN_TIMEOUT
+from rallypoint.agent.settings import (
+    DRAIN_GRACE,
+    EVIDENCE_TIMEOUT,
+    HEALTH_TIMEOUT,
+    SHUTDOWN_TIMEOUT,
+    WATCHDOG_TIMEOUT,
+)
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import ClientTLS
 
@@ -54,6 +60,10 @@ class JobConfig:
             `--shutdown-timeout`). Shorter loses checkpoints; longer keeps every other host waiting.
         stall_after: Have the run reported when none of its workers advances for so long; 0: never; None: as the
             timer service is set.
+        require_watchdog: Start workers only while the timer service guards them, and leave the run when it has not for
+            `watchdog_timeout`.
+        watchdog_timeout: How long a job that requires a watchdog does without, from the moment at which its absence is
+            noted. Longer rides out a longer absence of the timer service; meanwhile a worker that hangs is not reaped.
         evidence_timeout: How long to look into a worker that hangs before it is killed; 0: not at all.
         virtual_local_rank: Give every worker LOCAL_RANK 0 and one visible device (torchrun's
             `--virtual-local-rank`).
@@ -107,6 +117,8 @@ class JobConfig:
     close_timeout: float = 30.0
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     stall_after: float | None = None
+    require_watchdog: bool = False
+    watchdog_timeout: float = WATCHDOG_TIMEOUT
     evidence_timeout: float = EVIDENCE_TIMEOUT
     virtual_local_rank: bool = False
     master_address: str | None = None

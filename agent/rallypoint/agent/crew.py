@@ -13,11 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rallypoint.agent.addresses import is_taken_by_another
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.console import Console
 from rallypoint.agent.core import Assignment
 from rallypoint.agent.environment import worker_command, worker_environment
-from rallypoint.agent.errors import WorkerFailure, failure_to_end, failure_to_start
+from rallypoint.agent.errors import (
+    WorkerFailure,
+    failure_of_port,
+    failure_to_end,
+    failure_to_start,
+    names_taken_address,
+)
 from rallypoint.agent.events import JobEvents
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.local_failures import LocalFailures
@@ -30,6 +37,7 @@ from rallypoint.agent.reaping import Case, Reaping, Victim, describe_left, who_o
 from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner import look_up
 from rallypoint.agent.topology import read_topology
+from rallypoint.agent.usage import worker_of
 from rallypoint.agent.user_signals import would_end
 from rallypoint.agent.worker_output import WorkerOutput
 from rallypoint.agent.workers import StopReport, WorkerGroup
@@ -106,8 +114,11 @@ class Crew:
         self._post_mortem = PostMortem(
             LocalFailures(on_failure, on_earlier),
             self._identity,
+            self._explain,
             cwd=config.working_directory,
             rlimits=config.rlimits,
+            # Of Python, be it a program or a function: `sys.exit(138)` is no signal.
+            own_codes=config.call or Path(config.command[0]).name.startswith(("python", "pypy")),
         )
         self._on_success = on_success
         self._on_unfit = on_unfit
@@ -125,6 +136,8 @@ class Crew:
         self._cpus: list[Cpus] | None = None
         self._group: WorkerGroup | None = None
         self._stopped = False
+        # When the workers were, in monotonic seconds.
+        self._started_at = 0.0
 
     async def start(self) -> None:
         """Start all workers, unless it was stopped before. A failure to start is reported like any other."""
@@ -145,6 +158,7 @@ class Crew:
             self._output = WorkerOutput(self._config, attempt, self._console, self._stacks)
             self._group = WorkerGroup(self._spawner, self._exited, [self._output])
             self._output.open()
+            self._started_at = time.monotonic()
             await self._group.start([self._spec(local_rank) for local_rank in local_ranks])
         except (SpawnError, LogError, NumaError) as error:
             if not self._stopped:
@@ -269,19 +283,18 @@ class Crew:
         return case
 
     def worker_of(self, pid: int) -> str | None:
-        """Name of the worker that a process is, or descends from; None for a stranger."""
+        """Name of the worker that a process is, or descends from, a daemon included; None for a stranger."""
         if self._group is None:
             return None
         pids = self._group.pids
         by_pid = {pids[rank]: name for name, rank in self.names.items() if rank in pids}
-        seen: set[int] = set()
-        while pid > 1 and pid not in seen:
-            if pid in by_pid:
-                return by_pid[pid]
-            seen.add(pid)
-            process = look_up(pid)
-            pid = process.parent if process is not None else 0
-        return None
+        worker = worker_of(pid, self._spawner.pid or 0, frozenset(by_pid))
+        return by_pid[worker] if worker is not None else None
+
+    def worker_at(self, local_rank: int) -> tuple[str, int] | None:
+        """The name and the process of the worker with this local rank; None if it does not run."""
+        pid = self._group.pids.get(local_rank) if self._group is not None else None
+        return (self.name_of(local_rank), pid) if pid is not None else None
 
     async def _give_up(self, local_rank: int, pid: int, left: tuple[int, ...]) -> None:
         """Not even SIGKILL ended it: it has failed all the same, and nothing may run here any more."""
@@ -384,6 +397,15 @@ class Crew:
         worker = self.workers.get(failure.local_rank)
         self._events.worker_failed(failure, worker.exit if worker is not None else None)
         self._post_mortem.note(failure, self._unfinished())
+
+    def _explain(self, failure: WorkerFailure) -> WorkerFailure:
+        """The failure, or that another program has the port at which the workers meet, if it was chosen here."""
+        port, chosen = self.assignment.master_port, self._config.master_port is None
+        if not (chosen and self.assignment.group_rank == 0 and names_taken_address(failure)):
+            return failure
+        if not is_taken_by_another(port, self._spawner.pid or 0):
+            return failure
+        return failure_of_port(failure, port, self._started_at)
 
     def _unfinished(self) -> dict[int, int]:
         """Process ids, by local rank, of the workers that have not ended by themselves."""

@@ -99,13 +99,14 @@ class Crews:
         """The workers that run, or ran last, by local rank."""
         return [worker for _, worker in sorted(self.crew.workers.items())] if self.crew is not None else []
 
-    def start(self, seat: core.Assignment, restart_count: int, lease: int) -> None:
+    def start(self, seat: core.Assignment, restart_count: int, lease: int, incarnation: str) -> None:
         """Start a group.
 
         Args:
             seat: The node's place in the round.
             restart_count: Of the run.
             lease: The node's, under which the workers act.
+            incarnation: Of the run, whose lease it is.
         """
         if self.spawner.dead:
             with suppress(SpawnError):  # the crew fails for want of one, and says so
@@ -139,7 +140,7 @@ class Crews:
             world_size=seat.world_size,
             restart_count=restart_count,
         )
-        callbacks.begin(self._start(crew, lease))
+        callbacks.begin(self._start(crew, lease, incarnation))
 
     def stop(
         self, detail: str, number: int, timeout: float, after: Callable[[], Awaitable[None]] | None = None
@@ -178,6 +179,10 @@ class Crews:
         """Name of the worker that a process is, or descends from; None for a stranger."""
         return self.crew.worker_of(pid) if self.crew is not None else None
 
+    def worker_at(self, local_rank: int) -> tuple[str, int] | None:
+        """The name and the process of the worker with this local rank; None if it does not run."""
+        return self.crew.worker_at(local_rank) if self.crew is not None else None
+
     def rank_of(self, worker: str) -> int | None:
         """The global rank of a worker of this name; None if there is none."""
         return self.crew.rank_of(worker) if self.crew is not None else None
@@ -188,9 +193,10 @@ class Crews:
             await self.crew.reap(hang)
         return True
 
-    async def _start(self, crew: Crew, lease: int) -> None:
+    async def _start(self, crew: Crew, lease: int, incarnation: str) -> None:
         sockets = self.equipment.sockets
-        await sockets.act_under(lease)
+        await sockets.act_under(lease, incarnation)
+        await sockets.watchdog.allows_workers()
         await crew.start()
         sockets.introduce()
         self._callbacks.on_change()

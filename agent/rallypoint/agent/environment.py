@@ -27,7 +27,7 @@ def worker_environment(
         restart_count: Of the run.
         local_rank: Which of this host's workers.
         error_file: Where the worker may leave the story of its failure.
-        sockets: Variables that name the agent's sockets.
+        sockets: Variables that name the agent's sockets; `${local_rank}` in them is replaced.
     """
     environment = {
         **config.environment,
@@ -52,7 +52,7 @@ def worker_environment(
         "RALLYPOINT_NODE": config.node_id,
         "RALLYPOINT_ROUND": str(assignment.round),
         "RALLYPOINT_FENCING_TOKEN": str(assignment.fencing_token),
-        **sockets,
+        **{name: value.replace("${local_rank}", str(local_rank)) for name, value in sockets.items()},
     }
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # Where a Python program is when native code kills it, it can only say itself, in its log.

@@ -11,7 +11,7 @@ import os
 import signal
 import time as clock
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rallypoint.agent.core_dump import CoreDump
@@ -52,6 +52,7 @@ class FailureKind(enum.Enum):
     OUT_OF_MEMORY = "out_of_memory"
     HUNG = "hung"
     NOT_STARTED = "not_started"
+    PORT_TAKEN = "port_taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def describe_failure(
     starved: str | None = None,
     besides: str = "",
     core: CoreDump | None = None,
+    own_code: bool = False,
 ) -> WorkerFailure:
     """Finds out why a worker failed. Reads at most a few megabytes; never raises for what it finds there.
 
@@ -128,10 +130,11 @@ def describe_failure(
         starved: that the kernel killed it for want of memory, in a sentence; None if it is not known to have.
         besides: what else happened meanwhile, to be added to the message; may be empty.
         core: what is known of its core dump; None if its end leaves none.
+        own_code: whether its exit code is what it chose itself, since no shell is in between.
     """
     story = read_error_file(logs.error_file) if logs is not None else None
     tail = _read_tail(logs.stderr) if logs is not None else ""
-    message, traceback, at, time = sentence(how), "", how.at, how.time
+    message, traceback, at, time = sentence(how, own_code=own_code), "", how.at, how.time
     kind = FailureKind.SIGNAL if how.signal is not None else FailureKind.EXIT_CODE
     if story is not None:
         raised_at, raised = _moment(story, since, how.at, how.time)
@@ -172,6 +175,26 @@ def describe_failure(
         core_file=core.file if core is not None else "",
         at=at,
     )
+
+
+def names_taken_address(failure: WorkerFailure) -> bool:
+    """Whether a worker failed since an address was in use, as it says itself: torch, Python and others say it so."""
+    said = f"{failure.message}\n{failure.traceback}".lower()
+    return failure.exit_code > 0 and ("eaddrinuse" in said or "address already in use" in said)
+
+
+def failure_of_port(failure: WorkerFailure, port: int, started_at: float) -> WorkerFailure:
+    """The failure of a worker that could not bind MASTER_PORT, since another program took it.
+
+    Args:
+        failure: what is known of it.
+        port: MASTER_PORT.
+        started_at: when the workers were started, in monotonic seconds: what peers fail of is a consequence.
+    """
+    message = (
+        f"another program of this host took MASTER_PORT {port} before the workers bound it: {failure.message}"
+    )
+    return replace(failure, message=_head(message), kind=FailureKind.PORT_TAKEN, at=started_at)
 
 
 def failure_under_way(

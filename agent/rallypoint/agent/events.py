@@ -117,6 +117,10 @@ class JobEvents:
         """
         self._tell([self._chronicle.happened(name, self._clock(), duration, **details)])
 
+    def watchdog(self, up: bool, trouble: str) -> None:
+        """The watchdog of the workers here came, or went; `trouble`: why."""
+        self._tell([self._chronicle.watchdog(up, trouble, self._clock())])
+
     def measured(self, measurement: Measurement, rank: int) -> None:
         """A worker measured something of its own."""
         details = {"name": measurement.name, "value": measurement.value, "raised": measurement.raised or None}

@@ -33,8 +33,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def sentence(how: WorkerExit) -> str:
-    """Says what an exit code or signal by itself tells."""
+def sentence(how: WorkerExit, *, own_code: bool = False) -> str:
+    """Says what an exit code or signal by itself tells.
+
+    Args:
+        how: The end.
+        own_code: Whether an exit code is what the program itself chose, since no shell is in between.
+    """
     if how.inferred:
         return "killed because its spawner process died"
     if how.signal is not None:
@@ -43,7 +48,7 @@ def sentence(how: WorkerExit) -> str:
     code = how.exit_code or 0
     if code == UNRECOVERABLE:
         return f"exited with code {code}: as it says, no restart can mend it"
-    if code - 128 in _KNOWN:
+    if code - 128 in _KNOWN and not own_code:
         return (
             f"exited with code {code}, a shell's word for: its child was killed by {signal_name(code - 128)}"
         )

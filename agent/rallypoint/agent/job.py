@@ -12,6 +12,7 @@ from functools import singledispatchmethod
 from pathlib import Path
 
 from rallypoint.agent import core
+from rallypoint.agent.addresses import MasterPort
 from rallypoint.agent.background import Background
 from rallypoint.agent.changes import Changes
 from rallypoint.agent.config import JobConfig
@@ -23,6 +24,7 @@ from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.events import JobEvents
 from rallypoint.agent.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.host_care import HostCare
+from rallypoint.agent.host_watchdog import HostWatchdog
 from rallypoint.agent.job_result import FAILED, SUCCEEDED, JobResult, verdict
 from rallypoint.agent.logs import LogDirectory
 from rallypoint.agent.membership import NodeMembership
@@ -65,6 +67,7 @@ class Job:
             ),
         )
         self._drain = Drain(self._events.put_nowait)
+        self._master_port = MasterPort()
         self._failure: WorkerFailure | None = None
         self._broken: JobResult | None = None
         self._stop_signal: int | None = None
@@ -79,6 +82,8 @@ class Job:
         self._sockets: WorkerSockets
         self._history: JobEvents
         self._care: HostCare
+        most = config.watchdog_timeout if config.require_watchdog else None
+        self._watchdog = HostWatchdog(most, self._on_watchdog, self._on_unfit)
 
     @property
     def config(self) -> JobConfig:
@@ -121,6 +126,11 @@ class Job:
         return self._drain.now
 
     @property
+    def watchdog_trouble(self) -> str:
+        """Why no watchdog guards the workers here; empty: one does, or it is not known yet."""
+        return self._watchdog.trouble if self.result is None else ""
+
+    @property
     def log_dir(self) -> Path | None:
         """Folder of the workers' output, once there is one."""
         return self._log_directory.path if self._log_directory is not None else None
@@ -140,6 +150,7 @@ class Job:
         """
         config = self._config
         async with AsyncExitStack() as stack:
+            stack.callback(self._master_port.close)
             stack.push_async_callback(lambda: self._crews.close(unfit=self._state.unfit is not None))
             self._history = JobEvents(config)
             stack.push_async_callback(self._history.close)
@@ -154,9 +165,11 @@ class Job:
                 WorkerSockets(
                     config,
                     rendezvous,
+                    self._watchdog,
                     worker_of=self._crews.worker_of,
                     rank_of=self._crews.rank_of,
                     on_hung=self._crews.reap,
+                    worker_at=self._crews.worker_at,
                     entrust=self._crews.spawner.entrust,
                 )
             )
@@ -177,6 +190,7 @@ class Job:
                 ran=lambda: self._crews.crew is not None,
                 going=lambda: self.stopping or self._state.leaving is not None,
             )
+            stack.callback(self._watchdog.close)
             self._membership.join(self._background.begin)
             stack.push_async_callback(self._end_all)
             self._care.mind(self._background.begin, lambda reason: self.drain(None, reason), self._on_unfit)
@@ -270,7 +284,9 @@ class Job:
 
     @_carry_out.register
     def _start_workers(self, effect: core.StartWorkers) -> None:
-        self._crews.start(effect.assignment, effect.restart_count, self._membership.lease)
+        self._master_port.hand_over()
+        lease, incarnation = self._membership.lease, self._membership.incarnation
+        self._crews.start(effect.assignment, effect.restart_count, lease, incarnation)
 
     @_carry_out.register
     def _stop_workers(self, effect: core.StopWorkers) -> None:
@@ -299,7 +315,7 @@ class Job:
 
     @_carry_out.register
     def _confirm(self, effect: core.Confirm) -> None:
-        self._membership.confirm(effect.round)
+        self._membership.confirm(effect.round, self._config.master_port or self._master_port.reserve())
 
     @_carry_out.register
     def _report_failure(self, effect: core.ReportFailure) -> None:
@@ -353,6 +369,11 @@ class Job:
         if self._state.unfit is None:
             _log.error("this host can't run another round", reason=detail)
         self._events.put_nowait(core.NodeUnfit(detail))
+
+    def _on_watchdog(self, up: bool, trouble: str) -> None:
+        self._membership.report_watchdog(trouble)
+        self._history.watchdog(up, trouble)
+        self.changed.tell()
 
     def _break(self, error: BaseException) -> None:
         """What goes wrong unforeseen in the background must end the job: a job that hangs is the worst failure."""

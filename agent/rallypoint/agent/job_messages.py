@@ -30,6 +30,7 @@ def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
         world_size=seat.world_size if seat is not None else 0,
         rendezvous_endpoint=config.rendezvous.endpoint,
         launch_id=taken.launch_id,
+        watchdog_trouble=job.watchdog_trouble,
     )
     message.start_time.FromNanoseconds(round(job.start_time * 1e9))
     if job.end_time is not None:
@@ -76,6 +77,8 @@ def _detail(job: Job) -> str:
                 nodes += f" to {settings.max_nodes}"
             ended = f"; the round before ended: {job.state.detail}" if job.state.detail else ""
             return f"waits for a round of {nodes} node{'s' * (nodes != '1')}{ended}"
+        case pb.JOB_STATE_RUNNING if job.watchdog_trouble:
+            return f"no watchdog guards the workers: {job.watchdog_trouble}"
         case _:
             return ""
 

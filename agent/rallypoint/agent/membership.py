@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 from rallypoint.agent import core
-from rallypoint.agent.addresses import free_port
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.job_result import refusal_of
@@ -33,6 +32,7 @@ class NodeMembership:
 
     Attributes:
         lease: The latest lease that the node was given; 0: none yet.
+        incarnation: Of the run, whose lease that is.
         run_end: How the run ended, once it has.
         refusal: Why the rendezvous service would not have this node, if it would not.
     """
@@ -56,6 +56,7 @@ class NodeMembership:
             going: Whether the node is on its way out, so that nobody cares what it waits for.
         """
         self.lease = 0
+        self.incarnation = ""
         self.run_end: pb.RunEnd | None = None
         self.refusal: str | None = None
         self._config = config
@@ -107,9 +108,9 @@ class NodeMembership:
                     # Its workers failed too often, and those of other nodes did not: elsewhere they may do better.
                     self._tell(core.NodeUnfit(self.refusal))
 
-    def confirm(self, round_: int) -> None:
-        """Say that no worker of an earlier round is alive here."""
-        self._membership.confirm(round_, free_port(self._config.address))
+    def confirm(self, round_: int, master_port: int) -> None:
+        """Say that no worker of an earlier round is alive here, and at which port of this host workers may meet."""
+        self._membership.confirm(round_, master_port)
 
     def report_failure(self, failure: WorkerFailure, round_: int) -> None:
         """Say that a worker failed."""
@@ -118,6 +119,10 @@ class NodeMembership:
     def report_success(self, round_: int) -> None:
         """Say that all workers here succeeded."""
         self._membership.report_success(round_)
+
+    def report_watchdog(self, trouble: str) -> None:
+        """Say why no watchdog guards the workers here; "": one does."""
+        self._membership.report_watchdog(sentence(trouble))
 
     def depart(self, reason: str) -> None:
         """Say that the node stops its workers in order to leave."""
@@ -161,7 +166,7 @@ class NodeMembership:
                     _log.info("resumed", lease=event.lease, at=event.at)
                 else:
                     _log.info("joined", lease=event.lease, **self._nodes_wanted())
-                self.lease = event.lease
+                self.lease, self.incarnation = event.lease, event.incarnation
             case LeaseEnded():
                 _log.warning("lease lost, joining anew", reason=event.reason)
                 self._tell(core.LeaseEnded(event.reason))

@@ -81,6 +81,12 @@ class AgentMetrics:
             ["run_id", "role"],
             registry=registry,
         )
+        self._watchdog = Gauge(
+            "rallypoint_agent_watchdog_up",
+            "1 while a watchdog guards the workers of this host, 0 while none does.",
+            ["run_id", "role"],
+            registry=registry,
+        )
         self._failures = Counter(
             "rallypoint_agent_worker_failures_total",
             "Workers of this host that failed, by kind of failure.",
@@ -135,6 +141,7 @@ class AgentMetrics:
             (Source.AGENT, "RENDEZVOUS"): self._formed,
             (Source.AGENT, "RESTARTED"): self._restarted,
             (Source.AGENT, "DRAINING"): self._draining,
+            (Source.AGENT, "WATCHDOG"): self._guarded,
             (Source.AGENT, "SUCCEEDED"): self._over,
             (Source.AGENT, "FAILED"): self._over,
             (Source.AGENT, "TERMINATED"): self._over,
@@ -183,6 +190,9 @@ class AgentMetrics:
     def _draining(self, event: AgentEvent) -> None:
         self._drains.labels(event.subject.role).inc()
 
+    def _guarded(self, event: AgentEvent) -> None:
+        self._watchdog.labels(event.subject.run_id, event.subject.role).set(event.details["up"])
+
     def _worker(self, event: AgentEvent) -> None:
         state = "running" if event.name == "START" else event.name.lower()
         self._states.setdefault(event.subject.run_id, {})[event.details["local_rank"]] = state
@@ -207,7 +217,14 @@ class AgentMetrics:
 
     def _forget(self, run_id: str) -> None:
         """An agent that lives on would show the workers of jobs that are long over."""
-        for gauge in (self._workers, self._state, self._round, self._remaining, self._values):
+        for gauge in (
+            self._workers,
+            self._state,
+            self._round,
+            self._remaining,
+            self._values,
+            self._watchdog,
+        ):
             gauge.remove_by_labels({"run_id": run_id})
 
     def _measure(self, event: AgentEvent) -> None:

@@ -31,28 +31,42 @@ _STATES = {
     "X": "dead",
 }
 
-# What a wait channel or the innermost frames of a kernel stack mean, the telling part first.
-_MEANINGS = (
-    (r"futex", "waits for a lock or another thread"),
-    (r"hrtimer_nanosleep|do_nanosleep|clock_nanosleep", "sleeps for a time it chose"),
-    (r"nfs|rpc_wait", "waits for a network file system (NFS)"),
-    (r"fuse", "waits for a file system in user space (FUSE)"),
-    (r"ceph|lustre|ll_|cl_sync|gpfs|mmfs", "waits for a network file system"),
-    (r"nvidia|uvm_|amdgpu|kfd_", "waits for the GPU driver"),
-    (r"ib_|rdma|mlx|efa_", "waits for the network card's driver (RDMA)"),
-    (r"percpu_rwsem_wait|__sb_start_write", "waits for a frozen file system, or another lock of the kernel"),
-    (r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty", "waits for a disk"),
-    (r"pipe_read|pipe_write|anon_pipe", "waits for the other end of a pipe"),
-    (
-        r"unix_stream|unix_dgram|skb_wait|sk_wait|tcp_|inet_|sk_stream",
-        "waits for the other end of a connection",
-    ),
-    (r"ep_poll|do_epoll|do_select|do_poll|poll_schedule", "waits for connections or files to be ready"),
-    (r"do_wait|kernel_wait", "waits for a child process"),
-    (r"sigsuspend|sigtimedwait|sys_pause", "waits for a signal"),
-    (r"n_tty_read|tty_", "waits for a terminal"),
-    (r"mem_cgroup|reclaim|shrink_|try_charge", "waits for memory"),
-    (r"rwsem|mutex|down_", "waits for a lock of the kernel"),
+# What a wait channel, the innermost frames of a kernel stack, or a system call mean: the telling part first. A pattern
+# begins where a word of a function's name does: `ll_` is Lustre's, and also within poll_, epoll_ and syscall_.
+_MEANINGS = tuple(
+    (re.compile(rf"(?<![a-z0-9])(?:{pattern})"), meaning)
+    for pattern, meaning in (
+        (r"futex", "waits for a lock or another thread"),
+        (r"nanosleep", "sleeps for a time it chose"),
+        (r"nfs|rpc_wait", "waits for a network file system (NFS)"),
+        (
+            r"fuse(?!_dev)",
+            "waits for a file system in user space (FUSE)",
+        ),  # not one that serves such a file system
+        (r"ceph|lustre|ll_|cl_sync|gpfs|mmfs", "waits for a network file system"),
+        (r"nvidia|uvm_|amdgpu|kfd_", "waits for the GPU driver"),
+        (r"ib_|rdma|mlx|efa_", "waits for the network card's driver (RDMA)"),
+        (
+            r"percpu_rwsem_wait|sb_start_write",
+            "waits for a frozen file system, or another lock of the kernel",
+        ),
+        (
+            r"io_schedule|folio_wait|wait_on_page|blk_|jbd2|submit_bio|balance_dirty",
+            "waits for a disk",
+        ),
+        (r"pipe_read|pipe_write|anon_pipe|wait_for_partner", "waits for the other end of a pipe"),
+        (
+            r"unix_stream|unix_dgram|skb_wait|sk_wait|m?p?tcp_|inet_|sk_stream",
+            "waits for the other end of a connection",
+        ),
+        (r"ep_poll|do_epoll|do_select|do_poll|poll_schedule", "waits for connections or files to be ready"),
+        (r"do_wait(?!_)|kernel_wait", "waits for a child process"),
+        (r"sigsuspend|sigtimedwait|sys_pause", "waits for a signal"),
+        (r"n_tty_read|tty_", "waits for a terminal"),
+        (r"locks_lock", "waits for a file that another process has locked"),
+        (r"mem_cgroup|reclaim|shrink_|try_charge", "waits for memory"),
+        (r"rwsem|mutex|down_", "waits for a lock of the kernel"),
+    )
 )
 
 
@@ -88,10 +102,12 @@ class Thread:
         """What it waits for, in words; empty if that can't be told, or it waits for nothing."""
         if self.state not in "SDI":
             return ""
-        for place in (self.wait_channel, *self.kernel_stack[:6], self.call):
-            for pattern, meaning in _MEANINGS:
-                if place and re.search(pattern, place):
-                    return meaning
+        # Of a call its name: what its file is called says nothing.
+        places = (self.wait_channel, *self.kernel_stack[:6], self.call.partition(" ")[0])
+        # A disk's channel is a network file system's too: the frames below it tell them apart.
+        for pattern, meaning in _MEANINGS:
+            if any(pattern.search(place) for place in places):
+                return meaning
         return ""
 
 

@@ -348,6 +348,8 @@ OPTIONS: Mapping[str, Option] = {
     "shutdown-timeout": Option("shutdown_timeout", _seconds),
     "stop-signal": Option("stop_signal", _signal),
     "evidence-timeout": Option("evidence_timeout", _seconds),
+    "require-watchdog": Option("require_watchdog", _flag, flag=True),
+    "watchdog-timeout": Option("watchdog_timeout", _seconds),
     "stall-after": Option("stall_after", _seconds),
     "virtual-local-rank": Option("virtual_local_rank", _flag, flag=True),
     "master-addr": Option("master_address", _some_text),

@@ -27,22 +27,28 @@ class PostMortem:
         self,
         failures: LocalFailures,
         identity: Callable[[int], dict[str, Any]],
+        explain: Callable[[WorkerFailure], WorkerFailure] = lambda failure: failure,
         *,
         cwd: Path | None,
         rlimits: Mapping[str, tuple[int, int]],
+        own_codes: bool = False,
     ) -> None:
         """Begin nothing yet.
 
         Args:
             failures: collects what is found, and tells of it.
             identity: rank, role and host of a worker, by its local rank.
+            explain: returns a failure with what else is known of its reason.
             cwd: where the workers are started; None: where this process is.
             rlimits: the limits they are started with.
+            own_codes: whether their exit codes are their own: no shell is in between.
         """
         self._failures = failures
         self._identity = identity
+        self._explain = explain
         self._cwd = cwd
         self._rlimits = rlimits
+        self._own_codes = own_codes
         self._logs: Mapping[int, WorkerLogs] = {}
         self._memory: MemoryWatch | None = None
         self._since = self._started = 0.0
@@ -63,7 +69,7 @@ class PostMortem:
         """Why a worker has failed."""
         cwd = self._cwd if self._cwd is not None else Path.cwd()
         starved = self._memory.explain(how) if self._memory is not None else None
-        return describe_failure(
+        failure = describe_failure(
             how,
             self._logs.get(how.local_rank),
             **self._identity(how.local_rank),
@@ -71,7 +77,9 @@ class PostMortem:
             starved=starved,
             besides=self._memory.hint(how) if self._memory is not None and starved is None else "",
             core=find_core_dump(how, cwd=cwd, rlimits=self._rlimits, started=self._started),
+            own_code=self._own_codes,
         )
+        return self._explain(failure)
 
     def failed_before_stop(self, how: WorkerExit) -> bool:
         """Whether a worker had failed before any was asked to stop, although it is heard of only now."""
@@ -123,7 +131,7 @@ class PostMortem:
                 time=clock_time,
             )
             if failure.at is not None and self._counts(failure.at, now, exact=failure.at == story.raised_at):
-                yield failure
+                yield self._explain(failure)
 
     def _counts(self, raised_at: float, now: float, *, exact: bool) -> bool:
         """Whether what a worker has raised is its failure, although it has not ended by itself."""

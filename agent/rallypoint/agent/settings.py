@@ -45,6 +45,10 @@ SHUTDOWN_TIMEOUT = 30.0
 # for processes that don't answer. Longer delays the restart where evidence is hard to have; shorter loses it there.
 EVIDENCE_TIMEOUT = 2.0
 
+# Seconds that a job that requires a watchdog does without. A timer service is started again, or moves, within that;
+# the five that pass before its absence is noted come on top.
+WATCHDOG_TIMEOUT = 30.0
+
 # Seconds that the checks of a host's health may take, all together. They delay a restart after a failure.
 HEALTH_TIMEOUT = 10.0
 

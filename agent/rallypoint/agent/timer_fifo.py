@@ -1,8 +1,10 @@
-"""The agent's end of torch's own timers: the named pipe that torch.distributed.elastic's FileTimerClient writes to.
+"""The agent's end of torch's own timers: the named pipes that torch.distributed.elastic's FileTimerClient writes to.
 
 A worker that uses torch's file timer needs no change. It writes a line of JSON for each start and each end of a
-timer, and names itself, which is believed for processes of workers only. torch tells the wall-clock time at which
-a timer ends; here that becomes a duration as soon as the line is read.
+timer, with the process id of the writer. A pipe does not show who writes. So each worker has a pipe of its own, and a
+line counts only if it names that worker or a descendant of it: no worker can have another one killed. A process in a
+pid namespace of its own writes the number that it has there, which is translated. torch writes the wall-clock time at
+which a timer ends; here that becomes a duration as soon as the line is read.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.spawner import look_up
+from rallypoint.agent.spawner import descendants, look_up
 from rallypoint.agent.timer_holders import LONGEST, Holder, Holders
 from rallypoint.serving.logs import get_logger
 from rallypoint.timer.wire import MAX_SCOPE_BYTES, NO_SIGNAL
@@ -28,8 +30,8 @@ from rallypoint.timer.wire import MAX_SCOPE_BYTES, NO_SIGNAL
 log = get_logger(__name__)
 
 # Bytes that the pipe is to hold: some 10,000 lines. torch's client raises into its worker's code when it is full,
-# so more than an unprivileged process is allowed by default is asked for, and then less.
-_CAPACITIES = (4 << 20, 1 << 20, 512 << 10, 256 << 10, 128 << 10)
+# so as much as an unprivileged process is allowed by default is asked for, and then less.
+_CAPACITIES = (1 << 20, 512 << 10, 256 << 10, 128 << 10)
 _READ = 1 << 16
 # Reads in a row before the rest of the agent gets its turn; together they empty the pipe.
 _TURN = 16
@@ -41,6 +43,9 @@ _LONGEST_LINE = 4096
 _MOST_COMPLAINTS = 10
 # Lines of processes that nobody knows yet, kept until they are introduced.
 _MOST_WAITING = 1024
+# Seconds between two looks at all processes of the host, for one that has another number in a namespace of its own.
+# A look takes some 10 us for each.
+_BETWEEN_LOOKS = 0.5
 # Seconds to which what is left of a timer is rounded up, so that people read "60 s" and not what is left of them.
 _GRAIN = 0.01
 
@@ -54,7 +59,7 @@ class TimerRequest:
     """What a line says.
 
     Attributes:
-        pid: the process that wrote it.
+        pid: the process that wrote it, by the number that it knows itself by.
         scope: names its timer; of more than 256 bytes, the last.
         expires_at: when the timer runs out, in seconds of the wall clock; negative: it ends.
         signal: to kill the process with; NO_SIGNAL: it is not to be killed.
@@ -110,7 +115,7 @@ def _seconds(request: dict[str, Any], field: str) -> float:
 
 
 class TimerFifo:
-    """Takes timers from torch's client in this host's workers. Belongs to one event loop.
+    """Takes timers from torch's client in one of this host's workers. Belongs to one event loop.
 
     There is one timer per process and scope. It ends with a release, with its process, and with its worker.
     """
@@ -120,19 +125,22 @@ class TimerFifo:
         path: Path,
         holders: Holders,
         *,
+        worker: Callable[[], tuple[str, int] | None],
         worker_of: Callable[[int], str | None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Makes one to which nobody can write yet.
 
         Args:
-            path: where the pipe is to be; what workers get as TORCHELASTIC_TIMER_FILE.
+            path: where the pipe is to be; what the worker gets as TORCHELASTIC_TIMER_FILE.
             holders: gets the timers.
+            worker: the name and the process of the worker; None while there is none.
             worker_of: as for rallypoint.agent.timer_socket.TimerSocket.
             wall_clock: the clock that torch's client tells its time by.
         """
         self._path = path
         self._holders = holders
+        self._worker = worker
         self._worker_of = worker_of
         self._wall_clock = wall_clock
         self._pipe = -1
@@ -140,7 +148,11 @@ class TimerFifo:
         # The beginning of a line whose end is still in the pipe.
         self._partial = b""
         self._skipping = False
+        # By the numbers that they know themselves by.
         self._processes: dict[int, _Process] = {}
+        # Processes of the worker in other pid namespaces, by their numbers there, and when that was last looked up.
+        self._elsewhere: dict[int, list[int]] = {}
+        self._looked_at = -math.inf
         # What processes that nobody knows yet have written, with the end of its waiting.
         self._waiting: list[tuple[float, TimerRequest]] = []
         self._patience: asyncio.TimerHandle | None = None
@@ -241,46 +253,78 @@ class TimerFifo:
         process = self._processes.get(request.pid) or self._meet(request.pid)
         if process is None:
             self._hold(request, until)
-        elif request.expires_at < 0:
-            process.holder.release(request.scope)
         else:
-            after = min(request.expires_at - self._wall_clock(), LONGEST)
-            process.holder.acquire(
-                request.scope,
-                request.scope,
-                max(math.ceil(after / _GRAIN) * _GRAIN, _GRAIN),
-                0.0,
-                # SIGKILL comes last in any case.
-                signal=0 if request.signal == signal.SIGKILL else request.signal,
-            )
+            self._apply(request, process)
 
-    def _meet(self, pid: int) -> _Process | None:
-        """The process, if it is a worker's."""
+    def _apply(self, request: TimerRequest, process: _Process) -> None:
+        if request.expires_at < 0:
+            process.holder.release(request.scope)
+            return
+        after = min(request.expires_at - self._wall_clock(), LONGEST)
+        process.holder.acquire(
+            request.scope,
+            request.scope,
+            max(math.ceil(after / _GRAIN) * _GRAIN, _GRAIN),
+            0.0,
+            # SIGKILL comes last in any case.
+            signal=0 if request.signal == signal.SIGKILL else request.signal,
+        )
+
+    def _meet(self, number: int) -> _Process | None:
+        """The process that knows itself by a number, if it is the worker's."""
         try:
-            worker_id = self._worker_of(pid)
+            found = self._find(number)
         except Exception:
-            log.exception("could not find the worker of a process", pid=pid)
+            log.exception("could not find the process of a timer", pid=number)
             return None
-        if worker_id is None:
+        if found is None:
             return None
+        worker_id, pid = found
         holder = self._holders.open(worker_id, pid)
-        family = sum(other.holder.worker_id == worker_id for other in self._processes.values())
-        if family >= self._holders.limits.connections:
+        if len(self._processes) >= self._holders.limits.connections:
             holder.warn("too many processes with timers", self._holders.limits.connections)
             holder.close()
             return None
-        process = self._processes[pid] = _Process(holder, self._end)
+        process = self._processes[number] = _Process(number, holder, self._end)
+        # What it wrote before it was known comes before what it writes now.
+        earlier = [request for _, request in self._waiting if request.pid == number]
+        self._waiting = [each for each in self._waiting if each[1].pid != number]
+        for request in earlier:
+            self._apply(request, process)
         return process
 
+    def _find(self, number: int) -> tuple[str, int] | None:
+        """The worker's name, and the process of it that knows itself by a number, by its number here."""
+        worker = self._worker()
+        if worker is None:
+            return None
+        worker_id, root = worker
+        if self._is(number, number, worker_id):
+            return worker_id, number
+        now = self._holders.clock()
+        if now >= self._looked_at + _BETWEEN_LOOKS:
+            self._looked_at, self._elsewhere = now, _numbers_elsewhere(root)
+        # Of two that have the same number, in two namespaces, it can't be known which of them wrote.
+        pids = self._elsewhere.get(number, [])
+        if len(pids) != 1:
+            return None
+        return (worker_id, pids[0]) if self._is(pids[0], number, worker_id) else None
+
+    def _is(self, pid: int, number: int, worker_id: str) -> bool:
+        """Whether a process is the worker's, and knows itself by that number."""
+        return _own_number(pid) == number and self._worker_of(pid) == worker_id
+
     def _end(self, process: _Process) -> None:
-        self._processes.pop(process.holder.pid, None)
+        self._processes.pop(process.number, None)
         process.close()
 
     def _hold(self, request: TimerRequest, until: float) -> None:
         """Keeps a line until its process is introduced, or it is time to forget it."""
         now = self._holders.clock()
         if now >= until or len(self._waiting) >= _MOST_WAITING:
-            self._complain("a timer of a process that belongs to no worker", pid=request.pid)
+            worker_id, _ = self._worker() or ("", 0)
+            reason = "it names a process that is neither this worker nor a descendant of it"
+            self._complain(reason, worker_id=worker_id, pid=request.pid)
             return
         self._waiting.append((until, request))
         if self._patience is None:
@@ -299,9 +343,10 @@ class TimerFifo:
 
 
 class _Process:
-    """A process that uses torch's client. Its timers end with it."""
+    """A process that uses torch's client, and the number that it knows itself by. Its timers end with it."""
 
-    def __init__(self, holder: Holder, on_end: Callable[[_Process], None]) -> None:
+    def __init__(self, number: int, holder: Holder, on_end: Callable[[_Process], None]) -> None:
+        self.number = number
         self.holder = holder
         try:
             self._descriptor = os.pidfd_open(holder.pid)
@@ -323,3 +368,24 @@ class _Process:
             os.close(self._descriptor)
             self._descriptor = -1
         self.holder.close()
+
+
+def _own_number(pid: int) -> int | None:
+    """The number that a process knows itself by: that of the innermost pid namespace it is in. None: it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            status = file.read()
+    except OSError:
+        return None
+    _, found, rest = status.partition(b"\nNSpid:")
+    return int(rest.split(b"\n", 1)[0].split()[-1]) if found else pid
+
+
+def _numbers_elsewhere(root: int) -> dict[int, list[int]]:
+    """The processes of a worker that know themselves by another number than this host has for them, by that."""
+    found: dict[int, list[int]] = {}
+    for process in descendants(root):
+        number = _own_number(process.pid)
+        if number is not None and number != process.pid:
+            found.setdefault(number, []).append(process.pid)
+    return found

@@ -10,9 +10,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -83,7 +84,8 @@ class TimerSocket:
         worker_of: Callable[[int], str | None],
         rank_of: Callable[[str], int | None],
         on_expired: Callable[[Hang], Awaitable[bool | None]],
-        fifo: str | os.PathLike[str] | None = None,
+        fifos: Sequence[str | os.PathLike[str]] = (),
+        worker_at: Callable[[int], tuple[str, int] | None] = lambda local_rank: None,
         limits: TimerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -98,7 +100,8 @@ class TimerSocket:
             rank_of: the global rank of a worker; None if there is no such worker.
             on_expired: has the worker reaped. One call at a time per worker. False: it could not, try again
                 later.
-            fifo: where to make a named pipe for torch's timers; None: nowhere.
+            fifos: where to make the named pipes for torch's timers, one for each worker, by local rank.
+            worker_at: the name and the process of the worker with a local rank; None while there is none.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.
         """
@@ -109,7 +112,10 @@ class TimerSocket:
         self._limits = limits or TimerLimits()
         self._holders = Holders(timers, rank_of=rank_of, limits=self._limits, clock=clock)
         self._tables = Tables(clock)
-        self._fifo = TimerFifo(Path(fifo), self._holders, worker_of=worker_of) if fifo is not None else None
+        self._fifos = [
+            TimerFifo(Path(path), self._holders, worker=partial(worker_at, local_rank), worker_of=worker_of)
+            for local_rank, path in enumerate(fifos)
+        ]
         self._listener: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
         self._connections: dict[str, set[_Connection]] = {}
@@ -134,10 +140,12 @@ class TimerSocket:
             listener.bind(self.path)
             os.chmod(self.path, 0o600)
             listener.listen(_BACKLOG)
-            if self._fifo is not None:
-                self._fifo.start()
+            for fifo in self._fifos:
+                fifo.start()
         except OSError as error:
             listener.close()
+            for fifo in self._fifos:
+                fifo.stop()
             path = error.filename or self.path
             raise TimerSocketError(f"can't listen for workers at {path}: {error.strerror}") from error
         self._listener = listener
@@ -158,23 +166,23 @@ class TimerSocket:
             self._refuse(connected)
         for worker_id in list(self._connections):
             self.clear(worker_id)
-        if self._fifo is not None:
-            self._fifo.stop()
+        for fifo in self._fifos:
+            fifo.stop()
         await self._timers.close()
 
     def introduce(self) -> None:
         """More workers have become known: looks again at who has connected and was unknown."""
         for connected in list(self._strangers):
             self._welcome(connected)
-        if self._fifo is not None:
-            self._fifo.introduce()
+        for fifo in self._fifos:
+            fifo.introduce()
 
     def clear(self, worker_id: str) -> None:
         """A worker is gone: ends its timers and its connections, those of its descendants included."""
         for connection in list(self._connections.get(worker_id, ())):
             self._close(connection)
-        if self._fifo is not None:
-            self._fifo.clear(worker_id)
+        for fifo in self._fifos:
+            fifo.clear(worker_id)
         self._tables.clear(worker_id)
         self._timers.clear(worker_id)
 
@@ -364,8 +372,8 @@ class TimerSocket:
             self._take(connection, _MOST_QUEUED)
             if connection.table is not None:
                 connection.table.look()
-        if self._fifo is not None:
-            self._fifo.look()
+        for fifo in self._fifos:
+            fifo.look()
 
     def _hang(self, expired: ExpiredTimer) -> Hang:
         timer = self._holders.find(expired.worker_id, expired.scope) if expired.sequence else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rallypoint.agent.evidence import in_background
-from rallypoint.agent.spawner import SPAWN_MARK, Process, descendants
+from rallypoint.agent.spawner import SPAWN_MARK, Process, descendants, look_up
 
 READ_TIMEOUT = 1.0
 """Seconds that reading may take. Milliseconds as a rule; the kernel makes who asks for a process's memory wait while
@@ -120,6 +120,17 @@ def trees_of(spawner: int, workers: frozenset[int]) -> dict[int, list[int]]:
             if not process.dead:
                 found.setdefault(worker, []).append(process.pid)
     return {worker: sorted(tree, key=lambda pid: pid != worker) for worker, tree in found.items()}
+
+
+def worker_of(pid: int, spawner: int, workers: frozenset[int]) -> int | None:
+    """The worker that a process is, or descends from, even if it has lost its parents since; None for a stranger."""
+    seen: set[int] = set()
+    while pid > 1 and pid not in seen and (process := look_up(pid)) is not None:
+        if (worker := _owner(process, spawner, workers, {})) is not None:
+            return worker
+        seen.add(pid)
+        pid = process.parent
+    return None
 
 
 def _owner(process: Process, spawner: int, workers: frozenset[int], owner: dict[int, int]) -> int | None:

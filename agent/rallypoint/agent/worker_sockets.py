@@ -11,6 +11,7 @@ from typing import Self
 
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.hang import Hang
+from rallypoint.agent.host_watchdog import HostWatchdog
 from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rendezvous.store.client import StoreClient, Writer
@@ -27,17 +28,20 @@ class WorkerSockets:
     """Stands the sockets up for as long as the context lasts.
 
     Attributes:
-        environment: The variables that tell workers where the sockets are.
+        environment: The variables that tell workers where the sockets are; `${local_rank}` is to be replaced.
+        watchdog: Whether the timer service guards the workers.
     """
 
     def __init__(
         self,
         config: JobConfig,
         rendezvous: Where,
+        watchdog: HostWatchdog,
         *,
         worker_of: Callable[[int], str | None],
         rank_of: Callable[[str], int | None],
         on_hung: Callable[[Hang], Awaitable[bool | None]],
+        worker_at: Callable[[int], tuple[str, int] | None] = lambda local_rank: None,
         entrust: Callable[[Path], None] = lambda _folder: None,
     ) -> None:
         """Set up.
@@ -45,24 +49,29 @@ class WorkerSockets:
         Args:
             config: The job.
             rendezvous: Where the rendezvous service is, and with it the store.
+            watchdog: Gets the state of the connection to the timer service.
             worker_of: The worker that a process is, or descends from; None for a stranger.
             rank_of: The global rank of a worker; None if there is no such worker.
             on_hung: Called with a timer that expired while its worker held it; returns when what is to be done
                 about that is done. False: it could not be done, and is to be tried again later.
+            worker_at: The name and the process of the worker with a local rank; None if it does not run.
             entrust: Called with the temporary folder that they are in, as soon as it is there.
         """
         self.environment: dict[str, str] = {}
+        self.watchdog = watchdog
         self._config = config
         self._rendezvous = rendezvous
         self._worker_of = worker_of
         self._rank_of = rank_of
         self._on_hung = on_hung
+        self._worker_at = worker_at
         self._entrust = entrust
         self._stack = AsyncExitStack()
         self._folder = Path()
         self._timers: TimerClient | None = None
         self._timer_socket: TimerSocket | None = None
         self._lease = 0
+        self._incarnation = ""
 
     async def __aenter__(self) -> Self:
         """Stand them up.
@@ -87,7 +96,7 @@ class WorkerSockets:
         self.environment = {
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),
-            "TORCHELASTIC_TIMER_FILE": str(self._folder / "torch"),
+            "TORCHELASTIC_TIMER_FILE": str(self._folder / "torch.${local_rank}"),
         }
         client = StoreClient(self._rendezvous, self._config.run_id, writer=self._writer)
         store = StoreSocket(self._folder / "store", client)
@@ -100,13 +109,13 @@ class WorkerSockets:
     def _writer(self) -> Writer | None:
         return Writer(self._config.node_id, self._lease) if self._lease else None
 
-    async def act_under(self, lease: int) -> None:
-        """Write and watch timers in the name of a lease of this node, which only grows."""
+    async def act_under(self, lease: int, incarnation: str = "") -> None:
+        """Write and watch timers in the name of a lease of this node, which only grows in an incarnation of the run."""
         if self._timers is None:
-            self._timers = await self._open_timers(lease)
-        elif lease != self._lease:
-            self._timers.renew(lease)
-        self._lease = lease
+            self._timers = await self._open_timers(lease, incarnation)
+        elif (lease, incarnation) != (self._lease, self._incarnation):
+            self._timers.renew(lease, incarnation)
+        self._lease, self._incarnation = lease, incarnation
 
     def introduce(self) -> None:
         """More workers have become known to `worker_of`."""
@@ -122,7 +131,7 @@ class WorkerSockets:
         if self._timer_socket is not None:
             self._timer_socket.clear(worker)
 
-    async def _open_timers(self, lease: int) -> TimerClient:
+    async def _open_timers(self, lease: int, incarnation: str) -> TimerClient:
         config = self._config
         channel = open_channel(config.timer.endpoint, config.timer.tls)
         self._stack.push_async_callback(channel.close)
@@ -131,15 +140,18 @@ class WorkerSockets:
             run_id=config.run_id,
             node_id=config.node_id,
             lease=lease,
+            incarnation=incarnation,
             stall_after=config.stall_after,
         )
+        timers.on_trouble = self.watchdog.note
         self._timer_socket = TimerSocket(
             self.environment["RALLYPOINT_TIMER_SOCKET"],
             timers,
             worker_of=self._worker_of,
             rank_of=self._rank_of,
             on_expired=self._on_hung,
-            fifo=self.environment["TORCHELASTIC_TIMER_FILE"],
+            fifos=[self._folder / f"torch.{local_rank}" for local_rank in range(config.local_world_size)],
+            worker_at=self._worker_at,
         )
         await self._timer_socket.start()
         self._stack.push_async_callback(self._timer_socket.stop)

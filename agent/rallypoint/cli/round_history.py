@@ -12,6 +12,7 @@ KINDS = (
     pb.EVENT_KIND_ROUND_FROZEN,
     pb.EVENT_KIND_ROUND_FINALIZED,
     pb.EVENT_KIND_WORKER_FAILED,
+    pb.EVENT_KIND_NODE_LOST,
     pb.EVENT_KIND_ROUND_ENDED,
     pb.EVENT_KIND_RUN_CLOSED,
 )
@@ -100,6 +101,8 @@ def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
                     stopped = time
             case pb.EVENT_KIND_WORKER_FAILED:
                 _note_late_first(history, event)
+            case pb.EVENT_KIND_NODE_LOST:
+                _attribute_failure(history, event)
             case pb.EVENT_KIND_RUN_CLOSED:
                 history.joinable, history.closed = None, event.run_end
                 if history.rounds and history.rounds[-1].ended is None:
@@ -120,6 +123,16 @@ def _note_late_first(history: RoundHistory, event: pb.Event) -> None:
                 each.why = (
                     f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
                 )
+            return
+
+
+def _attribute_failure(history: RoundHistory, event: pb.Event) -> None:
+    """Correct a round that ended by a failure, once it is known that the loss of a node was the cause."""
+    for each in reversed(history.rounds):
+        if each.number == event.round and each.cause == "WORKER_FAILED":
+            each.cause, each.node_id, each.why, each.held_back = "NODE_LOST", event.node_id, event.detail, 0.0
+            if each.restarts is not None:
+                each.restarts -= 1
             return
 
 

@@ -263,6 +263,18 @@ _SUPERVISION = flags(
         "is set.",
     ),
     flag(
+        "--require-watchdog",
+        is_flag=True,
+        default=None,
+        help="Start workers only while the timer service guards them, and leave the run when it does so no more.",
+    ),
+    flag(
+        "--watchdog-timeout",
+        metavar="SECONDS",
+        show_default="30",
+        help="How long --require-watchdog does without, once that is noted.",
+    ),
+    flag(
         "--supervisor-address",
         default="127.0.0.1:0",
         metavar="HOST:PORT",

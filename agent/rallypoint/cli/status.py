@@ -168,6 +168,11 @@ def _print_run(run: pb.Run, *, connections_known: bool) -> None:
         console.print(_evicted(run))
     if run.nodes:
         console.print(_node_table(run, connections_known=connections_known))
+    unguarded = [node for node in run.nodes if node.watchdog_trouble]
+    for node in unguarded[:_MOST_NAMES]:
+        console.print(f"no watchdog guards the workers of {node.node_id}: {node.watchdog_trouble}")
+    if len(unguarded) > _MOST_NAMES:
+        console.print(f"nor those of {len(unguarded) - _MOST_NAMES} other nodes")
 
 
 def _budget(run: pb.Run) -> str:
@@ -239,6 +244,8 @@ def _yes_or_no(fact: bool) -> str:
 def _phase(run: pb.Run) -> str:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
+    if run.broken:
+        return f"STOPPED by {run.broken}"
     phase = pb.Phase.Name(run.phase).removeprefix("PHASE_")
     outcome = pb.Outcome.Name(run.run_end.outcome).removeprefix("OUTCOME_")
     return f"{phase} {outcome}" if run.HasField("run_end") else phase

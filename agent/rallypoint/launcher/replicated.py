@@ -40,7 +40,7 @@ from rallypoint.serving.settings import ClientTLS, SettingError
 _LONGEST_BACKOFF = 5.0
 
 # One run is one shard. With nothing else to spread, moving it to a host that came later would help nobody.
-_WANTED = Replicas(lease_ttl=SEAT_TTL, shards=1, moves=Moves(balancing=0), keeps_etcd=False)
+_WANTED = Replicas(lease_ttl=SEAT_TTL, shards=1, moves=Moves(balancing=0), keeps_etcd=False, keys_end=True)
 
 _log = get_logger("rallypoint.run")
 
@@ -182,11 +182,12 @@ class OwnReplica:
                 await asyncio.gather(*ends, return_exceptions=True)
 
     async def _hand_over(self, services: ReplicatedServices, server: Server) -> None:
-        if await self._is_over(services):
+        over = await self._is_over(services)
+        if over:
             # Nobody takes over what is over: its nodes hear of the end from here.
             with suppress(TimeoutError):
                 await asyncio.wait_for(server.idle(), LAST_WORD)
-        await services.drain()
+        await services.drain(finished=over)
         await server.drain()
 
     async def _is_over(self, services: ReplicatedServices) -> bool:

@@ -1,4 +1,8 @@
-"""The lease with which all that a run has in etcd dies: nothing of a job stays there for ever, however it ends."""
+"""The lease with which all that a run has in etcd dies: nothing of a job stays there for ever, however it ends.
+
+Its high-water mark dies last, with a lease of its own: the run may go on where the other lease has ended, because its
+agents could not reach etcd meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from contextlib import aclosing
 
 from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.errors import Compacted, EtcdUnavailable
-from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult
+from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason
+from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult, prefix_end
+from rallypoint.rendezvous.journal.etcd_keys import HIGH_WATER
+from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.serving.attempts import Pace
 from rallypoint.serving.settings import SettingError
 
@@ -19,6 +25,11 @@ RUN_TTL = 7200
 hear that the run is over, and no new job can have its name. Shorter forgets a run whose hosts are all away for a while
 (power, etcd itself); longer leaves more in etcd."""
 
+NUMBERS_TTL = 365 * 24 * 3600
+"""Seconds that a run's high-water mark outlives its last owner. Agents that were cut off from etcd for longer than
+RUN_TTL come back to it: no round, token or budget goes back then. Shorter than workers may run without etcd, and they
+would; longer keeps some hundred bytes of each run in etcd for longer."""
+
 _EVERY = 6
 """Renewals of the lease in its time: an outage of etcd may last for what is left of that."""
 
@@ -26,29 +37,65 @@ _AGAIN = 10.0
 """Seconds until a renewal without an answer is tried again: there is time."""
 
 
-def on_lease(txn: Txn, lease: int) -> Txn:
-    """The transaction, with its puts on a lease, but for those that have one."""
+def on_lease(txn: Txn, lease: int, lasting: bytes = b"", lasting_lease: int = 0) -> Txn:
+    """The transaction, with its puts on a lease, but for those that have one.
+
+    Args:
+        txn: The transaction.
+        lease: The lease.
+        lasting: What keys begin with whose puts get `lasting_lease`; empty: none.
+        lasting_lease: A lease that outlives the other one.
+    """
 
     def leased(operations: Sequence[Operation]) -> list[Operation]:
         return [
-            dataclasses.replace(each, lease=lease) if isinstance(each, Put) and not each.lease else each
+            dataclasses.replace(each, lease=lasting_lease if _begins(each.key, lasting) else lease)
+            if isinstance(each, Put) and not each.lease
+            else each
             for each in operations
         ]
 
     return Txn(txn.when, leased(txn.then), leased(txn.otherwise))
 
 
+def _begins(key: bytes, prefix: bytes) -> bool:
+    return bool(prefix) and key.startswith(prefix)
+
+
 class LeasedClient(EtcdClient):
-    """A client whose keys die with the lease of their run, those aside that are put with another one."""
+    """A client whose keys die with the lease of their run, those aside that are put with another one.
+
+    The run's high-water mark has a lease of its own, of `NUMBERS_TTL`. It is granted with the first mark, and found by
+    its key afterwards.
+    """
 
     def __init__(self, address: EtcdAddress, lease: int, *, pace: Pace) -> None:
         """As of EtcdClient; `lease`: the run's."""
         super().__init__(address, pace=pace)
         self.lease = lease
+        self._marks = Keys(address.prefix).space(0) + HIGH_WATER
+        self._lasting_lease = 0
 
     async def transact(self, txn: Txn, *, timeout: float | None = None) -> TxnResult:
         """As of EtcdClient."""
-        return await super().transact(on_lease(txn, self.lease), timeout=timeout)
+        if not self._lasting_lease and any(_begins(each.key, self._marks) for each in txn.then):
+            self._lasting_lease = await self._have_lasting_lease()
+        leased = on_lease(txn, self.lease, self._marks, self._lasting_lease)
+        try:
+            return await super().transact(leased, timeout=timeout)
+        except EtcdRefused as error:
+            if error.reason is Reason.LEASE_NOT_FOUND:
+                self._lasting_lease = 0  # it may be this one: the next owner gets another
+            raise
+
+    async def _have_lasting_lease(self) -> int:
+        """The lease of the run's high-water mark, prolonged; a new one where there is none."""
+        for pair in (await self.get(self._marks, prefix_end(self._marks), keys_only=True)).pairs:
+            if pair.lease and await self.keep_alive(pair.lease) > 0:
+                return pair.lease
+        # One of which the answer is lost has no key, and ends unused.
+        lease, _ = await self.grant(NUMBERS_TTL)
+        return lease
 
 
 async def run_lease(client: EtcdClient, run_id: str, ttl: int = RUN_TTL) -> int:

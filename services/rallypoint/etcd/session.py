@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable
 
 from rallypoint.etcd.client import EtcdClient
@@ -12,6 +11,7 @@ from rallypoint.etcd.connection import Connection
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.leases import renew
 from rallypoint.serving.attempts import Pace
+from rallypoint.serving.clocks import boot_time
 from rallypoint.serving.logs import get_logger
 
 log = get_logger(__name__)
@@ -33,11 +33,6 @@ _REVOKE = 2.0
 
 class SessionLost(EtcdError):
     """The lease is another's, or could be."""
-
-
-def boot_time() -> float:
-    """Seconds of a clock that also counts while the machine is suspended, as the lease's does."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Session:

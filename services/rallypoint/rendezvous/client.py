@@ -26,12 +26,15 @@ from rallypoint.serving.switchboard import Line, Where, switchboard
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
 
-# Codes after which the same stream may be opened again.
+# Codes after which the same stream may be opened again by a newcomer.
 _RETRYABLE = GONE | {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+# Reasons for which a node that was in the run before is refused for good. Whatever else is answered (by a server that
+# was stalled, is of another version, or stands in the place of the right one) may differ next time, and workers run.
+_REFUSALS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
 # Reasons for which a lease is worth nothing any more, and only joining anew helps.
 _LEASE_ENDED = {"LEASE_LOST", "RUN_NOT_FOUND", "REVISION_AHEAD"}
 
@@ -40,11 +43,15 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The node holds a lease; `resumed`: the one it held before; `at`: the address of who says so, for people."""
+    """The node holds a lease; `resumed`: the one it held before; `at`: the address of who says so, for people.
+
+    Numbers of leases are to be compared within one `incarnation` of the run only.
+    """
 
     lease: int
     resumed: bool
     at: str = field(default="", compare=False)
+    incarnation: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,7 @@ class Membership:
         # By worker: what failed, and when that was said first, which is as old as it says.
         self._failures: dict[int, tuple[pb.WorkerFailure, float]] = {}
         self._success: pb.ReportSuccess | None = None
+        self._watchdog_trouble = ""
         self._unsaid = asyncio.Event()
         self._progress = False
         self._last_error = "no answer came"
@@ -142,8 +150,8 @@ class Membership:
 
         Raises:
             RendezvousUnreachable: Nobody answered within the connect timeout, or the lost timeout.
-            ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, INVALID_ARGUMENT …, or
-                LEASE_LOST because another agent joined under the node's name.
+            ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, NODE_EVICTED, JOIN_TIMED_OUT, or
+                LEASE_LOST because another agent joined under the node's name; a newcomer, for whatever does not pass.
         """
         backoff = _FIRST_BACKOFF
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
@@ -205,6 +213,11 @@ class Membership:
         """Give the lease back; `run` returns when the server has taken it."""
         self._say(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
 
+    def report_watchdog(self, trouble: str) -> None:
+        """Say why no watchdog guards the node's workers; "": one does."""
+        self._watchdog_trouble = trouble
+        self._unsaid.set()
+
     def _say(self, statement: pb.JoinRequest) -> None:
         # The latest is enough: who confirms a round is not leaving, and who leaves has no need to have confirmed.
         self._statement = statement
@@ -212,16 +225,16 @@ class Membership:
 
     def _judge(self, error: ServiceError, deadline: float) -> None:
         """Decide whether a stream's error is worth another attempt; raise it if not."""
+        if "superseded_by" in error.metadata:
+            raise error  # two agents that join over one another, in turn, would let nobody run
         if error.reason in _LEASE_ENDED and self._lease:
-            if "superseded_by" in error.metadata:
-                raise error  # two agents that join over one another, in turn, would let nobody run
             self._lease = self._revision = 0
             self._over = self._going()
             self._statement = self._success = None
             self._failures.clear()
             self._on_event(LeaseEnded(error.message))
             return
-        if error.code not in _RETRYABLE:
+        if error.reason in _REFUSALS if self._ever_admitted else error.code not in _RETRYABLE:
             raise error
         if asyncio.get_running_loop().time() >= deadline:
             what, timeout = "no rendezvous service answered at", self._connect_timeout
@@ -290,8 +303,8 @@ class Membership:
     async def _live(self, call: _JoinCall, first: pb.JoinResponse, line: Line, at: str) -> None:
         lease, resumed = first.lease, bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
-        self._on_event(Admitted(lease.lease, resumed, at))
-        if self._statements():
+        self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation))
+        if self._statements() or self._watchdog_trouble:
             self._unsaid.set()
         speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
         moved: list[Place] = []
@@ -321,19 +334,26 @@ class Membership:
         self._revision = max(self._revision, update.revision)
         self._over = update.phase == pb.PHASE_CLOSED
         self._forget_reports_of_other_rounds(update)
+        if update.settling:
+            self._unsaid.set()  # a heartbeat at once: the service waits for a sign of life of each participant
         self._on_event(Updated(update))
 
     async def _speak(self, call: _JoinCall, interval: float) -> None:
         """Say what is to be said, and, where there is nothing for so long, that the node is alive."""
+        said = ""
         while True:
-            messages = [pb.JoinRequest(heartbeat=pb.Heartbeat())]
+            statements: list[pb.JoinRequest] = []
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._unsaid.wait()
                 self._unsaid.clear()
-                messages = self._statements() or messages
+                statements = self._statements()
+            trouble = self._watchdog_trouble
+            if not statements or trouble != said:
+                said = trouble
+                statements.append(pb.JoinRequest(heartbeat=pb.Heartbeat(watchdog_trouble=trouble)))
             try:
-                for message in messages:
+                for message in statements:
                     await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream is over; whoever reads it learns why

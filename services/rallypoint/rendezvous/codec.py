@@ -21,6 +21,11 @@ from rallypoint.rendezvous.v1 import journal_pb2, rendezvous_service_pb2
 
 _T = TypeVar("_T")
 
+
+class NewerVersion(ValueError):
+    """A message holds something that only a later version knows."""
+
+
 _MESSAGES: dict[type, type[Message]] = {
     getattr(facts, name): getattr(journal_pb2, name)
     for name in (
@@ -51,6 +56,7 @@ _MESSAGES: dict[type, type[Message]] = {
     snapshot.KeptRestart: journal_pb2.Restart,
     snapshot.RunSnapshot: journal_pb2.RunSnapshot,
     snapshot.FormerRank: journal_pb2.FormerRank,
+    snapshot.FailedScaleUps: journal_pb2.FailedScaleUps,
 }
 _VALUES: dict[str, type] = {message.DESCRIPTOR.full_name: value for value, message in _MESSAGES.items()}
 _ENUMS: dict[str, type[IntEnum]] = {
@@ -80,7 +86,7 @@ def from_message(message: Message, kind: type[_T]) -> _T:
     """The core value of a protocol message, `kind` being its type.
 
     Raises:
-        ValueError: An enum has a number that this version does not know.
+        NewerVersion: An enum has a number that this version does not know.
     """
     value: _T = _decode_message(message)
     assert isinstance(value, kind)
@@ -102,11 +108,11 @@ def decode_record(record: journal_pb2.JournalRecord) -> facts.Fact:
     """The fact of a journal record.
 
     Raises:
-        ValueError: It has one that this version does not know.
+        NewerVersion: It has one that this version does not know.
     """
     which = record.WhichOneof("fact")
     if which is None:
-        raise ValueError(f"record {record.revision} of run {record.run_id!r} has a fact of a newer version")
+        raise NewerVersion(f"record {record.revision} of run {record.run_id!r} has a fact of a newer version")
     fact: facts.Fact = _decode_message(getattr(record, which))
     return fact
 
@@ -187,7 +193,10 @@ def _is_duration(field: Any) -> bool:
 def _decode_field(message: Any, field: Any) -> Any:
     raw = getattr(message, field.name)
     if field.enum_type is not None:
-        return _ENUMS[field.enum_type.full_name](raw)
+        try:
+            return _ENUMS[field.enum_type.full_name](raw)
+        except ValueError as error:
+            raise NewerVersion(str(error)) from error
     if field.message_type is None:
         return tuple(raw) if field.is_repeated else raw
     if field.is_repeated:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from rallypoint.rendezvous.runs import DurableRuns
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.step import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import node_update, run_message, run_summary
+from rallypoint.rendezvous.views import StoppedRun, node_update, run_message, run_summary
 
 _T = TypeVar("_T")
 
@@ -39,11 +40,16 @@ class RendezvousEngine(DurableRuns):
             run = self._run(run_id)
             lease = next(fact.lease for fact in happened if isinstance(fact, facts.NodeJoined))
             check_lease(run.state, command.node_id, lease)  # what was carried out together may have ended it
+            self._renew(
+                run, command.node_id
+            )  # its term begins when it is told of it, however long that commit took
             member = run.enrol(command.node_id, lease)
             if run.state.phase is not Phase.JOINABLE:
                 member.updates.put(node_update(run.state, command.node_id))
             return member
 
+        # Unique: a run of this name would have to be created twice in the same fraction of a microsecond.
+        command = replace(command, incarnation=f"{round(self._wall_clock() * 1e9):x}")
         return await self._submit(enrol, run_id, command, f"node {command.node_id}", self.disconnect)
 
     async def resume(self, run_id: str, node_id: str, lease: int, revision: int) -> Member:
@@ -66,26 +72,40 @@ class RendezvousEngine(DurableRuns):
             return member
 
         run = self._runs.get(run_id)
-        if run is not None and run.holds_lease(node_id, lease):
-            # A sign of life counts from when it came, however long the commit takes that is under way.
-            self._renew(run, node_id)
-        return await self._submit(enrol, run_id, undo=self.disconnect)
+        if run is None or not run.holds_lease(node_id, lease):
+            return await self._submit(enrol, run_id, undo=self.disconnect)
+        # A sign of life counts from when it came until it is answered, however long the commits under way take.
+        self._renew(run, node_id)
+        run.state.returned_at = self._now()
+        run.returning.add((node_id, lease))
+        try:
+            return await self._submit(enrol, run_id, undo=self.disconnect)
+        finally:
+            run.returning.discard((node_id, lease))
 
-    def renew(self, member: Member) -> None:
-        """Take a sign of life of a member."""
+    def renew(self, member: Member, watchdog_trouble: str | None = None) -> None:
+        """Take a sign of life of a member.
+
+        Args:
+            member: The node with its stream.
+            watchdog_trouble: Why no watchdog guards its workers, "" if one does; None: unchanged.
+        """
         run = self._runs.get(member.run_id)
         if run is None or run.members.get(member.node_id) is not member:
             return
         if run.holds_lease(member.node_id, member.lease.lease):
             self._renew(run, member.node_id)
+            if watchdog_trouble is not None:
+                run.state.nodes[member.node_id].watchdog_trouble = watchdog_trouble
 
     def _renew(self, run: HostedRun, node_id: str) -> None:
-        if leases.renew(run.state, node_id, self._now()):
-            self._look_in_time(run)
+        now = self._now()
+        if leases.renew(run.state, node_id, now):
+            self._settle_at(run, now)
 
-    def _look_in_time(self, run: HostedRun) -> None:
-        """Look at a run again by its next deadline, which may have come nearer."""
-        self._schedule.put(run.state.run_id, run.next_deadline(self._limits.run_ttl))
+    def _settle_at(self, run: HostedRun, deadline: float | None) -> None:
+        """Settle a run at a time that may be nearer than the one it was scheduled for."""
+        self._schedule.put(run.state.run_id, deadline)
         self._wake.set()
 
     def disconnect(self, member: Member) -> None:
@@ -96,7 +116,7 @@ class RendezvousEngine(DurableRuns):
         del run.members[member.node_id]
         if run.holds_lease(member.node_id, member.lease.lease):
             leases.disconnect(run.state, member.node_id, self._now())
-            self._look_in_time(run)
+            self._settle_at(run, run.next_deadline(self._limits.run_ttl))
 
     async def execute(
         self, run_id: str, command: commands.Command, actor: str = SERVICE
@@ -131,8 +151,13 @@ class RendezvousEngine(DurableRuns):
         return await self._submit(lambda _: view(self._run(run_id).state), run_id)
 
     async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
-        """What `view` makes of all runs as they are durable."""
-        return await self._submit(lambda _: view(run.state for run in self._runs.values()))
+        """What `view` makes of all runs as they are durable, and of the names of those that are stopped."""
+
+        def states() -> Iterator[RunState]:
+            yield from (run.state for run in self._runs.values())
+            yield from (StoppedRun(run_id, broken=cause) for run_id, cause in self._broken.items())
+
+        return await self._submit(lambda _: view(states()))
 
     async def watch(self, run_id: str, revision: int) -> Slot[pb.Run]:
         """A slot that gets the run's state: now, if it is past `revision`, and after every change."""
@@ -215,9 +240,19 @@ class RendezvousEngine(DurableRuns):
         """The one round of a run whose workers may write: the latest, or the next once that has ended.
 
         It changes when the fact behind it is durable. 0 before the first; None where there is no such run.
+
+        Raises:
+            RunBroken: An unexpected error has stopped the run.
         """
+        self._check_whole(run_id)
         run = self._runs.get(run_id)
         return None if run is None else run.writable_round
+
+    def latest_round(self, run_id: str) -> int | None:
+        """As `writable_round`, by the latest facts, durable or not: what writes are judged by."""
+        self._check_whole(run_id)
+        run = self._runs.get(run_id)
+        return None if run is None else run.latest_round()
 
     async def settled(self) -> None:
         """Return when everything is durable that is decided by now."""

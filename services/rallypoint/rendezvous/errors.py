@@ -94,6 +94,25 @@ class EtcdFull(refusals.Refused):
 
 
 @dataclass(eq=False)
+class RunBroken(refusals.Refused):
+    """An error that nobody expected stopped the run; other runs go on. Nothing of its journal was deleted.
+
+    Attributes:
+        run_id: The run.
+        cause: The kind of the error; the log of the service has it whole.
+    """
+
+    run_id: str
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id!r} is stopped: the service met with an unexpected {self.cause} in it, which its log "
+            "has in full; start the service again, with a version where that is mended, or use another run id"
+        )
+
+
+@dataclass(eq=False)
 class OutcomeUnknown(refusals.Refused):
     """The run went to another replica while the request was under way: it may have taken effect, or not.
 
@@ -240,6 +259,7 @@ _as(StreamReplaced, StatusCode.ABORTED, "STREAM_REPLACED")
 _as(JournalError, StatusCode.UNAVAILABLE, "JOURNAL_BROKEN")
 _as(Draining, StatusCode.UNAVAILABLE, "DRAINING")
 _as(NotOwner, StatusCode.UNAVAILABLE, "NOT_OWNER", _owner)
+_as(RunBroken, StatusCode.FAILED_PRECONDITION, "RUN_BROKEN", _fields("run_id", "cause"))
 _as(EtcdAway, StatusCode.UNAVAILABLE, "ETCD_UNAVAILABLE")
 _as(EtcdFull, StatusCode.RESOURCE_EXHAUSTED, "ETCD_FULL")
 _as(OutcomeUnknown, StatusCode.UNAVAILABLE, "OWNERSHIP_LOST", _owner)

@@ -35,6 +35,8 @@ def subject_of(record: journal_pb2.JournalRecord) -> Subject:
             about = fact.failure
         case "round_ended":
             about = fact.end
+        case "node_lost":
+            return Subject(_KINDS[which], fact.node_id, fact.failed_round)
         case _:
             about = fact
     return Subject(_KINDS[which], getattr(about, "node_id", ""), getattr(about, "round", 0))
@@ -85,7 +87,10 @@ def _node_joined(fact: journal_pb2.NodeJoined, settings: RunSettings) -> str:
 
 
 def _node_lost(fact: journal_pb2.NodeLost, settings: RunSettings) -> str:
-    return explain_loss(fact.node_id, LossReason(fact.reason), settings)
+    loss = explain_loss(fact.node_id, LossReason(fact.reason), settings)
+    if not fact.failed_round:
+        return loss
+    return f"{loss}; the workers that failed in round {fact.failed_round} failed of that, which counts as no restart"
 
 
 def _node_evicted(fact: journal_pb2.NodeEvicted, settings: RunSettings) -> str:

@@ -50,6 +50,8 @@ class HostedRun:
     writable_round: int | None = None  # see `RendezvousEngine.writable_round`
     ended: bool = False  # whether it is durable that the run is closed
     members: dict[str, Member] = field(default_factory=dict)
+    # Nodes that ask to be taken in again, with the leases that they show.
+    returning: set[tuple[str, int]] = field(default_factory=set)
     arrivals: Arrivals = field(default_factory=Arrivals)
     watchers: set[Slot[pb.Run]] = field(default_factory=set)
     followers: set[Slot[int]] = field(default_factory=set)
@@ -77,13 +79,17 @@ class HostedRun:
         most = max(_RECORDS_PER_CHECKPOINT, _RECORDS_PER_NODE * len(self.state.nodes))
         return self.recorded - self.checkpoint >= most
 
-    def keep_writable_round(self) -> None:
-        """Take over from the state, which is durable as it is, which round may write, and whether any may."""
+    def latest_round(self) -> int:
+        """Return the one round whose workers may write, by the latest facts, durable or not."""
         last, latest = self.state.last_round_end, self.state.round
         over = last is not None and last.round == latest
         # A run that came again after it expired begins where the rounds ended whose numbers it goes on from.
         inherited = latest > 0 and self.state.fencing_token == 0
-        self.writable_round = latest + 1 if over or inherited else latest
+        return latest + 1 if over or inherited else latest
+
+    def keep_writable_round(self) -> None:
+        """Take over from the state, which is durable as it is, which round may write, and whether any may."""
+        self.writable_round = self.latest_round()
         self.ended = self.state.run_end is not None
 
     def enrol(self, node_id: str, number: int) -> Member:

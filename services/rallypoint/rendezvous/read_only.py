@@ -52,6 +52,7 @@ class ReadOnlyRuns:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         limits: RendezvousLimits | None = None,
+        use_state: Callable[[str], None] = lambda run_id: None,
     ) -> Work[ReadOnlyRuns]:
         """Take in, gradually, what was read.
 
@@ -61,6 +62,7 @@ class ReadOnlyRuns:
             clock: Monotonic seconds.
             wall_clock: Unix seconds.
             limits: How much of the events is kept.
+            use_state: Called with the run before each answer with its state; may raise NotOwner instead.
 
         Raises:
             JournalError: A record is missing, or of a newer version.
@@ -68,7 +70,7 @@ class ReadOnlyRuns:
         limits = limits or RendezvousLimits()
         now = clock()
         histories = Histories(limits.events_per_run, limits.event_bytes_per_run, limits.event_bytes)
-        hosted, _ = yield from recover_runs(recovered, histories.open, now, wall_clock() - now)
+        hosted = (yield from recover_runs(recovered, histories.open, now, wall_clock() - now)).runs
         yield from histories.make_room()
         by_run: dict[str, list[StoreChange]] = {}
         of_states: list[StoreChange] = []
@@ -82,7 +84,7 @@ class ReadOnlyRuns:
             states = yield from States.restore(of_states)
         except ValueError as error:
             raise JournalError(f"the journal can't be read by this version: {error}") from error
-        return cls(_Runs(hosted, not_owner), _Store(hosted, spaces, not_owner), _States(states))
+        return cls(_Runs(hosted, not_owner), _Store(hosted, spaces, not_owner), _States(states, use_state))
 
 
 class _Runs:
@@ -154,12 +156,16 @@ class _Store:
 
 
 class _States:
-    def __init__(self, states: States) -> None:
+    def __init__(self, states: States, use: Callable[[str], None]) -> None:
         self._states = states
+        self._use = use
 
     def get(self, run_id: str) -> FencedState | None:
         held = self._states.held(run_id)
-        return None if held is None else held.current
+        if held is None:
+            return None
+        self._use(run_id)
+        return held.current
 
 
 def _run(hosted: Mapping[str, HostedRun], run_id: str) -> HostedRun:

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from rallypoint.rendezvous.codec import decode_record, from_message
+from rallypoint.rendezvous.codec import NewerVersion, decode_record, from_message
 from rallypoint.rendezvous.core import leases
 from rallypoint.rendezvous.core.apply import apply
-from rallypoint.rendezvous.core.snapshot import RunSnapshot, restore
+from rallypoint.rendezvous.core.snapshot import RunSnapshot, has_budgets, numbers_only, restore
 from rallypoint.rendezvous.core.state import RunState
 from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.hosted_run import HostedRun
-from rallypoint.rendezvous.journal.journal import JournalError, Record, Recovered
+from rallypoint.rendezvous.journal.journal import MARK, JournalError, Record, Recovered
 from rallypoint.rendezvous.v1 import journal_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The last numbers that a run gave out."""
+    """The last numbers that a run, or any of several, gave out."""
 
     revision: int = 0
     round: int = 0
+
+    def with_those(self, other: Numbers | RunSnapshot | RunState) -> Numbers:
+        """Return the greater ones."""
+        return Numbers(max(self.revision, other.revision), max(self.round, other.round))
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredRuns:
+    """What a recovery makes of a journal.
+
+    Attributes:
+        runs: The runs.
+        mark: No run that was forgotten went beyond these numbers, whatever its name: new runs begin there.
+        left: Runs that were forgotten, and of which the journal still has something, which is of no use.
+        broken: Runs of which no state could be made, and why.
+        budgets: What outlived runs that go on, where that is more than their numbers.
+    """
+
+    runs: dict[str, HostedRun]
+    mark: Numbers
+    left: list[str]
+    broken: dict[str, Exception]
+    budgets: dict[str, RunSnapshot] = field(default_factory=dict)
 
 
 def recover_runs(
@@ -33,8 +57,8 @@ def recover_runs(
     now: float,
     to_wall: float = 0.0,
     least_lease: float = leases.LEAST_TERM_AFTER_RESTART,
-) -> Work[tuple[dict[str, HostedRun], dict[str, Numbers]]]:
-    """Every run as the journal has it, and the numbers of those that expired. Gradually, record by record.
+) -> Work[RecoveredRuns]:
+    """Every run as the journal has it, gradually. A run that can't be made of what is kept of it is set aside.
 
     Args:
         recovered: What the journal held.
@@ -44,36 +68,62 @@ def recover_runs(
         least_lease: How long a lease lives at least from now on, seconds.
 
     Raises:
-        JournalError: A record is missing, or of a newer version.
+        JournalError: A record is missing or damaged, or something is of a newer version.
     """
     runs: dict[str, HostedRun] = {}
-    expired: dict[str, Numbers] = {}
-    try:
-        for checkpoint in recovered.checkpoints:
+    expired: dict[str, RunSnapshot] = {}
+    mark = Numbers()
+    broken: dict[str, Exception] = {}
+
+    @contextmanager
+    def of_run(run_id: str) -> Iterator[None]:
+        """Set a run aside that can't be made; nothing of it is looked at again."""
+        try:
+            yield
+        except JournalError:
+            raise  # it is damaged: what it holds of other runs can't be trusted either
+        except Exception as error:
+            if run_id == MARK or isinstance(error, NewerVersion | DecodeError):
+                raise JournalError(f"the journal can't be read by this version: {error}") from error
+            broken[run_id] = error
+            if (run := runs.pop(run_id, None)) is not None:
+                run.history.clear()
+
+    for checkpoint in recovered.checkpoints:
+        with of_run(checkpoint.run_id):
             snapshot = from_message(journal_pb2.RunSnapshot.FromString(checkpoint.content), RunSnapshot)
             if snapshot.forgotten:
-                expired[checkpoint.run_id] = Numbers(snapshot.revision, snapshot.round)
+                expired[checkpoint.run_id] = snapshot
+                mark = mark.with_those(snapshot)
             else:
                 runs[checkpoint.run_id] = HostedRun(
                     restore(snapshot, now, to_wall), new_history(), checkpoint=snapshot.revision
                 )
-            yield
-        for record in recovered.records:
+        yield
+    for record in recovered.records:
+        if record.run_id in broken:
+            continue
+        with of_run(record.run_id):
             run = runs.get(record.run_id)
             if run is None:
-                numbers = expired.get(record.run_id, Numbers())
-                state = RunState(record.run_id, revision=numbers.revision, round=numbers.round)
-                run = runs[record.run_id] = HostedRun(state, new_history(), checkpoint=numbers.revision)
+                begin = expired.get(record.run_id) or numbers_only(record.run_id, 0, 0)
+                state = restore(begin, now, to_wall)
+                run = runs[record.run_id] = HostedRun(state, new_history(), checkpoint=begin.revision)
             _fold(run, record, now, to_wall)
-            yield
-    except (ValueError, DecodeError) as error:
-        raise JournalError(f"the journal can't be read by this version: {error}") from error
-    for run in runs.values():
-        run.recorded = run.state.revision
-        run.keep_writable_round()
-        leases.restart_leases(run.state, now, least_lease)
         yield
-    return runs, expired
+    for run_id, run in [*runs.items()]:
+        with of_run(run_id):
+            run.recorded = run.state.revision
+            run.keep_writable_round()
+            leases.restart_leases(run.state, now, least_lease)
+        yield
+    left = {
+        run_id: each
+        for run_id, each in expired.items()
+        if run_id != MARK and run_id not in runs and run_id not in broken
+    }
+    budgets = {run_id: each for run_id, each in left.items() if has_budgets(each)}
+    return RecoveredRuns(runs, mark, [run_id for run_id in left if run_id not in budgets], broken, budgets)
 
 
 def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:

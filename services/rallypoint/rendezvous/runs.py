@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rallypoint.rendezvous.codec import encode_record, to_message
-from rallypoint.rendezvous.core import commands, facts
-from rallypoint.rendezvous.core.execute import carry_out, settle
-from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
+from rallypoint.rendezvous.core import commands, facts, leases
+from rallypoint.rendezvous.core.execute import begin_to_confirm, carry_out, settle
+from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
 from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
-from rallypoint.rendezvous.core.snapshot import take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.snapshot import (
+    RunSnapshot,
+    numbers_only,
+    restore,
+    take_high_water,
+    take_snapshot,
+    take_tombstone,
+)
 from rallypoint.rendezvous.core.state import RunState
-from rallypoint.rendezvous.errors import Draining, NotOwner, Refusal
+from rallypoint.rendezvous.errors import Draining, NotOwner, Refusal, RunBroken
 from rallypoint.rendezvous.fact_log import log_fact
 from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.guard import CheckOwned, always_owned
 from rallypoint.rendezvous.history import Histories, KeptEvents
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import (
+    MARK,
     Checkpoint,
+    Dropped,
     Forgotten,
+    HighWater,
     Journal,
     OwnershipLost,
     Record,
@@ -71,10 +82,12 @@ class DurableRuns:
         wall_clock: Callable[[], float],
         on_round_end: Callable[[str, int], None] = lambda run_id, next_round: None,
         on_expiry: Callable[[str], None] = lambda run_id: None,
+        on_broken: Callable[[RunBroken], None] = lambda refusal: None,
         limits: RendezvousLimits | None = None,
         totals: Totals | None = None,
         check_owned: CheckOwned = always_owned,
         lag: LagSettings | None = None,
+        high_water: bool = False,
     ) -> None:
         """Set up; `recover` or `recovering`, and `serve`, make it work.
 
@@ -84,17 +97,22 @@ class DurableRuns:
             wall_clock: Unix seconds, for the records that people read.
             on_round_end: Called with (run_id, number of the next round) once the end of a round is durable.
             on_expiry: Called with the run_id once it is durable that a run is forgotten.
+            on_broken: Called with what a run is refused with that an unexpected error has stopped.
             limits: What the service, and each run, may use.
             totals: What all shards of the service count in; None: there is no other.
             check_owned: Raises NotOwner once the runs may be another process's.
             lag: How pauses of this process are noticed and forgiven.
+            high_water: Whether the journal's entries can end by themselves, so that it is given a `HighWater` too.
         """
         self._journal = journal
-        self._lease_clock = LeaseClock(clock, lag or LagSettings())
+        self._high_water = high_water
+        self._clock = clock
+        self._lease_clock = LeaseClock(clock, lag or LagSettings(), self._forgiven)
         self._now = self._lease_clock.now
         self._wall_clock = wall_clock
         self._on_round_end = on_round_end
         self._on_expiry = on_expiry
+        self._on_broken = on_broken
         self._limits = limits = limits or RendezvousLimits()
         totals = totals or Totals()
         self._histories = Histories(
@@ -103,8 +121,15 @@ class DurableRuns:
         self._run_count = Share(totals.runs)
         self._check_owned = check_owned
         self._runs: dict[str, HostedRun] = {}
-        # Runs that expired: their numbers go on if they come again.
-        self._expired: dict[str, Numbers] = {}
+        # No run that was forgotten went beyond these numbers, whatever its name. New runs go on from them: so none is
+        # given out twice under a name, and no name need be remembered.
+        self._mark = Numbers()
+        # Runs that were forgotten, and that the journal still has something of.
+        self._left: dict[str, None] = {}
+        # What was used of the budgets of runs of which only that outlived the journal's other entries: they go on.
+        self._budgets: dict[str, RunSnapshot] = {}
+        # Runs that an unexpected error stopped, and its kind. What is known of them here can't be trusted any more.
+        self._broken: dict[str, str] = {}
         self._schedule = Schedule()
         self._requests: Turns[Request[Any]] = Turns(_MOST_PER_STEP)
         self._under_way: Sequence[Request[Any]] = ()
@@ -130,18 +155,21 @@ class DurableRuns:
         Raises:
             JournalError: A record is missing, or of a newer version.
         """
-        self._lease_clock.look(waited=False)
-        now = self._now()
+        began, now = self._clock(), self._now()
         # Apart, so that a recovery that fails shortens nobody's history.
         apart = KeptEvents()
-        self._runs, self._expired = yield from recover_runs(
+        found = yield from recover_runs(
             recovered, lambda: self._histories.open(apart), now, self._to_wall(), least_lease
         )
+        self._runs, self._mark, self._left = found.runs, found.mark, dict.fromkeys(found.left)
+        self._budgets = found.budgets
+        for run_id, error in found.broken.items():
+            self._note_broken(run_id, error)
         yield from self._histories.make_room(apart)
         # Nodes could not show meanwhile that they are alive.
-        self._lease_clock.look(waited=True)
+        self._lease_clock.leave_out(since=began)
         now = self._now()
-        self._run_count.add(len(self._runs))
+        self._run_count.add(len(self._runs) + len(self._broken))
         for run_id, run in self._runs.items():
             self._histories.take_in(run.history)
             # What must happen by now, happens as soon as the engine is served.
@@ -165,26 +193,35 @@ class DurableRuns:
                 if self._retired:
                     return
                 self._under_way = self._requests.take()
+                self._lease_clock.watch(wanted=True)
                 await self._step(self._under_way)
                 self._under_way = ()
-                if self._requests:
+                if self._requests or self._left:
                     self._wake.set()
                     await asyncio.sleep(0)  # who was answered goes on first
         except BaseException as error:
             # Whatever it is: nobody may wait for an answer that can't come any more.
             self._break(error)
             raise
+        finally:
+            self._lease_clock.watch(wanted=False)
 
     async def _wait_for_work(self) -> None:
         deadline = self._schedule.next()
+        self._lease_clock.watch(wanted=deadline is not None)
         timeout = self._lease_clock.patience(deadline)
         if not self._wake.is_set():
             with contextlib.suppress(TimeoutError):  # a deadline of the core is due
                 async with asyncio.timeout(timeout):
                     await self._wake.wait()
         self._wake.clear()
-        if paused := self._lease_clock.look(waited=deadline is not None):
-            _log.warning("paused", forgiven=round(paused, 3))
+
+    def _forgiven(self, seconds: float, now: float) -> None:
+        """Take note that the process was paused: streams may have broken, and nodes need time to come back."""
+        _log.warning("paused", forgiven=round(seconds, 3))
+        if seconds >= LONG_PAUSE:
+            for run in self._runs.values():
+                run.state.woke_at = now
 
     def _to_wall(self) -> float:
         """What makes a time of the wall clock out of one by which leases are judged, when added."""
@@ -197,11 +234,15 @@ class DurableRuns:
             if request.command is not None:
                 self._carry_out(step, request, request.command, now)
         for run_id in self._schedule.due(now):
-            step.changed[run_id] = self._runs[run_id]
-        for run_id, run in step.changed.items():
-            self._note(step, run, settle(run.state, now), SERVICE)
-            if run.expires(self._limits.run_ttl) <= now:
-                self._forget(step, run_id, run)
+            self._take_up(step, run_id, self._runs[run_id], now)
+        for run_id, run in [*step.changed.items()]:
+            with self._only_this(step, run_id):
+                self._note(step, run, settle(run.state, now), SERVICE)
+                if run.expires(self._limits.run_ttl) <= now:
+                    self._forget(step, run_id, run)
+        self._drop_left(step)
+        if self._high_water:
+            self._raise_high_water(step)
         if step.entries:
             await self._journal.append(step.entries)
         else:
@@ -214,22 +255,72 @@ class DurableRuns:
         self._publish(step, now)
         for request in requests:
             request.settle()
-        for run_id, run in step.changed.items():
-            self._schedule.put(run_id, run.next_deadline(self._limits.run_ttl))
+        for run_id, run in [*step.changed.items()]:
+            with self._only_this(step, run_id):
+                self._schedule.put(run_id, run.next_deadline(self._limits.run_ttl))
+
+    @contextlib.contextmanager
+    def _only_this(self, step: Step, run_id: str) -> Iterator[None]:
+        """Let an unexpected error stop one run, and nothing else.
+
+        What the step was given in here is taken back, for it may be half of something. What it was given before is
+        whole: it becomes durable, and another process goes on from it.
+        """
+        entries, happened, forgotten = len(step.entries), len(step.happened), len(step.forgotten)
+        try:
+            yield
+        except Refused:
+            raise
+        except Exception as error:
+            del step.entries[entries:], step.happened[happened:], step.forgotten[forgotten:]
+            step.changed.pop(run_id, None)
+            self._stop(run_id, error)
+
+    def _stop(self, run_id: str, error: Exception) -> None:
+        """End the streams of a run; it is neither changed nor read any more, and still counts as one."""
+        self._note_broken(run_id, error)
+        self._schedule.put(run_id, None)
+        if (run := self._runs.pop(run_id, None)) is not None:
+            run.history.clear()
+            for slot in run.slots():
+                slot.cut(RunBroken(run_id, self._broken[run_id]))
+            self._on_broken(RunBroken(run_id, self._broken[run_id]))
+
+    def _note_broken(self, run_id: str, error: Exception) -> None:
+        self._broken[run_id] = type(error).__name__
+        _log.exception(
+            "run stopped by an unexpected error; nothing of it was deleted", error=error, run_id=run_id
+        )
+
+    def _take_up(self, step: Step, run_id: str, run: HostedRun, now: float) -> None:
+        """Have a run changed by a step."""
+        if run_id not in step.changed:
+            step.changed[run_id] = run
+            run.state.forgiven = self._clock() - now
+            # A commit that takes long keeps nodes waiting on open streams: these are alive.
+            for node_id, lease in run.returning:
+                if run.holds_lease(node_id, lease):
+                    leases.renew(run.state, node_id, now)
 
     def _carry_out(self, step: Step, request: Request[Any], command: commands.Command, now: float) -> None:
         try:
             run = self._run_for(request.run_id, command)
             if isinstance(command, commands.ReportFailure):
                 # It may have waited for a commit, and which failure was the first must not depend on the disk.
-                command = command.aged(now - request.came_at)
-            stated = carry_out(run.state, command, now)
-            self._run_count.add(request.run_id not in self._runs)
-            self._runs[request.run_id] = step.changed[request.run_id] = run
-            self._note(step, run, stated, request.actor)
-            consequences = settle(run.state, now)
-            self._note(step, run, consequences, SERVICE)
-            request.happened = [*stated, *consequences]
+                command = command.aged(self._clock() - request.came_at)
+            run.state.forgiven = self._clock() - now
+            with self._only_this(step, request.run_id):
+                stated = carry_out(run.state, command, now)
+                if request.run_id not in self._runs:
+                    self._run_count.add(1)
+                    self._begin(step, run.state)
+                self._runs[request.run_id] = run
+                self._take_up(step, request.run_id, run, now)
+                self._note(step, run, stated, request.actor)
+                consequences = settle(run.state, now)
+                self._note(step, run, consequences, SERVICE)
+                request.happened = [*stated, *consequences]
+            self._check_whole(request.run_id)
         except Refused as refusal:
             request.refusal = refusal
 
@@ -250,38 +341,81 @@ class DurableRuns:
             snapshot = to_message(take_snapshot(run.state, self._to_wall())).SerializeToString()
             step.entries.append(Checkpoint(run_id, run.recorded, snapshot, max(1, run.history.oldest)))
 
+    def _begin(self, step: Step, state: RunState) -> None:
+        """Write down where a new run begins, if that is above the beginning."""
+        run_id, revision = state.run_id, self._mark.revision
+        self._left.pop(run_id, None)  # this takes the place of what was left under its name
+        if self._mark != Numbers():
+            # Not by a `Forgotten`: there may be a fenced state under its name, which needs no run.
+            content = to_message(self._beginning(run_id)).SerializeToString()
+            step.entries.append(Checkpoint(run_id, revision, content, revision + 1))
+            self._budgets.pop(run_id, None)
+
+    def _beginning(self, run_id: str) -> RunSnapshot:
+        """That from which a new run goes on."""
+        left = self._budgets.get(run_id) or numbers_only(run_id, 0, 0)
+        return replace(left, revision=self._mark.revision, round=self._mark.round)
+
+    def _raise_high_water(self, step: Step) -> None:
+        """Have what outlives the runs of a step committed with it: nothing is told that it does not cover."""
+        for run_id, run in {run.state.run_id: run for run, _, _ in step.happened}.items():
+            with self._only_this(step, run_id):
+                # A run that was just stopped may be ahead of what is recorded of it.
+                mark = replace(take_high_water(run.state, self._to_wall()), revision=run.recorded)
+                step.entries.append(HighWater(run_id, run.recorded, to_message(mark).SerializeToString()))
+
     def _forget(self, step: Step, run_id: str, run: HostedRun) -> None:
+        self._mark = self._mark.with_those(run.state)
         tombstone = to_message(take_tombstone(run.state)).SerializeToString()
-        step.entries.append(Forgotten(run_id, run.state.revision, tombstone))
+        step.entries += [
+            Forgotten(run_id, run.state.revision, tombstone),
+            Dropped(run_id),
+            _numbers(MARK, self._mark),
+        ]
         step.forgotten.append(run_id)
+
+    def _drop_left(self, step: Step) -> None:
+        """Have the journal drop, bit by bit, what versions before kept of each run that they forgot."""
+        if not self._left:
+            return
+        step.entries.append(_numbers(MARK, self._mark))
+        while self._left and len(step.entries) < _MOST_PER_STEP:
+            step.entries.append(Dropped(self._left.popitem()[0]))
 
     def _publish(self, step: Step, now: float) -> None:
         """Tell what has become durable."""
-        told: dict[str, HostedRun] = {}
-        for run, fact, record in step.happened:
-            run.history.add(record)
-            log_fact(run.state.run_id, fact, len(run.state.nodes))
-            if isinstance(fact, _TOLD_TO_NODES):
-                told[run.state.run_id] = run
-            if isinstance(fact, facts.RoundEnded):
-                self._on_round_end(run.state.run_id, fact.end.round + 1)
-            if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
-                run.end_stale_member(fact)
+        told: set[str] = set()
+        for run, fact, record in [*step.happened]:
+            run_id = run.state.run_id
+            if run_id not in step.changed:
+                continue  # an unexpected error has stopped it
+            with self._only_this(step, run_id):
+                run.history.add(record)
+                log_fact(run_id, fact, len(run.state.nodes))
+                corrects_count = isinstance(fact, facts.NodeLost) and fact.failed_round
+                if isinstance(fact, _TOLD_TO_NODES) or corrects_count:
+                    told.add(run_id)
+                if isinstance(fact, facts.RoundFrozen):
+                    begin_to_confirm(run.state, self._now())
+                if isinstance(fact, facts.RoundEnded):
+                    self._on_round_end(run_id, fact.end.round + 1)
+                if isinstance(fact, (facts.NodeLost, facts.NodeLeft, facts.NodeEvicted)):
+                    run.end_stale_member(fact)
         self._histories.keep_within()
-        told |= {run_id: run for run_id, run in step.changed.items() if run.begins_to_settle()}
-        for run in told.values():
-            run.tell_members()
-        for run in step.changed.values():
-            run.keep_writable_round()  # until the next step, the state is what is durable
-            run.tell_watchers(now)
-        for run_id in step.forgotten:
-            del step.changed[run_id]
-            self._drop(run_id)
+        for run_id, run in [*step.changed.items()]:
+            with self._only_this(step, run_id):
+                if run.begins_to_settle() or run_id in told:
+                    run.tell_members()
+                run.keep_writable_round()  # until the next step, the state is what is durable
+                run.tell_watchers(now)
+        for run_id in [*step.forgotten]:
+            if step.changed.pop(run_id, None) is not None:
+                with self._only_this(step, run_id):
+                    self._drop(run_id)
 
     def _drop(self, run_id: str) -> None:
         run = self._runs.pop(run_id)
         self._run_count.add(-1)
-        self._expired[run_id] = Numbers(run.state.revision, run.state.round)
         self._schedule.put(run_id, None)
         run.history.clear()
         for slot in run.slots():
@@ -351,6 +485,7 @@ class DurableRuns:
             raise self._streams_over(run_id)
 
     def _run_for(self, run_id: str, command: commands.Command) -> HostedRun:
+        self._check_whole(run_id)
         if not isinstance(command, commands.Join):
             return self._run(run_id)
         run = self._runs.get(run_id) or self._new_run(run_id)
@@ -366,9 +501,9 @@ class DurableRuns:
             raise LimitReached(
                 "TOO_MANY_RUNS", run_id, "the service has as many runs as it may", self._limits.runs
             )
-        numbers = self._expired.get(run_id, Numbers())
+        numbers = self._mark
         return HostedRun(
-            RunState(run_id, revision=numbers.revision, round=numbers.round),
+            restore(self._beginning(run_id), self._now(), self._to_wall()),
             self._histories.open(),
             recorded=numbers.revision,
             checkpoint=numbers.revision,
@@ -387,10 +522,20 @@ class DurableRuns:
         return self._run(run_id)
 
     def _run(self, run_id: str) -> HostedRun:
+        self._check_whole(run_id)
         run = self._runs.get(run_id)
         if run is None:
             raise RunNotFound(run_id)
         return run
+
+    def _check_whole(self, run_id: str) -> None:
+        """Check that no unexpected error has stopped a run.
+
+        Raises:
+            RunBroken: One has.
+        """
+        if (cause := self._broken.get(run_id)) is not None:
+            raise RunBroken(run_id, cause)
 
     async def _submit(
         self,
@@ -404,7 +549,7 @@ class DurableRuns:
         if self._closed is not None:
             raise self._closed(run_id)
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.put(run_id, Request(answer, read, run_id, command, actor, undo, self._now()))
+        self._requests.put(run_id, Request(answer, read, run_id, command, actor, undo, self._clock()))
         self._wake.set()
         try:
             return await answer
@@ -412,3 +557,9 @@ class DurableRuns:
             if not answer.cancelled() and answer.exception() is None:  # it came, and too late
                 undo(answer.result())
             raise
+
+
+def _numbers(run_id: str, numbers: Numbers) -> Forgotten:
+    """The entry that leaves nothing of a run, or of the mark, but these numbers."""
+    content = to_message(numbers_only(run_id, numbers.revision, numbers.round)).SerializeToString()
+    return Forgotten(run_id, numbers.revision, content)

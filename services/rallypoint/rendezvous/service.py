@@ -23,6 +23,7 @@ from rallypoint.rendezvous.shard import open_shard
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.clocks import boot_time
 from rallypoint.serving.rate import Rate
 from rallypoint.serving.server import Registration
 from rallypoint.serving.settings import SettingError
@@ -51,7 +52,7 @@ def open_journal(url: str) -> Journal:
 async def rendezvous_services(
     journal: Journal,
     *,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = boot_time,
     wall_clock: Callable[[], float] = time.time,
     draw: Callable[[int], bytes] = secrets.token_bytes,
     limits: RendezvousLimits | None = None,
@@ -65,7 +66,7 @@ async def rendezvous_services(
 
     Args:
         journal: Not opened yet; closed at the end.
-        clock: Monotonic seconds.
+        clock: Monotonic seconds that count on while the machine is suspended: then, too, streams break.
         wall_clock: Unix seconds.
         draw: So many random bytes.
         limits: What the service, and each run, may use.

@@ -17,7 +17,7 @@ from rallypoint.rendezvous.event_servicer import EventServicer
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
-from rallypoint.rendezvous.requests import join_command, worker_failure
+from rallypoint.rendezvous.requests import join_command, line, worker_failure
 from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -91,8 +91,8 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             return await self._openings.first(requests)
         except ServerGoes:
             raise Draining from None
-        except (TimeoutError, StopAsyncIteration):
-            raise invalid("message", f"expected join or resume within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
+        except StopAsyncIteration:
+            raise invalid("message", "expected join or resume, and the stream ended") from None
 
     async def _admit(self, first: pb.JoinRequest) -> tuple[RendezvousEngine, Member]:
         """The member that a stream is from now on, and the engine to which it belongs for as long as it lasts."""
@@ -244,7 +244,7 @@ async def _listen(engine: RendezvousEngine, member: Member, requests: AsyncItera
     """Take what a node says until it stops; then end its updates, and with them the stream."""
     try:
         async for request in requests:
-            engine.renew(member)
+            engine.renew(member, _watchdog_trouble(request))
             command = _command(request, member)
             if command is not None:
                 await engine.execute(member.run_id, command, f"node {member.node_id}")
@@ -252,6 +252,12 @@ async def _listen(engine: RendezvousEngine, member: Member, requests: AsyncItera
         member.updates.end(error)
     else:
         member.updates.end()
+
+
+def _watchdog_trouble(request: pb.JoinRequest) -> str | None:
+    if request.WhichOneof("message") != "heartbeat":
+        return None
+    return line(request.heartbeat.watchdog_trouble, SENTENCE_BYTES)
 
 
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.errors import NotOwner, Refusal
+from rallypoint.rendezvous.errors import NotOwner, Refusal, RunBroken
 from rallypoint.rendezvous.fenced_state.core import SPACE, StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL, FencedStateService
 from rallypoint.rendezvous.gradual import Work
@@ -23,6 +23,7 @@ from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.tracked_journal import TrackedJournal
+from rallypoint.serving.clocks import boot_time
 from rallypoint.serving.lag import LagSettings
 from rallypoint.serving.logs import get_logger
 
@@ -166,7 +167,7 @@ class Shard:
 async def open_shard(
     journal: Journal,
     *,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = boot_time,
     wall_clock: Callable[[], float] = time.time,
     draw: Callable[[int], bytes] = secrets.token_bytes,
     limits: RendezvousLimits | None = None,
@@ -178,6 +179,7 @@ async def open_shard(
     least_lease: float = LEAST_TERM_AFTER_RESTART,
     lag: LagSettings | None = None,
     slices: Slices | None = None,
+    high_water: bool = False,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> Shard:
     """Open a journal, recover what it holds, and begin to work on it.
@@ -186,7 +188,7 @@ async def open_shard(
 
     Args:
         journal: Not opened yet. The shard closes it when it is retired.
-        clock: Monotonic seconds.
+        clock: Monotonic seconds that count on while the machine is suspended: then, too, streams break.
         wall_clock: Unix seconds.
         draw: So many random bytes.
         limits: What the service, and each run, may use.
@@ -200,6 +202,7 @@ async def open_shard(
         least_lease: How long leases that the journal holds live at least, seconds.
         lag: How pauses of this process are noticed and forgiven.
         slices: Where what was read is restored, one shard at a time; None: there is no other that would be.
+        high_water: Whether the journal's entries can end by themselves; see `HighWater`.
         on_failure: Called once, if the journal breaks: nothing can be changed any more. If it broke because
             ownership was lost, the shard has halted by itself.
 
@@ -218,6 +221,9 @@ async def open_shard(
         store.forget_run(run_id)
         states.forget_run(run_id)
 
+    def end_waits(refusal: RunBroken) -> None:
+        store.stop_run(refusal)
+
     def fail(error: BaseException) -> None:
         for shard in shards:
             shard.fail(error)
@@ -229,10 +235,12 @@ async def open_shard(
         wall_clock=wall_clock,
         on_round_end=forget_ended_round,
         on_expiry=forget_run,
+        on_broken=end_waits,
         limits=limits,
         totals=totals,
         check_owned=check_owned,
         lag=lag,
+        high_water=high_water,
     )
     states = FencedStateService(
         journal,
@@ -248,6 +256,7 @@ async def open_shard(
     store = StoreService(
         journal,
         engine.writable_round,
+        latest_round=engine.latest_round,
         limits=store_limits,
         on_journal_failure=fail,
         check_lease=engine.check_lease,

@@ -39,8 +39,8 @@ class Request(Generic[_T]):
             if self.refusal is not None:
                 raise self.refusal
             answer = self.read(self.happened)
-        except Refused as refusal:
-            self.fail(refusal)
+        except Exception as error:  # a refusal, or none: whatever it is, it concerns only this one
+            self.fail(error)
         else:
             if self.answer.done():
                 self.undo(answer)

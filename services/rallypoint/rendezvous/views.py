@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from google.protobuf.duration_pb2 import Duration
@@ -39,6 +40,7 @@ def lease_message(state: RunState, number: int) -> pb.Lease:
     """A lease and its terms."""
     return pb.Lease(
         lease=number,
+        incarnation=state.incarnation,
         revision=state.revision,
         time_to_live=_duration(state.settings.time_to_live),
         keep_alive_interval=_duration(_heartbeat_interval(state.settings)),
@@ -58,8 +60,21 @@ def _duration(seconds: float) -> Duration:
     return duration
 
 
+@dataclass(slots=True)
+class StoppedRun(RunState):
+    """The name of a run that an unexpected error has stopped, in the place of its state.
+
+    Attributes:
+        broken: The kind of the error.
+    """
+
+    broken: str = ""
+
+
 def run_summary(state: RunState) -> pb.Run:
     """A run without its nodes."""
+    if isinstance(state, StoppedRun):
+        return pb.Run(run_id=state.run_id, broken=state.broken)
     run = pb.Run(
         run_id=state.run_id,
         revision=state.revision,
@@ -95,6 +110,7 @@ def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.R
             topology=node.topology,
             lease=node.lease,
             counted_restarts=caused[node.node_id],
+            watchdog_trouble=node.watchdog_trouble,
         )
         seat = state.seats.get(node.node_id)
         if seat is not None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 # Seconds by which sums of floats may be off.
 _ROUNDING = 1e-6
+# Seconds from a pause to the first look after it. Half of it is the most by which another pause, right after the first,
+# may be forgiven too little.
+_FIRST_LOOK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,8 @@ class LagSettings:
     # expiries may have, so that a busy machine doesn't slow the clock for good. Lower accuses less readily and
     # expires later under load.
     tolerance: float = 0.1
-    # The watchdog wakes at least this often while it has timers, only to notice whether it was stopped.
+    # The watchdog wakes at least this often while it has timers, only to notice whether it was stopped; oftener right
+    # after a pause, see WatchClock.next_look.
     # Default 0.25: four wake-ups a second cost nothing. A pause is noticed short by at most this much.
     pulse: float = 0.25
     # What is forgiven beyond a measured lag of at least the pulse, though never more than the lag itself: the part
@@ -34,8 +38,12 @@ class LagSettings:
 class WatchClock:
     """Monotonic seconds, less those in which the watchdog was not watching.
 
-    A pause of at least twice the pulse is left out whole: of its length P the pulse hides h, at most half of P;
-    P - h is measured, at least a pulse, and forgiven twice or with `settle` on top, each of which makes at least P.
+    A pause of at least twice the pulse is left out whole. The time h from its beginning to the look that was due is
+    hidden; the rest of its length P, at least a pulse, is measured and forgiven, with a grace on top that must make up
+    for h. Long after the pause before, the grace is `settle` or as much as was measured, each of which is at least h.
+    Soon after it, only half of the time watched since may be taken back. So looks are close together then: each is due
+    after as long as was watched before it, so that h, which is no longer than that, is at most half of what was watched
+    by the time of the look.
 
     It may step back, by at most `settle`. It always gets on: of the time really watched, `settle` takes back at
     most half, so a worker that hangs is accused even by a watchdog that stumbles for ever.
@@ -54,6 +62,11 @@ class WatchClock:
     def read(self, now: float) -> float:
         """What this clock shows when the monotonic clock shows `now`."""
         return now - self._forgiven
+
+    def next_look(self, now: float) -> float:
+        """When to look next, by the monotonic clock, so that no pause from now on is forgiven too little."""
+        watched = self.read(now) - self._settled_at
+        return now + min(self._settings.pulse, max(_FIRST_LOOK, watched))
 
     def observe(self, now: float, due: float) -> float:
         """Takes note that the watchdog wakes at `now` and meant to at `due`; returns the seconds forgiven."""

@@ -179,6 +179,23 @@ def _worth_showing(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
         return "PollerCompletionQueue._handle_events" not in record.getMessage()
     if record.name.startswith("grpc") and record.exc_info and record.exc_info[1]:
-        error = record.exc_info[1]
-        return not (type(error).__name__ == "ExecuteBatchError" and 'Failed "execute_batch"' in str(error))
+        return not is_end_of_stream(record.exc_info[1])
     return True
+
+
+def leave_out_ends_of_streams() -> None:
+    """Keep the ends of streams out of gRPC's log, also where this process does not configure its logs itself.
+
+    A program that embeds one of our servers, through the launcher's API or torchrun, has handlers of its own, or none:
+    then Python writes errors to stderr. To be called by whatever serves or calls over gRPC; more than once is harmless.
+    """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_worth_showing)
+
+
+def is_end_of_stream(error: BaseException) -> bool:
+    """True if grpc.aio failed to send on a stream because the other side has ended it, or is gone.
+
+    gRPC has no public type for it. By name: this module is loaded before gRPC, and where there is none. An
+    ExecuteBatchError with another text is a misuse of the call, as two writes at a time.
+    """
+    return type(error).__name__ == "ExecuteBatchError" and 'Failed "execute_batch"' in str(error)

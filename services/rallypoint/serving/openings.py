@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
+import grpc
+
 from rallypoint.serving.bounded import bounded
+from rallypoint.serving.errors import ServiceError
 
 _M = TypeVar("_M")
 
@@ -35,7 +38,8 @@ class Openings:
         Raises:
             ServerGoes: The server is going away; or it was when this was called.
             StopAsyncIteration: The client has ended the stream.
-            TimeoutError: None came in time.
+            ServiceError: UNAVAILABLE, FIRST_MESSAGE_LATE: None came in time. Client, server or network may have
+                stalled: that is no reason to refuse the client for good.
         """
         task = asyncio.current_task()
         assert task is not None, "a stream is served by a task"
@@ -44,6 +48,12 @@ class Openings:
         cancelling = self._waiting[task] = task.cancelling()
         try:
             return await bounded(anext(requests), self._seconds)
+        except TimeoutError:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "FIRST_MESSAGE_LATE",
+                f"the stream's first message did not come within {self._seconds:g} s: open another stream",
+            ) from None
         except asyncio.CancelledError:
             # By nobody else as well: as asyncio.timeout tells the two apart.
             if task not in self._waiting and task.uncancel() <= cancelling:

@@ -19,7 +19,7 @@ from rallypoint.serving.channel import MAX_MESSAGE_BYTES
 from rallypoint.serving.endpoint import Endpoint, listening_endpoint
 from rallypoint.serving.errors import ServiceError
 from rallypoint.serving.listening import check_free
-from rallypoint.serving.logs import get_logger
+from rallypoint.serving.logs import get_logger, leave_out_ends_of_streams
 from rallypoint.serving.rate import Rate
 from rallypoint.serving.settings import ServerOptions, ServiceStartError, SettingError
 from rallypoint.serving.tls import server_credentials, transport
@@ -143,6 +143,7 @@ class Server:
             raise ServiceStartError(str(error)) from None
         await check_free(endpoint)
         _tune_interpreter()
+        leave_out_ends_of_streams()
         server = grpc.aio.server(interceptors=[self._calls], options=SERVER_ARGUMENTS)
         try:
             await self._register(server)

@@ -240,7 +240,7 @@ class Switchboard:
             search.pointed(place, self._named_owner(error.metadata.get("owner", "")), now)
         elif error.reason in ("NO_CONNECTION", "NO_ANSWER", grpc.StatusCode.DEADLINE_EXCEEDED.name):
             search.refused(place, now, silent=True)
-        elif error.code in GONE and error.reason != "SUBSCRIBER_TOO_SLOW":
+        elif error.code in GONE and error.reason not in ("SUBSCRIBER_TOO_SLOW", "FIRST_MESSAGE_LATE"):
             search.refused(place, now)
         else:
             search.declined(place)

@@ -7,12 +7,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 import grpc
 
-from rallypoint.serving.errors import ServiceError, decode
-from rallypoint.serving.logs import get_logger
+from rallypoint.serving.errors import decode
+from rallypoint.serving.logs import get_logger, is_end_of_stream
 from rallypoint.timer.client_values import ClientSettings, ExpiredTimer, OnExpired, OnForgotten
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.gathering import Gathering
@@ -28,8 +29,9 @@ log = get_logger(__name__)
 
 # Of one message; the service takes twice as many.
 _MOST_ACTIONS = 500
-# By these the service says that another agent has taken our place: coming back would be a fight over it.
-_FINAL = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)
+# Another agent acts for the node. It may be about to end, or this one about to get a newer lease, so the client tries
+# again; without back-off, two of them would push each other out for ever.
+_SUPERSEDED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)
 # Seconds by which a timer may be short of its end and still be obeyed: clocks of two hosts run apart.
 _SHORT = 0.001
 
@@ -37,7 +39,12 @@ _SHORT = 0.001
 class TimerClient:
     """Timers of one node's workers. Belongs to one event loop; nothing but `close` waits for the service.
 
-    `refusal` is set, and the client ends, when the service says that another agent has taken the node's place.
+    It never gives up: whatever the service answers, it tries again until it is closed.
+
+    Attributes:
+        trouble: Why no watchdog guards the node's workers, one line for people; empty: one does, or it has been
+            away for less than the `patience` of the settings.
+        on_trouble: Called with `trouble` when that changes, and with "" once a watchdog guards them at first.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class TimerClient:
         run_id: str,
         node_id: str,
         lease: int = 0,
+        incarnation: str = "",
         stall_after: float | None = None,
         settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,15 +67,19 @@ class TimerClient:
             run_id: the run.
             node_id: the node.
             lease: the node's lease from the rendezvous service; 0 if there is none.
+            incarnation: of the run, whose lease it is; empty: not known.
             stall_after: have the run reported when none of its workers advances for so many seconds; 0: never;
                 None: as the service sees fit.
             settings: see ClientSettings.
             clock: monotonic seconds; `since` is by this clock.
             jitter: gives numbers from 0 to 1.
         """
-        self.refusal: ServiceError | None = None
+        self.trouble = ""
+        self.on_trouble: Callable[[str], None] | None = None
         self._stub = pb_grpc.TimerServiceStub(channel)
-        self._run_id, self._node_id, self._lease = run_id, node_id, lease
+        self._run_id, self._node_id = run_id, node_id
+        self._lease, self._incarnation, self._leased_at = lease, incarnation, clock()
+        self._clock = clock
         self._stall_after = stall_after
         self._settings = settings or ClientSettings()
         self._jitter = jitter
@@ -79,6 +91,10 @@ class TimerClient:
         self._closing = False
         self._subscribed = False
         self._renewing = False
+        # Set by a new lease; ends the wait before the next attempt.
+        self._renewed = asyncio.Event()
+        # Runs while no watchdog guards the workers and `trouble` does not show it yet.
+        self._alarm: asyncio.TimerHandle | None = None
         self._call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, pb.SuperviseResponse] | None = None
         self._talking: asyncio.Task[None] | None = None
         self._last_trouble = ""
@@ -93,12 +109,14 @@ class TimerClient:
         self._on_expired = on_expired
         self._on_forgotten = on_forgotten
         self._watch.start()
+        self._count_down()
         self._talking = asyncio.create_task(self._talk())
 
     async def close(self, grace: float = 1.0) -> None:
         """Ends: the node has no workers any more. Waits at most `grace` seconds for the service to be told."""
         self._closing = True
         self._watch.stop()
+        self._stop_alarm()
         for worker_id in self._ledger.workers:
             self.clear(worker_id)
         self._news.hurry()
@@ -106,9 +124,10 @@ class TimerClient:
             await asyncio.wait({self._talking}, timeout=grace if self._subscribed else 0)
             await _end([self._talking, *self._tasks])
 
-    def renew(self, lease: int) -> None:
-        """The node has a new lease: the client subscribes anew with all timers."""
-        self._lease = lease
+    def renew(self, lease: int, incarnation: str = "") -> None:
+        """The node has a new lease: the client subscribes anew with all timers, at once."""
+        self._lease, self._incarnation, self._leased_at = lease, incarnation, self._clock()
+        self._renewed.set()
         if self._call is not None:
             self._renewing = True
             self._call.cancel()
@@ -185,16 +204,13 @@ class TimerClient:
     async def _talk(self) -> None:
         delay = self._settings.back_off
         while not self._closing:
-            trouble = "the service ended the stream"
+            trouble, superseded = "the service ended the stream", False
             try:
                 await self._converse()
             except grpc.aio.AioRpcError as error:
                 refusal = decode(error)
                 trouble = f"{refusal.code.name}: {refusal.message}"
-                if refusal.code in _FINAL:
-                    self.refusal = refusal
-                    self._log.error("another agent took over the timers of this node", reason=str(refusal))
-                    return
+                superseded = refusal.code in _SUPERSEDED
             except asyncio.CancelledError:
                 # Either we are cancelled, or the call was: by `renew`, or by the service (see its contract).
                 if cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
@@ -202,18 +218,66 @@ class TimerClient:
                 trouble = "the call was cancelled"
                 if self._renewing and not self._closing:
                     self._subscribed = False
+                    self._count_down()
                     continue
             except Exception as error:
                 # Whatever it is: without a stream nobody on this host is guarded.
                 trouble = f"what it said can't be dealt with: {error!r}"
             if self._closing:
                 return
-            if self._subscribed:
+            if self._subscribed and not superseded:
                 delay = self._settings.back_off
             self._subscribed = False
             self._report(trouble)
-            await asyncio.sleep(delay * (1 + self._jitter()) / 2)
-            delay = min(delay * 2, self._settings.back_off_most)
+            if superseded:
+                self._give_alarm()
+            else:
+                self._count_down()
+            if await self._rest(delay * (1 + self._jitter()) / 2):
+                delay = self._settings.back_off
+            else:
+                delay = min(delay * 2, self._settings.back_off_most)
+
+    async def _rest(self, seconds: float) -> bool:
+        """Wait before the next attempt, and no longer than until there is a new lease; whether there is one."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._renewed.wait(), seconds)
+        return self._renewed.is_set()
+
+    # Whether there is a watchdog.
+
+    def _count_down(self) -> None:
+        """Show that no watchdog guards the workers, unless one is back soon, as after a restart of the service."""
+        if self._alarm is None and not self.trouble:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(self._settings.patience, self._give_alarm)
+
+    def _give_alarm(self) -> None:
+        self._stop_alarm()
+        if not self._last_trouble:
+            self._report("the timer service does not answer")
+        if self.trouble != self._last_trouble:
+            self.trouble = self._last_trouble
+            self._log.error("no watchdog guards the workers of this node", reason=self.trouble)
+            self._tell_trouble()
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _guarded(self) -> None:
+        self._stop_alarm()
+        self._subscribed = True
+        self._last_trouble = self.trouble = ""
+        self._log.info("the timer service watches this node's workers")
+        self._tell_trouble()
+
+    def _tell_trouble(self) -> None:
+        if self.on_trouble is not None:
+            self.on_trouble(self.trouble)
+
+    # One stream.
 
     async def _converse(self) -> None:
         self._ledger.restart()
@@ -221,17 +285,13 @@ class TimerClient:
         self._refusals.clear()
         self._call = call = self._stub.Supervise(wait_for_ready=True)
         self._renewing = False
-        alarm = asyncio.get_running_loop().call_later(
-            self._settings.patience, self._report, "it does not answer"
-        )
+        self._renewed.clear()
         writing = asyncio.create_task(self._write(call))
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
-                alarm.cancel()
                 for event in cast(pb.SuperviseResponse, response).events:
                     self._take(event)
         finally:
-            alarm.cancel()
             self._call = None
             call.cancel()
             await _end([writing])
@@ -247,10 +307,14 @@ class TimerClient:
             raise
 
     async def _tell(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
+        # The time that has passed is to be that of its coming about.
+        await call.wait_for_connection()
         subscribe = pb.Subscribe(run_id=self._run_id, node_id=self._node_id, lease=self._lease)
+        if self._incarnation:
+            subscribe.incarnation = self._incarnation
+            subscribe.lease_age.CopyFrom(to_duration(max(0.0, self._clock() - self._leased_at)))
         if self._stall_after is not None:
             subscribe.stall_after.CopyFrom(to_duration(self._stall_after))
-        # By itself: this waits for a connection, and the time that has passed is to be that of its coming about.
         await call.write(pb.SuperviseRequest(actions=[pb.SuperviseAction(subscribe=subscribe)]))
         actions = self._changes()
         while self._ledger.pending:
@@ -262,7 +326,13 @@ class TimerClient:
             await self._news.gathered()
             while actions := self._changes():
                 await call.write(pb.SuperviseRequest(actions=actions))
-        await call.done_writing()
+        try:
+            await call.done_writing()
+        except grpc.aio.InternalError as error:
+            # Unlike a write, which fails with the status of the call: the service ended the stream, or its connection
+            # broke, while we did. That is what we wanted, and is no error to be logged.
+            if not is_end_of_stream(error):
+                raise
 
     def _changes(self) -> list[pb.SuperviseAction]:
         return [action_of(change) for change in self._ledger.take(self._watch.now(), _MOST_ACTIONS)]
@@ -270,9 +340,7 @@ class TimerClient:
     def _take(self, event: pb.SuperviseEvent) -> None:
         match event.WhichOneof("event"):
             case "subscribed":
-                self._subscribed = True
-                self._last_trouble = ""
-                self._log.info("the timer service watches this node's workers")
+                self._guarded()
             case "expired":
                 self._expired(event.expired)
             case "refused":

@@ -46,19 +46,43 @@ class TimerTable:
 
     # What agents do, on a stream.
 
-    def subscribe(self, run_id: str, node_id: str, lease: int, now: float) -> Subscription:
+    def subscribe(
+        self,
+        run_id: str,
+        node_id: str,
+        lease: int,
+        now: float,
+        *,
+        incarnation: str = "",
+        lease_age: float = 0.0,
+    ) -> Subscription:
         """Makes the caller the node's one subscriber. Expiries that wait are told by the next `advance`.
 
+        Args:
+            run_id: name of the run.
+            node_id: name of the node.
+            lease: the node's.
+            now: the monotonic clock, in seconds.
+            incarnation: of the run, whose lease it is; empty: not known.
+            lease_age: seconds for which the node has held it, at least 0.
+
         Raises:
-            InvalidField: a name is empty or too long, or the lease is negative.
+            InvalidField: a name is empty or too long, or a number is out of range.
             LeaseLost: a newer lease of the node is known.
             TooMany: too many nodes.
         """
-        node = self._nodes.claim(run_id, node_id, lease)
+        _check_seconds("lease_age", lease_age)
+        former = self._nodes.get(run_id, node_id)
+        is_over = former is not None and former.incarnation and former.began_anew(incarnation)
+        node = self._nodes.claim(run_id, node_id, lease, incarnation, now - lease_age)
+        if is_over:
+            # Its workers are gone, and those of the new one have the same names.
+            for worker_id in list(node.workers):
+                self._countdown.clear(node, worker_id)
         self._last_number += 1
         node.stream = self._last_number
         self._countdown.subscribed(node, now)
-        return Subscription(run_id, node_id, lease, node.stream)
+        return Subscription(run_id, node_id, lease, node.stream, incarnation)
 
     def unsubscribe(self, subscription: Subscription, now: float) -> None:
         """The subscriber is gone. Its timers go on; harmless if it isn't the subscriber any more."""
@@ -101,7 +125,7 @@ class TimerTable:
         node = self._nodes.subscribed(subscription)
         if sequence <= 0:
             raise InvalidField("sequence", "must be more than zero")
-        _check_elapsed(elapsed)
+        _check_seconds("elapsed", elapsed)
         former = node.find(worker_id, scope)
         if former is not None and former.sequence == sequence:
             former.stream = subscription.number
@@ -200,7 +224,7 @@ class TimerTable:
             InvalidField, TooMany: the timer is not taken.
             LeaseLost: a newer lease of the node is known.
         """
-        _check_elapsed(elapsed)
+        _check_seconds("elapsed", elapsed)
         node = self._nodes.claim(name.run_id, name.node_id, lease)
         began = now - elapsed
         timer = Timer(node, name.worker_id, name.scope, after, self._countdown.watch(began), began, 0, 0)
@@ -354,9 +378,9 @@ class TimerTable:
         self._countdown.start(timer, former)
 
 
-def _check_elapsed(elapsed: float) -> None:
-    if not 0 <= elapsed < math.inf:
-        raise InvalidField("elapsed", "must be a number of seconds, and not negative")
+def _check_seconds(field: str, seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        raise InvalidField(field, "must be a number of seconds, and not negative")
 
 
 def _check_learned(scope: str, count: int, longest: float) -> None:

@@ -128,8 +128,8 @@ class Countdown:
         forget = self._book.next_forget()
         if forget is not None and forget < wake:
             wake = forget
-        if self._timers and now + self._settings.lag.pulse < wake:
-            wake = now + self._settings.lag.pulse
+        if self._timers:
+            wake = min(wake, self._clock.next_look(now))
         return None if wake == math.inf else max(now, wake)
 
     def advance(self, now: float, due: float) -> Advance:

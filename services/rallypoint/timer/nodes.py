@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -45,8 +46,12 @@ class Node:
 
     run_id: str
     node_id: str
-    # The highest lease seen.
+    # The highest lease seen, of the latest incarnation of the run, and since when its agent holds it.
     lease: int = 0
+    incarnation: str = ""
+    leased_at: float = -math.inf
+    # The incarnation before, and since when its agent held its last lease.
+    former: tuple[str, float] = ("", -math.inf)
     # The number of the subscription in force; 0 if there is none.
     stream: int = 0
     workers: dict[str, dict[str, Timer]] = field(default_factory=dict)
@@ -76,14 +81,40 @@ class Node:
             if beyond is None or timer.name > beyond:
                 yield timer
 
-    def check_lease(self, lease: int | None) -> None:
-        """Refuses a lease that another superseded; None is none, and superseded by none."""
+    def began_anew(self, incarnation: str) -> bool:
+        """Whether a lease is of another incarnation of the run, so that numbers say nothing of which is the newer."""
+        return incarnation not in ("", self.incarnation)
+
+    def held_since(self, incarnation: str, leased_at: float) -> float:
+        """The time since when a lease is held, for one that seems to be held since `leased_at`.
+
+        What comes late, as to a service that was paused, seems to have begun late: the earliest that is known counts.
+        """
+        former, since = self.former
+        return min(leased_at, since) if incarnation == former else leased_at
+
+    def check_lease(self, lease: int | None, incarnation: str = "", leased_at: float = math.inf) -> None:
+        """Refuses a lease that another superseded; None is none, and superseded by none.
+
+        Of two incarnations the one whose agent got its lease later is the newer. That is an order, so that no two
+        agents can push each other out in turn. Only a subscriber is defended: whatever comes while there is none can be
+        made up for, for the newer one is taken again whenever it comes.
+        """
         if lease is None:
             return
         if lease < 0:
             raise InvalidField("lease", "must not be negative")
-        if lease < self.lease:
+        if self.began_anew(incarnation):
+            if self.stream and self.held_since(incarnation, leased_at) < self.leased_at:
+                raise LeaseLost(self.run_id, self.node_id, lease, self.lease, of_other_run=True)
+        elif lease < self.lease:
             raise LeaseLost(self.run_id, self.node_id, lease, self.lease)
+
+    def succeed(self, incarnation: str, leased_at: float) -> None:
+        """Be in another incarnation of the run, with a lease held since then."""
+        leased_at = self.held_since(incarnation, leased_at)
+        self.former = self.incarnation, self.leased_at
+        self.lease, self.incarnation, self.leased_at = 0, incarnation, leased_at
 
 
 class Nodes:
@@ -107,8 +138,22 @@ class Nodes:
         """The node, if it is known."""
         return self._nodes.get((run_id, node_id))
 
-    def claim(self, run_id: str, node_id: str, lease: int | None) -> Node:
+    def claim(
+        self,
+        run_id: str,
+        node_id: str,
+        lease: int | None,
+        incarnation: str = "",
+        leased_at: float | None = None,
+    ) -> Node:
         """The node, made if need be, for a caller who holds that lease.
+
+        Args:
+            run_id: Name of the run.
+            node_id: Name of the node.
+            lease: The caller's; None: it has none, and needs none.
+            incarnation: Of the run, whose lease it is; "": not known.
+            leased_at: Since when the caller holds it, in monotonic seconds; None: not known.
 
         Raises:
             InvalidField: a name is empty or too long, or the lease is negative.
@@ -116,8 +161,19 @@ class Nodes:
             TooMany: too many nodes.
         """
         node = self._nodes.get((run_id, node_id))
+        if incarnation:
+            check_name("incarnation", incarnation)
         if node is not None:
-            node.check_lease(lease)
+            if leased_at is None:
+                node.check_lease(lease)
+            else:
+                node.check_lease(lease, incarnation, leased_at)
+                if node.began_anew(incarnation):
+                    node.succeed(incarnation, leased_at)
+                elif (lease or 0) > node.lease:
+                    node.leased_at = leased_at
+                else:
+                    node.leased_at = min(node.leased_at, leased_at)
             node.lease = max(node.lease, lease or 0)
             return node
         check_name("run_id", run_id)
@@ -126,7 +182,8 @@ class Nodes:
             raise TooMany("too many nodes", self._most, "end some first")
         node = Node(run_id, node_id)
         node.check_lease(lease)
-        node.lease = lease or 0
+        node.lease, node.incarnation = lease or 0, incarnation
+        node.leased_at = -math.inf if leased_at is None else leased_at
         self._nodes[run_id, node_id] = node
         self._book.enter(run_id)
         return node
@@ -141,6 +198,8 @@ class Nodes:
         if node is not None and node.stream == subscription.number and subscription.lease >= node.lease:
             return node
         if node is not None:
+            if node.began_anew(subscription.incarnation):
+                raise LeaseLost(node.run_id, node.node_id, subscription.lease, node.lease, of_other_run=True)
             node.check_lease(subscription.lease)
         raise StreamReplaced(subscription.run_id, subscription.node_id)
 

@@ -27,15 +27,22 @@ class InvalidField(Refused):
 
 @dataclass(eq=False)
 class LeaseLost(Refused):
-    """A newer lease of the node is known."""
+    """A newer lease of the node is known: of a higher number, or of a newer incarnation of the run."""
 
     reason: ClassVar[str] = "LEASE_LOST"
     run_id: str
     node_id: str
     lease: int
     current: int
+    # The two are of different incarnations of the run.
+    of_other_run: bool = False
 
     def __str__(self) -> str:
+        if self.of_other_run:
+            return (
+                f"node {self.node_id!r} of run {self.run_id!r} is in a newer run of that name by now, with lease "
+                f"{self.current}: lease {self.lease} is of the one before"
+            )
         return (
             f"node {self.node_id!r} of run {self.run_id!r} no longer holds lease {self.lease}: "
             f"lease {self.current} superseded it"

@@ -55,8 +55,6 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             return
         except ServerGoes:
             raise Draining from None
-        except TimeoutError:
-            raise InvalidField("actions", f"must come within {_FIRST_MESSAGE_TIMEOUT:g} s") from None
         self._refuse_if_draining()
         supervision = Supervision(self._watchdog, first)
         reading = asyncio.create_task(supervision.read(request_iterator))

@@ -37,7 +37,12 @@ class Supervision:
         self.subscription: Subscription
         self.mailbox: Mailbox
         self.subscription, self.mailbox = watchdog.subscribe(
-            wanted.run_id, wanted.node_id, wanted.lease, _stall_after(wanted)
+            wanted.run_id,
+            wanted.node_id,
+            wanted.lease,
+            _stall_after(wanted),
+            incarnation=wanted.incarnation,
+            lease_age=to_seconds(wanted.lease_age, "lease_age"),
         )
 
     async def read(self, requests: AsyncIterator[pb.SuperviseRequest]) -> None:

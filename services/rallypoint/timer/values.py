@@ -71,6 +71,8 @@ class Subscription:
     node_id: str
     lease: int
     number: int
+    # Of the run, whose lease it is; "": not known.
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

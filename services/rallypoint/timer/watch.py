@@ -43,8 +43,9 @@ class Watch:
 
     def start(self) -> None:
         """Begins to notice pauses. It wakes regularly from now on: who does not look can't miss anything."""
-        self._due = self._clock() + self._settings.pulse
-        self._alarm = asyncio.get_running_loop().call_later(self._settings.pulse, self._beat)
+        now = self._clock()
+        self._due = self._shown.next_look(now)
+        self._alarm = asyncio.get_running_loop().call_later(self._due - now, self._beat)
 
     def stop(self) -> None:
         """Ends."""
@@ -60,7 +61,10 @@ class Watch:
             forgiven = self._shown.observe(now, min(self._due, now))
             if forgiven:
                 self._pauses.append((now, before))
-                slept, self._due = now - self._due, now + self._settings.pulse
+                slept = now - self._due
+                if self._alarm is not None:
+                    self._alarm.cancel()
+                self.start()
                 self._on_pause(slept, forgiven)
         return self._shown.read(now)
 

@@ -64,7 +64,14 @@ class Watchdog:
     # Who is there.
 
     def subscribe(
-        self, run_id: str, node_id: str, lease: int, stall_after: float | None = None
+        self,
+        run_id: str,
+        node_id: str,
+        lease: int,
+        stall_after: float | None = None,
+        *,
+        incarnation: str = "",
+        lease_age: float = 0.0,
     ) -> tuple[Subscription, Mailbox]:
         """Makes the caller the node's one subscriber and ends the one before.
 
@@ -73,17 +80,18 @@ class Watchdog:
             node_id: name of the node.
             lease: the node's.
             stall_after: seconds after which the run counts as stalled; 0: never; None: the settings decide.
+            incarnation: as TimerTable.subscribe.
+            lease_age: as TimerTable.subscribe.
 
         Raises:
             Refused: as TimerTable.subscribe.
         """
-        subscription = self.table.subscribe(run_id, node_id, lease, self.now())
+        subscription = self.table.subscribe(
+            run_id, node_id, lease, self.now(), incarnation=incarnation, lease_age=lease_age
+        )
         former = self._mailboxes.get((run_id, node_id))
         if former is not None:
-            older = former[0].lease
-            former[1].end(
-                LeaseLost(run_id, node_id, older, lease) if older < lease else StreamReplaced(run_id, node_id)
-            )
+            former[1].end(_superseded(former[0], subscription))
         self._forgetting.pop((run_id, node_id), None)
         mailbox = Mailbox()
         self._mailboxes[run_id, node_id] = (subscription, mailbox)
@@ -328,6 +336,14 @@ class Watchdog:
         subscriber = self._mailboxes.get((name.run_id, name.node_id))
         if subscriber is not None:
             subscriber[1].offer(expiry)
+
+
+def _superseded(older: Subscription, newer: Subscription) -> LeaseLost | StreamReplaced:
+    run_id, node_id, lease = older.run_id, older.node_id, older.lease
+    of_other_run = bool(older.incarnation and newer.incarnation) and older.incarnation != newer.incarnation
+    if of_other_run or lease < newer.lease:
+        return LeaseLost(run_id, node_id, lease, newer.lease, of_other_run)
+    return StreamReplaced(run_id, node_id)
 
 
 def _learned_fields(learned: Learned | None) -> dict[str, object]:

@@ -22,6 +22,7 @@ from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tom
 from rallypoint.rendezvous.core.state import (
     Phase,
     RankPolicy,
+    RoundEndCause,
     RunSettings,
     RunState,
     ScaleUpPolicy,
@@ -43,6 +44,7 @@ TOLD_TO_NODES = (
     facts.RoundEnded,
     facts.ExitBarrierPassed,
     facts.RunClosed,
+    facts.NodeLost,
 )
 
 
@@ -92,10 +94,16 @@ class History:
             max_restarts_per_node=min(self.settings.max_restarts_per_node, self.settings.max_restarts),
         )
         self.ledger = Ledger()
+        self.ledger.at_most_late = 5.0
         self.server = Server(RunState(RUN))
         # By the latest facts, committed or not: who holds which lease in the server's memory.
         self.held: dict[str, int] = {}
         self.evicted: set[str] = set()
+        # Whose stream the server knows to be broken, and the participants that are to run, or do.
+        self.broken: set[str] = set()
+        self.at_work: set[str] = set()
+        # Whether a sign of life came that the run may have waited for.
+        self.due = False
         self.agents: dict[str, Agent] = {}
         self.stale: list[tuple[str, int]] = []
         self.watchers = [Watcher(), Watcher()]
@@ -107,6 +115,7 @@ class History:
         self.server.uncommitted += [(fact, self.now) for fact in happened]
         for fact in happened:
             self.trace.append(f"    {fact}")
+            self._check_streams(fact)
             match fact:
                 case facts.NodeJoined(node_id=node_id, lease=lease):
                     self.held[node_id] = lease
@@ -139,10 +148,34 @@ class History:
         self._take_note(happened)
         return happened
 
+    def _check_streams(self, fact: facts.Fact) -> None:
+        """Check that nothing is decided over a participant with a broken stream that its loss would make wrong."""
+        match fact:
+            case facts.NodeJoined(node_id=node_id):
+                self.broken.discard(node_id)
+            case (
+                facts.NodeLost()
+                | facts.NodeLeft()
+                | facts.NodeDeparting()
+                | facts.NodeEvicted()
+                | facts.NodeSucceeded()
+            ):
+                self.at_work.discard(fact.node_id)
+            case facts.RoundFrozen():
+                self.at_work = {seat.node_id for seat in fact.seats}
+                missing = self.at_work & self.broken
+                require(not missing, "no round freezes over a node that is known to be disconnected")
+            case facts.RoundEnded() if fact.end.cause is RoundEndCause.WORKER_FAILED:
+                missing = self.at_work & self.broken
+                require(not missing, "no restart is counted while the stream of a participant is broken")
+
     def settle(self) -> None:
+        self.due = False
         self._take_note(core.settle(self.server.state, self.now))
         deadline = core.next_deadline(self.server.state)
         require(deadline is None or deadline > self.now, "whoever sleeps until the next deadline sleeps")
+        if not self.server.uncommitted:
+            self.ledger.check_wait(self.now)
 
     def commit(self) -> None:
         """Make durable what has happened, then tell of it, as the engine does."""
@@ -237,7 +270,10 @@ class History:
         self.server = Server(self.recover())
         self.ledger.server_started(self.now)
         self.evicted = set(self.server.state.evicted)
-        self.held = {node.node_id: node.lease for node in self.server.state.nodes.values()}
+        state = self.server.state
+        self.held = {node.node_id: node.lease for node in state.nodes.values()}
+        self.broken = set(self.held)
+        self.at_work = state.seats.keys() - state.succeeded - state.departing.keys()
         require(self.held == self.ledger.leases, "the leases after a restart are those of the journal")
         require(durable is None or durable == self._durable_view(), "a run is the fold of its facts")
         self.settle()
@@ -359,7 +395,8 @@ class History:
                 del self.agents[agent.node_id]
                 return
             check_revision(server.state, agent.revision)
-            leases.renew(server.state, agent.node_id, self.now)
+            self.broken.discard(agent.node_id)
+            self.due |= leases.renew(server.state, agent.node_id, self.now)
             server.members[agent.node_id] = agent
             agent.connected = True
             self._tell(agent)
@@ -371,11 +408,12 @@ class History:
             del self.server.members[agent.node_id]
             if self.held.get(agent.node_id) == agent.lease:
                 leases.disconnect(self.server.state, agent.node_id, self.now)
+                self.broken.add(agent.node_id)
         agent.connected = False
 
     def _renew(self, agent: Agent) -> None:
         if self.server.members.get(agent.node_id) is agent and self.held.get(agent.node_id) == agent.lease:
-            leases.renew(self.server.state, agent.node_id, self.now)
+            self.due |= leases.renew(self.server.state, agent.node_id, self.now)
 
     def _confirm(self, agent: Agent, round_: int) -> None:
         assert agent.lease is not None
@@ -415,6 +453,8 @@ class History:
 
     def step(self) -> None:
         """Let one thing happen."""
+        if self.due:
+            self.settle()
         name = self.random.choices(list(self.weights), list(self.weights.values()))[0]
         self.trace.append(f"{self.now:g} {name}")
         getattr(self, "_step_" + name)()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLING
+from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
 from rallypoint.rendezvous.core.state import (
     Outcome,
@@ -56,6 +57,8 @@ class FrozenRound:
     # The failure that counts as the first, and when it was by the reports: -inf once the server has started again.
     first: WorkerFailure | None = None
     first_failed_at: float = -math.inf
+    # The node whose loss turned out to be what its workers failed of.
+    lost: str = ""
 
 
 def check_ranks(seats: tuple[Seat, ...], workers: dict[str, tuple[int, str]]) -> None:
@@ -106,7 +109,9 @@ class Ledger:
         self._restarts = 0
         # The round that each restart ended, when, and whom it counts against.
         self._caused: list[tuple[int, float, str]] = []
-        self._quick = 0
+        self._quick = self._failed_scale_ups = 0
+        # The round that ended with a counted restart, until the next one is FINAL.
+        self._counted_round = 0
         self._unmendable: WorkerFailure | None = None
         self._last_end: facts.RoundEnded | None = None
         # Whether an operator would not have the next round held back.
@@ -139,9 +144,15 @@ class Ledger:
         self._departing.clear()
         self._at_work.clear()
         self._evicted.clear()
-        self._restarts = self._quick = 0
+        self._restarts = self._quick = self._counted_round = self._failed_scale_ups = 0
         self._caused.clear()
         self._unmendable = self._last_end = None
+
+    def begin_after(self, revision: int) -> None:
+        """Take note that the run, which there is not, begins after a revision that is not its own."""
+        require(revision >= self.revision, "a run that comes again goes on from its numbers")
+        self._at += [(self._phase, self._round)] * (revision - self.revision)
+        self.revision, self._begins_at = revision, revision + 1
 
     def server_started(self, now: float) -> None:
         """Take note that a server started: it does not know when what is durable happened by its clock."""
@@ -159,12 +170,34 @@ class Ledger:
         self.leases[fact.node_id] = self._last_lease = fact.lease
         self._workers[fact.node_id] = fact.local_world_size, fact.role
 
-    def _NodeLost(self, fact: facts.NodeLost | facts.NodeLeft) -> None:
+    def _NodeLost(self, fact: facts.NodeLost) -> None:
+        if fact.failed_round:
+            self._check_attribution(fact)
+        self._NodeLeft(fact)
+
+    def _NodeLeft(self, fact: facts.NodeLost | facts.NodeLeft) -> None:
         require(fact.node_id in self.leases, "only who holds a lease can lose it")
         del self.leases[fact.node_id]
         self._departing.discard(fact.node_id)
 
-    _NodeLeft = _NodeLost
+    def _check_attribution(self, fact: facts.NodeLost) -> None:
+        failed = self.rounds[fact.failed_round]
+        require(failed.first is not None, "only a failure is attributed to the loss of a node")
+        held = self.leases.get(fact.node_id)
+        require(
+            failed.leases.get(fact.node_id) == held, "a failure is attributed to a participant of its round"
+        )
+        require(not failed.lost, "a failure is attributed once")
+        failed.lost = fact.node_id
+        if self._phase is Phase.FINAL:
+            require(fact.failed_round == self._round, "in a FINAL round, its own failure is attributed")
+            return
+        require(fact.failed_round == self._counted_round, "only a counted restart is taken back, and once")
+        self._counted_round = 0
+        self._restarts -= 1
+        self._quick = max(0, self._quick - 1)
+        self._caused = [each for each in self._caused if each[0] != fact.failed_round]
+        self._hurried = True
 
     def _NodeDeparting(self, fact: facts.NodeDeparting) -> None:
         require(fact.node_id in self.leases, "only who holds a lease can depart")
@@ -246,6 +279,7 @@ class Ledger:
             require(self.leases.get(node_id) == lease, "all participants of a FINAL round hold their leases")
         require(self._unmendable is None, "no round runs after a failure that no restart can mend")
         self._phase, current.final_at, current.seen = Phase.FINAL, self._now, True
+        self._counted_round = 0
 
     def _WorkerFailed(self, fact: facts.WorkerFailed) -> None:
         failure = fact.failure
@@ -284,7 +318,8 @@ class Ledger:
         )
         assert end is not None
         require(
-            end.end.cause is RoundEndCause.WORKER_FAILED, "late reports are taken where a failure ended it"
+            end.end.cause is RoundEndCause.WORKER_FAILED and not self.rounds[failure.round].lost,
+            "late reports are taken where a failure ended it",
         )
         lease = self.rounds[failure.round].leases.get(failure.node_id)
         require(lease is not None and lease == self.leases.get(failure.node_id), "said by a participant")
@@ -306,8 +341,9 @@ class Ledger:
         if fact.end.cause is RoundEndCause.NODE_JOINED:
             self._check_scale_up()
         self._last_end, self._ended_at, self._hurried = fact, self._now, False
+        if self._phase is Phase.FINAL:
+            self._at_work = self._current.seats.keys() - self._current.succeeded
         self._phase = Phase.JOINABLE
-        self._at_work = self._current.seats.keys() - self._current.succeeded
 
     def _counted(self, slack: float = 0.0) -> list[str]:
         """Whom the restarts count against that are not older than the window and so much."""
@@ -322,6 +358,8 @@ class Ledger:
         current, settings = self._current, self.settings
         require(current.first is not None, "a round that failed has a failure")
         assert current.first is not None
+        require(not current.lost, "no restart is counted for the loss of a node")
+        self._counted_round = self._round
         require(fact.end.node_id == current.first.node_id, "the first failure that is known is told")
         require(self._unmendable is None, "what no restart can mend is not restarted")
         require(len(self._counted(-1.0)) < settings.max_restarts, "the budget of restarts is kept")
@@ -351,7 +389,10 @@ class Ledger:
         expected = {(0 if broken else self._quick) + failed}
         if unsure and self._phase is Phase.FINAL:
             expected |= {failed + 0, self._quick + failed}
+        if fact.failed_scale_ups > self._failed_scale_ups:
+            expected |= {number - failed for number in expected}
         require(fact.quick_restarts in expected, "restarts that come soon are counted in a row")
+        self._failed_scale_ups = fact.failed_scale_ups
         self._quick = fact.quick_restarts
 
     def _check_hold(self) -> None:
@@ -391,10 +432,16 @@ class Ledger:
             or current.seats.keys() <= heard | gone,
             "the end of a run waits for what others have to report",
         )
-        require(
-            waited <= SETTLING + self.at_most_late or self._started_at > current.first_report_at,
-            "the end of a run waits for no longer than a moment",
-        )
+        require(not current.lost, "no run ends, and no node is taken out, for the loss of a node")
+        self.check_wait()
+
+    def check_wait(self, now: float | None = None) -> None:
+        """Check that a failed round waited no longer than leases allow for participants without a sign of life."""
+        if self._phase is not Phase.FINAL or self._started_at > self._current.first_report_at:
+            return
+        waited = (self._now if now is None else now) - self._current.first_report_at
+        longest = SETTLING + max(self.settings.time_to_live, LEAST_TERM_AFTER_RESTART)
+        require(waited <= longest + self.at_most_late, "the end of a run waits for no longer than a lease")
 
     def _check_scale_up(self) -> None:
         current, settings = self._current, self.settings

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from rallypoint.rendezvous.core import commands, execute, facts, leases
+from rallypoint.rendezvous.core.newcomers import READY_AFTER
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, WorkerFailure
 
 _F = TypeVar("_F", bound=facts.Fact)
@@ -36,6 +37,11 @@ class ScriptedRun:
         for node_id in node_ids:
             self.do(commands.Join(node_id, self.settings, f"{node_id}.cluster", workers, role))
         return self.of_type(facts.NodeJoined)[-1].lease
+
+    def let_in(self, *node_ids: str) -> None:
+        """Nodes join, and stay connected for as long as a newcomer must before a round ends for it."""
+        self.join(*node_ids)
+        self.later(READY_AFTER)
 
     def confirm(self, *node_ids: str, round_: int | None = None, port: int = 29500) -> None:
         for node_id in node_ids:
@@ -93,6 +99,14 @@ class ScriptedRun:
         for node_id in node_ids:
             leases.disconnect(self.state, node_id, self.now)
         self.later(self.settings.disconnect_grace, silent=node_ids)
+
+    def resume(self, *node_ids: str) -> list[facts.Fact]:
+        """The nodes' streams are open again; returns what comes of that."""
+        for node_id in node_ids:
+            leases.renew(self.state, node_id, self.now)
+        happened = execute.settle(self.state, self.now)
+        self.facts += happened
+        return happened
 
     def later(self, seconds: float, silent: tuple[str, ...] = ()) -> list[facts.Fact]:
         """Time passes; whoever is not silent sends heartbeats all along. Returns what happened by itself."""

@@ -7,6 +7,7 @@ import pytest
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.decide import check_lease, check_revision, decide
 from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.newcomers import READY_AFTER
 from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
 from rallypoint.rendezvous.core.state import (
     LossReason,
@@ -250,7 +251,7 @@ class TestReforming:
         run.lose("a")
         run.run_round()
         assert run.ranks == ["d", "b", "c"]
-        run.join("a")
+        run.let_in("a")
         assert run.ranks == ["d", "b", "c", "a"]
 
     def test_a_node_that_joins_again_goes_before_a_spare(self) -> None:
@@ -361,10 +362,12 @@ class TestScalingUp:
     """What a newcomer does to a round with room to spare."""
 
     def test_immediate_ends_the_round_for_a_newcomer(self) -> None:
-        """The round re-forms at once with the newcomer in, and says so."""
+        """As soon as it is ready, the round re-forms with the newcomer in, and says so."""
         run = ScriptedRun(min_nodes=1, max_nodes=3, last_call_timeout=30.0)
         run.start("a")
         run.join("b")
+        assert run.later(READY_AFTER - 0.1) == []
+        run.later(0.1)
         (ended,) = run.of_type(facts.RoundEnded)
         assert (ended.end.cause, ended.end.detail) == (RoundEndCause.NODE_JOINED, "node b joined")
         assert (run.phase, run.ranks, run.state.restart_count) == (Phase.FROZEN, ["a", "b"], 0)
@@ -385,6 +388,7 @@ class TestScalingUp:
         run.later(1)
         run.join("b")
         assert (run.phase, run.round, run.ranks) == (Phase.FROZEN, 1, ["a"])
+        run.later(READY_AFTER)
         run.confirm("a")
         assert (run.phase, run.round, run.ranks) == (Phase.FROZEN, 2, ["a", "b"])
 
@@ -466,7 +470,7 @@ class TestFailing:
         run.start("a", "b")
         run.lose("b")
         run.run_round()
-        run.join("c")
+        run.let_in("c")
         run.run_round()
         run.leave("c")
         run.run_round()

@@ -18,7 +18,7 @@ def test_a_command_brings_everything_that_follows_from_it() -> None:
     run = ScriptedRun(min_nodes=1, max_nodes=2, last_call_timeout=0.0)
     run.join("a")
     run.later(1)
-    run.join("b")
+    run.let_in("b")
     happened = run.do(commands.Confirm("a", run.lease("a"), 1, 29500))
     assert [type(fact) for fact in happened] == [
         facts.NodeConfirmed,

@@ -19,7 +19,6 @@ one alone; `RALLYPOINT_HISTORIES=100000` plays so many instead of 1,000.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,12 +33,13 @@ from rallypoint.rendezvous.core import (
     execute,
     facts,
     failures,
+    newcomers,
     ranks,
     restarts,
     snapshot,
 )
 from rallypoint.rendezvous.core.snapshot import RunSnapshot
-from rallypoint.rendezvous.core.state import Phase, RoundEnd, RoundEndCause, RunState, Seat
+from rallypoint.rendezvous.core.state import Phase, RoundEnd, RoundEndCause, RunState, ScaleUpPolicy, Seat
 from rendezvous.core import history
 from rendezvous.core.history import RUN, History, play
 from rendezvous.core.ledger import Violation
@@ -241,7 +241,17 @@ def forget_who_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_no_newcomer_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every newcomer ends the round at once, whatever the policy."""
-    monkeypatch.setattr(decide, "_wants_newcomers", lambda state, now: True)
+    whole = newcomers.next_scale_up
+
+    def hasty(state: RunState) -> float | None:
+        settings = state.settings
+        state.settings = replace(settings, scale_up_policy=ScaleUpPolicy.IMMEDIATE)
+        try:
+            return whole(state)
+        finally:
+            state.settings = settings
+
+    monkeypatch.setattr(newcomers, "next_scale_up", hasty)
 
 
 def take_finished_work_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,8 +316,7 @@ def end_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wait_for_reports_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run ends when every node has reported a failure."""
-    whole = failures.is_settled
-    monkeypatch.setattr(failures, "is_settled", lambda state, now: whole(state, -math.inf))
+    monkeypatch.setattr(failures, "is_settled", lambda state, now: False)
 
 
 def restart_what_cant_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +400,7 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (take_the_last_report_for_the_first_failure, "the earliest failure is the first"),
         (take_absurd_ages_at_their_word, "the earliest failure is the first"),
         (end_a_run_at_once, "the end of a run waits for what others have to report"),
-        (wait_for_reports_for_ever, "whoever sleeps until the next deadline sleeps"),
+        (wait_for_reports_for_ever, "the end of a run waits for no longer than a lease"),
         (restart_what_cant_be_mended, "what no restart can mend is not restarted|no round runs after"),
         (count_restarts_for_ever, "no restart is left|the whole of its budget|a checkpoint is the fold"),
         (count_no_restart_at_all, "the budget of restarts is kept|the budget of a node is kept"),

@@ -50,6 +50,42 @@ def test_a_broken_stream_does_not_prolong_a_lease() -> None:
     assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(0.5)
 
 
+def paused_and_disconnected() -> ScriptedRun:
+    """A run whose server wakes up from a pause, and finds that the streams of both nodes broke meanwhile."""
+    run = run_of_two()
+    run.state.woke_at = run.now
+    for node_id in ("a", "b"):
+        leases.disconnect(run.state, node_id, run.now)
+    return run
+
+
+def test_after_a_pause_no_lease_ends_before_nodes_could_come_back() -> None:
+    """They have as long as after a restart, however long the grace; a stream that ends later is spared as long."""
+    run = paused_and_disconnected()
+    assert run.later(9.9) == []
+    assert execute.next_deadline(run.state) == pytest.approx(run.now + 0.1)
+    lost = [fact.node_id for fact in run.later(0.1) if isinstance(fact, facts.NodeLost)]
+    assert lost == ["a", "b"]
+
+
+def test_after_a_pause_none_is_lost_while_others_come_back() -> None:
+    """A service that is busy with a herd has not read them all; but a node that comes and goes spares none for ever."""
+    run = paused_and_disconnected()
+    for _ in range(19):
+        run.state.returned_at = run.now
+        assert run.later(3.0) == []
+    run.state.returned_at = run.now
+    assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(3.0)
+
+
+def test_nodes_that_come_back_without_a_pause_spare_nobody() -> None:
+    """As a rule a node whose stream broke has the grace."""
+    run = run_of_two()
+    leases.disconnect(run.state, "a", run.now)
+    run.state.returned_at = run.now
+    assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(2.0)
+
+
 def test_a_node_that_comes_back_within_the_grace_is_as_before() -> None:
     """Its lease lives a full term again, and its stream counts as open."""
     run = run_of_two()

@@ -9,7 +9,7 @@ from rallypoint.rendezvous.core.execute import next_deadline
 from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
-from rallypoint.rendezvous.core.state import Phase, RunSettings
+from rallypoint.rendezvous.core.state import FailureKind, Phase, RunSettings
 from rendezvous.core.scripted_run import ScriptedRun
 
 
@@ -21,6 +21,38 @@ def fail_again(run: ScriptedRun, node_id: str = "a", *, after: float = 0.0) -> N
         run.later(run.state.hold_until - run.now)
     if run.phase is Phase.FROZEN:
         run.run_round()
+
+
+class TestAPortThatWasTaken:
+    @pytest.mark.parametrize("budget", [{"max_restarts": 0}, {"max_restarts": 3, "max_restarts_per_node": 1}])
+    def test_it_costs_no_restart(self, budget: dict[str, int]) -> None:
+        """However often it happens, and whatever the peers fail of meanwhile; the round is tried again at once."""
+        run = ScriptedRun(min_nodes=2, max_nodes=2, **budget)
+        run.start("a", "b")
+        for round_ in (2, 3, 4):
+            run.later(5.0)
+            if not budget["max_restarts"]:
+                run.fail("b", "connection reset", age=1.0)
+            run.fail("a", "MASTER_PORT was taken", age=5.0, kind=FailureKind.PORT_TAKEN)
+            assert (run.phase, run.state.round) == (Phase.FROZEN, round_)
+            run.run_round()
+        assert (run.state.restart_count, restarts.counted(run.state), run.state.restarts) == (0, 0, [])
+        assert run.state.last_round_end is not None
+        assert (run.state.last_round_end.node_id, run.state.run_end, run.state.evicted) == ("a", None, {})
+
+    def test_the_first_is_tried_again_at_once_and_many_are_held_back(self) -> None:
+        """What goes on for ever must not keep the run's hosts busy."""
+        run = ScriptedRun(restart_backoff=60.0)
+        run.start("a")
+        holds = []
+        for _ in range(4):
+            began = run.now
+            run.fail("a", kind=FailureKind.PORT_TAKEN)
+            while run.state.hold_until is not None:
+                run.later(run.state.hold_until - run.now)
+            holds.append(run.now - began)
+            run.run_round()
+        assert holds == [0.0, 1.0, 2.0, 4.0]
 
 
 class TestTheWindow:
@@ -157,10 +189,10 @@ class TestHoldingBack:
         run.start("a", "b")
         fail_again(run)
         fail_again(run)
-        run.join("c")
+        run.let_in("c")
         assert run.phase is Phase.FROZEN
         run.run_round()
-        run.fail("c")
+        run.fail("a")
         assert run.state.hold_until == run.now + 2.0
 
     def test_an_operators_restart_breaks_the_row(self) -> None:
@@ -196,6 +228,7 @@ class TestHoldingBack:
         run.start("a", "b")
         fail_again(run)
         run.fail("a")
+        run.later(0.6)  # later, and the loss of b would be why a failed
         run.lose("b")
         assert len(run.restart()) == 1
         assert run.restart() == []
@@ -220,10 +253,11 @@ class TestHoldingBack:
         run.start("a", "b")
         fail_again(run)
         run.fail("a")
+        run.later(0.6)  # later, and the loss of b would be why a failed
         run.lose("b")
         run.join("c")
         assert run.phase is Phase.JOINABLE
-        run.later(0.75)
+        run.later(0.15)
         assert run.ranks == ["a", "c"]
 
     def test_it_ends_although_everybody_has_gone(self) -> None:

@@ -51,9 +51,9 @@ def test_who_comes_later_prolongs_nothing() -> None:
     assert (run.phase, len(run.ranks)) == (Phase.FROZEN, 5)
 
 
-def test_newcomers_that_fill_the_round_are_let_in_at_once(run: ScriptedRun) -> None:
-    """There is nobody left to wait for."""
-    run.join("c")
+def test_newcomers_that_fill_the_round_are_let_in_as_soon_as_one_is_ready(run: ScriptedRun) -> None:
+    """There is no further newcomer to wait for."""
+    run.let_in("c")
     assert run.phase is Phase.FINAL
     run.join("d")
     assert (run.phase, run.ranks) == (Phase.FROZEN, ["a", "b", "c", "d"])
@@ -123,7 +123,7 @@ def test_a_round_that_ends_for_another_reason_takes_the_gathered_along(run: Scri
 
 def test_a_full_round_gathers_nobody(run: ScriptedRun) -> None:
     """Spares wait for a place, not for a restart."""
-    run.join("c", "d")
+    run.let_in("c", "d")
     run.run_round()
     run.join("spare")
     assert run.state.scale_up_deadline is None
@@ -132,7 +132,7 @@ def test_a_full_round_gathers_nobody(run: ScriptedRun) -> None:
 
 def test_a_place_that_falls_free_is_no_reason_once_a_node_has_succeeded(run: ScriptedRun) -> None:
     """The run is about to end: nobody is let in, and nobody wakes up for it over and over."""
-    run.join("c", "d")
+    run.let_in("c", "d")
     run.run_round()
     run.join("spare")
     run.succeed("a")

@@ -11,12 +11,18 @@ from dataclasses import fields, replace
 import pytest
 
 from rallypoint.rendezvous.codec import from_message, to_message
-from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core import commands, facts, restarts
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.execute import execute, settle
 from rallypoint.rendezvous.core.failures import SETTLING
-from rallypoint.rendezvous.core.leases import restart_leases
-from rallypoint.rendezvous.core.snapshot import RunSnapshot, restore, take_snapshot, take_tombstone
+from rallypoint.rendezvous.core.leases import renew, restart_leases
+from rallypoint.rendezvous.core.snapshot import (
+    RunSnapshot,
+    restore,
+    take_high_water,
+    take_snapshot,
+    take_tombstone,
+)
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunState
 from rallypoint.rendezvous.v1 import journal_pb2
 from rendezvous.core.scripted_run import ScriptedRun
@@ -29,10 +35,19 @@ NOT_KEPT = {
     "exit_barrier_deadline",
     "scale_up_deadline",
     "settle_deadline",
+    "newcomers_held_until",
+    "excused",
+    "held_until_of",
+    "failure_reported_at",
+    "silent",
+    "disconnected",
     "hold_until",
+    "forgiven",
     "final_at",
     "first_failed_at",
     "idle_since",
+    "woke_at",
+    "returned_at",
     "lease_queue",
 }
 
@@ -207,6 +222,9 @@ def test_a_run_that_was_read_back_goes_on_as_the_other_does(run: ScriptedRun) ->
         first, second = (execute(state, command, now) for state in runs)
         assert first == second
 
+    for node_id in [*runs[0].nodes]:
+        for state in runs:
+            renew(state, node_id, 90_001.0)
     first_settled, second_settled = (settle(state, 90_002.0) for state in runs)
     assert first_settled == second_settled
     if runs[0].phase is Phase.CLOSED:
@@ -259,3 +277,32 @@ def test_numbers_go_on_in_a_run_that_comes_again() -> None:
     assert state.round == 3
     assert state.fencing_token > token
     assert state.restart_count == 0
+
+
+def test_what_was_used_of_the_budgets_of_a_run_without_an_end_outlives_it() -> None:
+    """Whatever else is lost: a run that goes on with it has no more restarts left than before, nor evicted nodes."""
+    run = ScriptedRun(
+        min_nodes=1, max_nodes=2, max_restarts=1, restart_window=3600.0, max_restarts_per_node=3
+    )
+    run.start("a", "b")
+    run.fail("a")
+    run.evict("b")
+    high_water = from_message(to_message(take_high_water(run.state, 100.0)), RunSnapshot)
+    state = restore(high_water, run.now + 10.0, 90.0)
+    assert not state.created
+    assert (state.revision, state.round) == (run.state.revision, run.state.round)
+    assert state.restart_count == run.state.restart_count == 1
+    assert state.restarts == run.state.restarts != []
+    assert [each.at for each in state.restarts] == [each.at + 10.0 for each in run.state.restarts]
+    assert (state.evicted, state.quick_restarts) == (run.state.evicted, run.state.quick_restarts)
+    execute(state, commands.Join("a", run.settings, "a.cluster", 1, "trainer"), run.now + 10.0)
+    assert restarts.counted(state) == restarts.counted_of(state, "a") == 1
+
+
+def test_what_a_run_used_of_its_budgets_ends_with_it() -> None:
+    """The next run of its name has its numbers, and budgets of its own."""
+    run = ScriptedRun(min_nodes=1, max_nodes=1, max_restarts=3)
+    run.start("a")
+    run.fail("a")
+    run.do(commands.Close("enough"))
+    assert take_high_water(run.state) == take_tombstone(run.state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.rendezvous.fenced_state.last_used import LastUsed
+from rallypoint.rendezvous.fenced_state.last_used import LastUsed, SampledUse
 
 
 def dropped(used: LastUsed, now: float) -> list[str]:
@@ -33,3 +33,18 @@ def test_a_use_while_due_is_a_use() -> None:
     for name in used.due(20.0):
         used.touch(name, 20.0)
     assert used.next_deadline() == 30.0
+
+
+def test_of_the_uses_of_a_name_one_in_each_period_is_passed_on() -> None:
+    """Each name has periods of its own, and none is kept for longer than one."""
+    sampled = SampledUse(10.0)
+    assert [sampled.pass_on("a", now) for now in (0.0, 1.0, 9.9, 10.0, 11.0, 25.0)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert sampled.pass_on("b", 25.0)
+    assert not sampled.pass_on("b", 26.0)

@@ -7,7 +7,7 @@ import pytest
 from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.journal.etcd import head_revision
 from rallypoint.rendezvous.journal.etcd_reading import interpret, read_pairs
-from rallypoint.rendezvous.journal.journal import JournalError, Recovered
+from rallypoint.rendezvous.journal.journal import Checkpoint, HighWater, JournalError, Recovered
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rendezvous.journal.entries import change, checkpoint, record
 from rendezvous.journal.etcd_shelf import EtcdShelf
@@ -154,3 +154,55 @@ async def test_a_journal_is_made_sense_of_in_many_parts(shelf: EtcdShelf) -> Non
     await journal.close()
     pairs = await read_pairs(shelf.client, shelf.place.space)
     assert sum(1 for _ in interpret(shelf.place.space, pairs)) >= 300 + 2 * 50
+
+
+async def _only_high_water(shelf: EtcdShelf) -> None:
+    """Delete what goes with the lease of a run: all keys but the high-water marks."""
+    for key in await shelf.keys():
+        if not key.startswith("highwater/"):
+            await shelf.delete(key)
+
+
+@pytest.mark.parametrize("size", [10, 600_000], ids=["small", "in parts"])
+async def test_a_high_water_mark_is_all_that_is_left_and_the_next_owner_goes_on_from_it(
+    shelf: EtcdShelf, size: int
+) -> None:
+    """After a lease took the rest. Whoever reads it before there is an owner sees the same."""
+    await _fill(shelf)
+    journal = await shelf.take_over()
+    await journal.append([HighWater("run", 2, b"old"), record(4), HighWater("run", 4, b"x" * size)])
+    left = Recovered([Checkpoint("run", 4, b"x" * size, 5)], [], [])
+    assert (await shelf.read()).recovered.records[-1] == record(4), "as long as the rest is there, it counts"
+    await _only_high_water(shelf)
+    assert (await shelf.read()).recovered == left
+    await shelf.take_over("killed")
+    # The owner that found it wrote nothing yet but the checkpoint.
+    assert (await shelf.read()).recovered == left
+    journal = await shelf.take_over()
+    await journal.append([record(5), HighWater("run", 5, b"new")])
+    await journal.close()
+    assert (await shelf.read()).recovered == Recovered(left.checkpoints, [record(5)], [])
+    await _only_high_water(shelf)
+    assert (await shelf.read()).recovered == Recovered([Checkpoint("run", 5, b"new", 6)], [], [])
+
+
+async def test_a_head_that_is_missing_beside_a_high_water_mark_is_noticed(shelf: EtcdShelf) -> None:
+    """A lease takes all other keys at once: with some of them left, somebody has deleted it."""
+    journal = shelf.journal()
+    await journal.open()
+    await journal.append([record(1), HighWater("run", 1, b"x")])
+    await journal.close()
+    await shelf.delete("head")
+    assert "its head is missing" in await _refused(shelf)
+
+
+async def test_a_damaged_high_water_mark_is_noticed(shelf: EtcdShelf) -> None:
+    """Also while it is of no use."""
+    journal = shelf.journal()
+    await journal.open()
+    await journal.append([record(1), HighWater("run", 1, b"x")])
+    await journal.close()
+    await shelf.put("highwater/run", b"y")
+    assert "highwater/run" in await _refused(shelf)
+    await _only_high_water(shelf)
+    assert "highwater/run" in await _refused(shelf)

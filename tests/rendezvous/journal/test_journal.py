@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etcd_server import NEEDS_ETCD
-from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Journal, Recovered
+from rallypoint.rendezvous.journal.journal import MARK, Checkpoint, Dropped, Entry, Journal, Recovered
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
@@ -182,3 +182,64 @@ async def test_a_forgotten_run_that_comes_again_goes_on_from_its_revision(
     await shelf.journal.append([change("k", b"third", 1)])
     recovered = await shelf.reopen()
     assert list(recovered.store_entries) == ([change("k", b"third")] if shelf.lasts else [])
+
+
+async def test_of_a_run_that_is_dropped_nothing_is_kept(shelf: Shelf) -> None:
+    """However many there are; the mark alone comes back. A fenced state of that name, set since, is no part of it."""
+    for number in range(40):
+        run_id = f"run {number}"
+        await shelf.journal.append([record(1, run_id), change("k", b"x", run_id=run_id)])
+        await shelf.journal.append([forgotten(1, run_id), Dropped(run_id), forgotten(number, MARK)])
+    await shelf.journal.append([change("state", b"x", -1, "run 7")])
+    for _ in range(2):
+        recovered = await swept(shelf)
+        if shelf.lasts:
+            assert list(recovered.checkpoints) == [Checkpoint(MARK, 39, forgotten(39).content, 40)]
+            assert list(recovered.store_entries) == [change("state", b"x", -1, "run 7")]
+        assert list(recovered.records) == []
+
+
+async def swept(shelf: Shelf) -> Recovered:
+    """What a process finds after one that had the time to delete what is no longer kept."""
+    await shelf.reopen()
+    while (working := getattr(shelf.journal, "_committing", None)) is not None:
+        await working
+    return await shelf.reopen()
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_dropped_run_that_comes_again_begins_after_the_mark(shelf: Shelf, together: bool) -> None:
+    """With nothing of what it had, whether the journal has let go of that or not; and so any number of times."""
+    last = 0
+    for life in range(3):
+        begin: list[Entry] = [] if life == 0 else [checkpoint(last, last + 1)]
+        lived: list[Entry] = [record(last + 1), change(f"k{life}", b"x")]
+        calls: list[list[Entry]] = [
+            [*begin, *lived],
+            [forgotten(last + 1), Dropped("run"), forgotten(last + 5, MARK)],
+        ]
+        for call in [[*calls[0], *calls[1]]] if together else calls:
+            await shelf.journal.append(call)
+        last += 5
+    await shelf.journal.append([checkpoint(last, last + 1), record(last + 1), change("k", b"new")])
+    recovered = await swept(shelf)
+    if shelf.lasts:
+        assert [each for each in recovered.checkpoints if each.run_id != MARK] == [checkpoint(last, last + 1)]
+        assert list(recovered.records) == [record(last + 1)]
+        assert list(recovered.store_entries) == [change("k", b"new")]
+
+
+async def test_store_entries_that_come_late_are_seen(shelf: Shelf) -> None:
+    """Those of a commit that was under way when their run was dropped: whoever wrote them deletes them."""
+    await shelf.journal.append([record(1), forgotten(1), Dropped("run"), change("same commit", b"x")])
+    await shelf.journal.append([forgotten(1, "b"), Dropped("b")])
+    await shelf.journal.append([change("later", b"x", run_id="b")])
+    recovered = await swept(shelf)
+    late = {change("same commit", b"x"), change("later", b"x", run_id="b")}
+    assert set(recovered.store_entries) == (late if shelf.lasts else set())
+    await shelf.journal.append([change("same commit", None), change("later", None, run_id="b")])
+    await shelf.journal.append([Dropped("run")] if shelf.lasts else [])
+    recovered = await shelf.reopen()
+    if shelf.lasts and recovered.checkpoints:  # it has seen entries of that run
+        await shelf.journal.append([Dropped("run")])
+    assert await swept(shelf) == Recovered([], [], [])

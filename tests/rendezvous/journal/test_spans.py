@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rallypoint.rendezvous.journal.journal import Dropped
 from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
 from rendezvous.journal.entries import checkpoint, forgotten, record
 
@@ -38,6 +39,28 @@ def test_a_checkpoint_that_would_leave_a_gap_is_refused(revision: int, keep_from
     with pytest.raises(OutOfSequenceError, match="a checkpoint of run 'run' after record"):
         span.cover(checkpoint(revision, keep_from))
     assert span == Span(3, 5)
+
+
+@pytest.mark.parametrize("span", [Span(), Span(6, 5, 2), Span(6, 5, 2, dropped=True)])
+def test_a_run_without_records_begins_after_a_checkpoint(span: Span) -> None:
+    """Not below what it had, nor with a gap; a run with records does not."""
+    for refused in (checkpoint(span.last - 1, span.last), checkpoint(9, 9), checkpoint(9, 11)):
+        with pytest.raises(OutOfSequenceError):
+            span.cover(refused)
+    span.cover(checkpoint(9, 10))
+    assert span == Span(10, 9, span.era)
+    span.add(record(10))
+    with pytest.raises(OutOfSequenceError):
+        span.cover(checkpoint(12, 13))
+
+
+def test_only_a_run_without_records_is_dropped() -> None:
+    span = Span(3, 5)
+    with pytest.raises(OutOfSequenceError, match="records 3 to 5 are kept"):
+        span.drop(Dropped("run"))
+    span.forget(forgotten(5))
+    span.drop(Dropped("run"))
+    assert span.dropped
 
 
 def test_a_forgotten_run_goes_on_from_its_revision() -> None:

@@ -180,3 +180,131 @@ def test_killed_again_and_again_it_loses_nothing_acknowledged(path: Path) -> Non
         assert checkpoints.get("b", 0) == reached["b"] // 70 * 70
         assert ("b" in values) == (reached["b"] % 70 != 0)
     assert min(acknowledged.values()) > 200
+
+
+# ---- what a process finds that another one left in the memory of the kernel
+
+
+class Disk:
+    """What of some files is on the disk, by the system calls of the processes that write them.
+
+    A sync puts there what was written since the sync before. One that fails puts nothing there, and what was written
+    is not put there by a later sync either: Linux takes the pages for written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, bytearray] = {}
+        self._written: dict[str, list[tuple[int, bytes | None]]] = {}
+        self.synced_folder = False
+
+    def carry_out(self, call: str) -> None:
+        """Take a call of which strace has seen the end, with all strings in hexadecimal."""
+        if unlinked := re.match(r'unlink\("(.*?)"\) += 0', call):
+            self._files.pop(_plain(unlinked[1]), None)
+        match = re.match(r"(\w+)\(\d+<(.*?)>(.*)\) += (-?\d+)", call)
+        if match is None:
+            return
+        name, where, rest, result = match.groups()
+        path = _plain(where)
+        if path == str(self._folder) and name == "fsync":
+            self.synced_folder = result == "0"
+        if Path(path).parent != self._folder:
+            return
+        written = self._written.setdefault(path, [])
+        if name == "pwrite64" and int(result) > 0:
+            data = re.search(r'"((?:\\x[0-9a-f]{2})*)"', rest)
+            assert data is not None
+            content = bytes.fromhex(data[1].replace("\\x", ""))
+            assert len(content) == int(result), "strace has shown all of it"
+            written.append((int(rest.rpartition(",")[2]), content))
+        elif name == "ftruncate":
+            written.append((int(rest.lstrip(", ")), None))
+        elif name in ("fsync", "fdatasync"):
+            file = self._files.setdefault(path, bytearray())
+            for at, each in written if result == "0" else ():
+                if each is None:
+                    del file[at:]
+                else:
+                    file.extend(bytes(max(0, at + len(each) - len(file))))
+                    file[at : at + len(each)] = each
+            written.clear()
+
+    def after_power_loss(self, folder: Path) -> None:
+        """Write what is on the disk into another folder."""
+        folder.mkdir()
+        for path, content in self._files.items():
+            (folder / Path(path).name).write_bytes(content)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\\x([0-9a-f]{2})", lambda found: chr(int(found[1], 16)), text)
+
+
+def traced(strace: str, script: str, path: Path, *options: str) -> tuple[list[str], list[str]]:
+    """The lines that a script prints until it kills itself, and its system calls in the order of their ends."""
+    trace = path.parent.with_name(f"trace{len([*path.parent.parent.iterdir()])}")
+    calls = "trace=write,pwrite64,ftruncate,unlink,fsync,fdatasync"
+    options = ("-f", "-y", "-xx", "-s", "2000000", "-e", calls, *options)
+    process = child(script, path, under=[strace, *options, "-o", str(trace)])
+    output, _ = process.communicate(timeout=50)
+    return output.splitlines(), [call for moment, call in system_calls(trace) if moment == "end"]
+
+
+OPEN_AND_TELL = """
+async def main():
+    recovered = await SqliteJournal(path).open()
+    os.write(1, b"told %d\\n" % len(recovered.records))
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+TOLD = re.compile(r"write\(1<.*\\x74\\x6f\\x6c\\x64\\x20")  # "told "
+
+
+@pytest.mark.parametrize("fault", ["a sync failed", "killed before the sync"])
+def test_what_another_process_left_in_memory_is_on_the_disk_before_it_is_told(
+    path: Path, strace: str, fault: str
+) -> None:
+    """The commit that was not synced is read, believed and told: then it must outlive a loss of power at that moment.
+
+    The first process writes its last commit and fails to sync it; or it is killed in between, which strace sees to. A
+    model of the disk takes their system calls.
+    """
+    fails = fault == "a sync failed"
+    script = """
+        async def main():
+            journal = SqliteJournal(path)
+            await journal.open()
+            for revision in range(1, 4):
+                try:
+                    await journal.append([record(revision, padding=3000)])
+                except JournalError:
+                    break
+                print(revision, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        asyncio.run(main())
+    """
+    # So many syncs of the log there are before that of the third commit: those of the first opening, and two.
+    counted, calls = traced(strace, script, path)
+    assert counted == ["1", "2", "3"]
+    before = sum(call.startswith("fdatasync") for call in calls) - 1
+    path = path.parent.with_name("again") / path.name
+    path.parent.mkdir()
+    inject = f"inject=fdatasync:{'error=EIO' if fails else 'signal=KILL'}:when={before + 1}"
+
+    disk = Disk(path.parent)
+    lines, calls = traced(strace, script, path, "-e", inject)
+    assert lines == ["1", "2"]
+    for call in calls:
+        disk.carry_out(call)
+    disk.synced_folder = False
+    lines, calls = traced(strace, OPEN_AND_TELL, path)
+    assert lines == ["told 3"], "it is there to be read, and believed"
+    for call in calls:
+        if TOLD.match(call):
+            break
+        disk.carry_out(call)
+    assert disk.synced_folder
+    disk.after_power_loss(path.parent.with_name("after"))
+    recovered = recover(path.parent.with_name("after") / path.name)
+    assert [each.revision for each in recovered.records] == [1, 2, 3]

@@ -14,6 +14,7 @@ import pytest
 
 from rallypoint.etcd.address import EtcdAddress
 from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.replicas.placement import by_preference, shard_of
 from rallypoint.rendezvous.replicas.replica import Replicas
@@ -86,8 +87,14 @@ class Served:
         return await self.states.SetState(request, timeout=PATIENCE)
 
     async def get_state(self, run_id: str) -> state_pb.FencedState:
-        """What it says that a state is."""
-        return (await self.states.GetState(state_pb.GetStateRequest(run_id=run_id), timeout=PATIENCE)).current
+        """What it says that a state is; asked again if it sent us to the owner, so that the use is counted there."""
+        request = state_pb.GetStateRequest(run_id=run_id)
+        try:
+            return (await self.states.GetState(request, timeout=PATIENCE)).current
+        except grpc.aio.AioRpcError as error:
+            if "owner" not in decode(error).metadata:
+                raise
+            return (await self.states.GetState(request, timeout=PATIENCE)).current
 
     async def listed(self, run_id: str = "") -> pb.ListReplicasResponse:
         """What it says of all of them."""
@@ -103,6 +110,8 @@ async def served(
     shards: int | None = SHARDS,
     moves: Moves = QUICK,
     keeps_etcd: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    state_ttl: float = DEFAULT_TTL,
 ) -> AsyncIterator[Served]:
     """A replica that has begun to serve; at the end it is gone, without having handed anything over."""
     async with AsyncExitStack() as stack:
@@ -116,6 +125,8 @@ async def served(
                 address,
                 Replicas(lease_ttl=ttl, shards=shards, moves=moves, keeps_etcd=keeps_etcd),
                 on_ready=on_ready,
+                clock=clock,
+                state_ttl=state_ttl,
             )
         )
         server = Server(

@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 import pytest
 
+from log_events import log_events
 from rallypoint.etcd.values import KeyValue
 from rallypoint.rendezvous.journal.etcd import Owner
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.replicas import hosting as hosting_module
 from rallypoint.rendezvous.replicas.cluster import Cluster
 from rallypoint.rendezvous.replicas.hosting import Hosting
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.news import News
-from rallypoint.rendezvous.replicas.ownership import Claim, Moves, Release, Why
+from rallypoint.rendezvous.replicas.ownership import Claim, HandOver, Moves, Release, Why, decide
+from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.shard import Shard, open_shard
 
 _KEYS = Keys("/test")
@@ -91,3 +94,81 @@ async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
     assert await news.until(lambda: hosting.empty, 30.0)
     assert released == []
     assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
+
+
+def _registered(owner: Owner) -> KeyValue:
+    registration = Registration(owner.address, owner.instance, 0.0, 10.0)
+    return KeyValue(_KEYS.replica(owner.replica), registration.encode(), 2, 2, 1, 7)
+
+
+async def _opened(shard: int, on_failure: Callable[[BaseException], None], /) -> Shard:
+    return await open_shard(MemoryJournal(), on_failure=on_failure)
+
+
+async def _released(shard: int, fence: int, /) -> None:
+    """Nothing is in etcd here."""
+
+
+async def _serving(cluster: Cluster, news: News) -> Hosting:
+    """The shards of a session that has one."""
+    hosting = Hosting(
+        cluster, _ME, open_shard=_opened, release=_released, news=news, moves=Moves(), clock=lambda: 0.0
+    )
+    hosting.begin(Claim(_SHARD, Why.PREFERRED))
+    assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
+    hosting.tell()
+    return hosting
+
+
+async def test_a_successor_that_leaves_as_well_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a job its replicas leave together, and each may have looked like the others' successor."""
+    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
+    caplog.set_level(logging.INFO)
+    cluster, news = Cluster(_KEYS, 8), News()
+    hosting = await _serving(cluster, news)
+    cluster.read([_registered(_OTHER)], 0.0)
+    caplog.clear()
+    hosting.begin(HandOver(_SHARD, "replica-1", Why.DRAIN))
+    assert not await news.until(lambda: hosting.empty, 0.1)
+    cluster.read([], 1.0)
+    news.tell()
+    assert await news.until(lambda: hosting.empty, 30.0)
+    hosting.tell()
+    (line,) = log_events(caplog.records)
+    assert (line.name, line.level) == ("gave shards up, no other replica is there", "INFO")
+
+
+async def test_a_successor_that_does_not_come_is_worth_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there, and does not take the shard: its runs are served by no replica."""
+    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 0.01)
+    cluster, news = Cluster(_KEYS, 8), News()
+    hosting = await _serving(cluster, news)
+    cluster.read([_registered(_OTHER)], 0.0)
+    hosting.begin(HandOver(_SHARD, "replica-1", Why.DRAIN))
+    assert await news.until(lambda: hosting.empty, 30.0)
+    hosting.tell()
+    (line,) = log_events(caplog.records)
+    assert (line.name, line.level) == ("gave shards up, and nobody took them yet", "WARNING")
+
+
+async def test_what_is_finished_needs_no_successor(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another replica may take the shards of runs that are over. It is not waited for, and no line says so."""
+    monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
+    caplog.set_level(logging.INFO)
+    cluster, news = Cluster(_KEYS, 8), News()
+    hosting = await _serving(cluster, news)
+    cluster.read([_registered(_OTHER)], 0.0)
+    caplog.clear()
+    hosting.draining = hosting.finished = True
+    (action,) = decide(hosting.standing(), 0.0, Moves()).actions
+    assert isinstance(action, HandOver)
+    hosting.begin(action)
+    assert await news.until(lambda: hosting.empty, 30.0)
+    hosting.tell()
+    assert caplog.records == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -16,18 +17,22 @@ from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import Delete, Put, Txn
+from rallypoint.rendezvous import recovery
 from rallypoint.rendezvous.replicas import replica
 from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.replicas.placement import shard_of
 from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.serving.errors import decode
 from rallypoint.serving.settings import SettingError
 from rendezvous.cut_proxy import CutProxy
 from rendezvous.replicas.served import (
     PATIENCE,
     SHARDS,
     TTL,
+    Served,
     insisting,
     refusal,
     run_in,
@@ -81,6 +86,81 @@ async def test_every_replica_reads_what_was_acknowledged_by_any(address: EtcdAdd
             token = answer.current.token
             for asked in (a, b):
                 assert await asked.get_state(run_id) == answer.current
+
+
+async def test_a_state_that_is_only_read_through_another_replica_lives_on(address: EtcdAddress) -> None:
+    """As long as one that is read where it is. Of many reads some are sent to the owner, which counts them as use."""
+    ttl, ahead = 1000.0, 0.0
+
+    def clock() -> float:
+        return time.monotonic() + ahead
+
+    async with (
+        served(address, "a", clock=clock, state_ttl=ttl) as a,
+        served(address, "b", clock=clock, state_ttl=ttl) as b,
+    ):
+        await shared_out(a, b)
+        shard = min(b.serving)
+        run_id = run_in(shard)
+        beside = next(name for n in range(10_000) if shard_of(name := f"beside-{n}", SHARDS) == shard)
+        request = state_pb.GetStateRequest(run_id=run_id)
+        await b.set_state(run_id, b"still wanted")
+        sent = 0
+        for _ in range(120):
+            ahead += ttl / 80
+            await b.set_state(beside, b"")  # the owner looks at its clock
+            try:
+                answer = await a.states.GetState(request, timeout=PATIENCE)
+            except grpc.aio.AioRpcError as error:
+                if decode(error).metadata.get("owner") != b.address:
+                    raise
+                answer = await b.states.GetState(request, timeout=PATIENCE)
+                sent += 1
+            assert answer.current.state == b"still wanted"
+        assert sent <= 25, "most reads are answered where they come"
+        ahead += 1.1 * ttl
+        await b.set_state(beside, b"")
+        assert not (await b.states.GetState(request, timeout=PATIENCE)).HasField("current")
+
+
+async def test_a_run_that_can_not_be_taken_over_is_stopped_and_its_shard_is_not(
+    address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake of ours with one run: the next owner refuses it, and serves all others of the shard."""
+    fold = recovery._fold
+
+    def trip(run: Any, record: Any, *rest: Any) -> None:
+        if record.run_id == "broken":
+            raise KeyError(record.run_id)
+        fold(run, record, *rest)
+
+    async with served(address, "a", shards=1) as a:
+        await until(lambda: a.serving == {0}, "a to serve")
+        calls = [await _joined(a, run_id) for run_id in ("broken", "whole")]
+        monkeypatch.setattr(recovery, "_fold", trip)
+        async with served(address, "b", shards=1) as b:
+            await until(lambda: b.services.replica.cluster is not None, "b to be there")
+            await a.services.drain()
+            await until(lambda: b.serving == {0}, "b to serve")
+            error = await refusal(b.rendezvous.GetRun(pb.GetRunRequest(run_id="broken"), timeout=PATIENCE))
+            assert error.reason == "RUN_BROKEN"
+            run = (await b.rendezvous.GetRun(pb.GetRunRequest(run_id="whole"), timeout=PATIENCE)).run
+            assert [node.node_id for node in run.nodes] == ["n"]
+            await b.set_state("whole", b"goes on")
+        for call in calls:
+            call.cancel()
+
+
+async def _joined(replica: Served, run_id: str) -> Any:
+    """The open stream of a run's only node."""
+    settings = pb.RunSettings(min_nodes=1, max_nodes=1)
+    join = pb.JoinRun(
+        run_id=run_id, node_id="n", settings=settings, address="a", local_world_size=1, role="d"
+    )
+    stream = replica.rendezvous.Join(timeout=PATIENCE)
+    await stream.write(pb.JoinRequest(join=join))
+    await stream.read()
+    return stream
 
 
 async def test_what_was_decided_stays_when_a_replica_goes_in_order(address: EtcdAddress) -> None:

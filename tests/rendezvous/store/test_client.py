@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +269,14 @@ def test_slots_are_reused_and_never_shared() -> None:
             assert (third.slot, third.sequence) == (1, 2)
     with slots.operation() as fourth:
         assert (fourth.slot, fourth.sequence) == (0, 2)
+
+
+def test_the_next_write_goes_through_the_slot_of_one_that_was_given_up() -> None:
+    """That may be on its way still: by its smaller number the service refuses it once the next has taken effect."""
+    slots = OperationSlots("c")
+    with slots.operation(), suppress(TimeoutError), slots.operation() as given_up:
+        raise TimeoutError
+    with slots.operation() as following:
+        assert (following.slot, following.sequence) == (given_up.slot, 2) == (1, 2)
+    with slots.operation() as last:
+        assert (last.slot, last.sequence) == (0, 2)

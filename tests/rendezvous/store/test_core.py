@@ -13,11 +13,13 @@ from rallypoint.rendezvous.core.refusals import Refused
 from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
 from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.operations import RESERVED, Operation
+from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.refusals import (
     IntegerOverflow,
     NotAnInteger,
+    OperationReused,
+    OperationSuperseded,
     RoundNotBegun,
     RoundOver,
     RunStoreFull,
@@ -77,13 +79,17 @@ def commit(run: RunSpaces, batch: list[Write[object]], limits: StoreLimits = LIM
     return answers
 
 
-def contents(run: RunSpaces) -> dict[int, tuple[dict[str, bytes], list[tuple[str, bytes]]]]:
-    """All that is in the spaces, records in their order of use."""
-    found = {}
-    for round in run.rounds:
-        listed = {key: run.value(round, key) or b"" for key in run.keys(round, "", "", 100)}
-        found[round] = (listed, [(key, record.encode()) for key, record in run.operations(round).items()])
-    return found
+def values_of(run: RunSpaces) -> dict[int, dict[str, bytes]]:
+    """The values of each space that has some."""
+    return {
+        round: {key: run.value(round, key) or b"" for key in run.keys(round, "", "", 100)}
+        for round in run.rounds
+    }
+
+
+def contents(run: RunSpaces) -> tuple[dict[int, dict[str, bytes]], list[tuple[str, OperationRecord]]]:
+    """All that is in the spaces, and the records in their order of use."""
+    return values_of(run), list(run.operations.items())
 
 
 @settings(deadline=None)
@@ -145,7 +151,7 @@ def test_the_spaces_are_dicts(batches: list[list[Write[object]]]) -> None:
             answer.partition(":")[0] if isinstance(answer, str) else answer for answer in commit(run, fresh)
         ]
         assert answers == [by_hand(spaces, write) for write in fresh]
-        assert contents(run) == {round: (space, []) for round, space in spaces.items() if space}
+        assert contents(run) == ({round: space for round, space in spaces.items() if space}, [])
         for round, space in spaces.items():
             assert run.keys(round, "", "", 100) == sorted(space)
         assert run.used_keys == sum(map(len, spaces.values()))
@@ -279,6 +285,7 @@ def test_rounds_bound_who_may_work_where() -> None:
 
 
 def test_a_round_that_is_over_is_gone_for_good() -> None:
+    """But for the records of who wrote in it."""
     run = RunSpaces(RUN)
     operation = Operation("client", 0, 1)
     commit(
@@ -286,11 +293,9 @@ def test_a_round_that_is_over_is_gone_for_good() -> None:
         [Set(round=0, key="kept", value=b"1"), Set(round=ROUND, key="a", value=b"2", operation=operation)],
     )
     deletions = list(run.forget_rounds_before(ROUND + 1))
-    assert {(change.round, change.key, change.value) for change in deletions} == {
-        (ROUND, "a", None),
-        (ROUND, operation.record_key, None),
-    }
+    assert deletions == [StoreChange(RUN, ROUND, "a", None)]
     assert run.rounds == [0]
+    assert run.holds(ROUND, operation.record_key)
     with pytest.raises(RoundOver):  # also for a caller that still thinks the round current
         run.check_round(ROUND, ROUND)
     run.apply(StoreChange(RUN, ROUND, "late", b"3"))
@@ -323,11 +328,78 @@ def test_records_are_bounded_and_the_longest_unused_go() -> None:
     commit(run, [write(0, 1), write(1, 1), write(2, 1)], limits)
     commit(run, [write(0, 2)], limits)  # slot 1 is now the one unused for longest
     commit(run, [write(3, 1), write(0, 3)], limits)
-    assert [key.rpartition("/")[2] for key in run.operations(0)] == ["2", "3", "0"]
-    kept = [StoreChange(RUN, 0, k, r.encode()) for k, r in run.operations(0).items()]
+    assert [key.rpartition("/")[2] for key in run.operations] == ["2", "3", "0"]
+    kept = [StoreChange(RUN, 0, k, r.encode()) for k, r in run.operations.items()]
     restored = finish(RunSpaces.restore(RUN, kept))
     commit(restored, [write(4, 1)], limits)
-    assert [key.rpartition("/")[2] for key in restored.operations(0)] == ["3", "0", "4"]
+    assert [key.rpartition("/")[2] for key in restored.operations] == ["3", "0", "4"]
+
+
+def named(round: int, sequence: int, writer_round: int = 0) -> Write[object]:
+    """A write of one slot that counts in the space of a round."""
+    operation = Operation("client", 0, sequence)
+    return Add(round=round, writer_round=writer_round, key="n", amount=1, operation=operation)
+
+
+@pytest.mark.parametrize("write", [named(ROUND, 1), named(0, 1, writer_round=ROUND)])
+def test_a_completed_write_is_answered_again_after_the_end_of_its_round(write: Write[object]) -> None:
+    """With its outcome, and without a second effect; also from what a journal keeps. One that was not is refused."""
+    run = RunSpaces(RUN)
+    rows = {(change.round, change.key): change for change in committed(run, write)}
+    for deletion in run.forget_rounds_before(ROUND + 1):
+        del rows[deletion.round, deletion.key]
+    for spaces in (run, finish(RunSpaces.restore(RUN, rows.values()))):
+        draft = Draft(spaces, LIMITS)
+        assert decide(draft, write, ROUND + 1) == 1
+        assert not [*draft.values(), *draft.records()]
+        with pytest.raises(RoundOver):
+            decide(draft, replace(write, operation=Operation("client", 0, 2)), ROUND + 1)
+        with pytest.raises(RoundOver):
+            decide(draft, replace(write, operation=None), ROUND + 1)
+
+
+def committed(run: RunSpaces, write: Write[object]) -> list[StoreChange]:
+    """Carry a write out; return what a journal is given."""
+    draft = Draft(run, LIMITS)
+    decide(draft, write, ROUND)
+    changes = [*draft.values(), *draft.records()]
+    for change in changes:
+        run.apply(change)
+    return changes
+
+
+@pytest.mark.parametrize(("early", "late"), [(0, ROUND), (ROUND, 0)])
+def test_a_delayed_write_takes_no_effect_after_a_later_one_to_another_space(early: int, late: int) -> None:
+    """Nor once the journal was read again. To number two writes alike is refused, as within one space."""
+    run = RunSpaces(RUN)
+    rows: dict[tuple[int, str], StoreChange] = {}
+    for write in (named(early, 1), named(late, 3)):
+        for change in committed(run, write):
+            rows[change.round, change.key] = change
+    kept = [change for change in rows.values() if change.value is not None]
+    assert sum(change.key.startswith(RESERVED) for change in kept) == 1, "one record for each slot"
+    for spaces in (run, finish(RunSpaces.restore(RUN, kept))):
+        before = contents(spaces)
+        draft = Draft(spaces, LIMITS)
+        with pytest.raises(OperationSuperseded):
+            decide(draft, named(early, 2), ROUND)
+        with pytest.raises(OperationReused):
+            decide(draft, named(early, 3), ROUND)
+        assert decide(draft, named(late, 3), ROUND) == 1
+        assert contents(spaces) == before
+
+
+def test_records_of_versions_that_kept_one_for_each_space() -> None:
+    """The later write of the slot counts; the other's record is to be deleted, and nothing that lives."""
+    key = Operation("client", 0, 1).record_key
+    earlier = StoreChange(RUN, 0, key, OperationRecord(4, 1, 0, 0).encode())
+    later = StoreChange(RUN, ROUND, key, OperationRecord(5, 2, 0, 0).encode())
+    for rows in ([earlier, later], [later, earlier]):
+        run = finish(RunSpaces.restore(RUN, rows))
+        assert [(record.sequence, record.round) for record in run.operations.values()] == [(5, ROUND)]
+        assert run.outdated() == [replace(earlier, value=None)]
+        assert run.outdated() == []
+        assert run.stamp == 2
 
 
 def test_keys_come_in_pages_in_order() -> None:

@@ -268,7 +268,7 @@ def test_journal_and_store_agree_whatever_happens_to_the_run(steps: Sequence[str
         assert seen == kept
         restored = open_store(journal, rounds)
         run, again = store._runs.get(RUN), restored._runs.get(RUN)
-        records = [dict(each.spaces.operations(1)) if each else {} for each in (run, again)]
+        records = [dict(each.spaces.operations) if each else {} for each in (run, again)]
         assert records[0] == records[1]
 
     asyncio.run(carry_out())

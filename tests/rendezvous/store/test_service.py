@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous.core.refusals import RunNotFound
-from rallypoint.rendezvous.errors import Draining
+from rallypoint.rendezvous.errors import Draining, RunBroken
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.refusals import (
@@ -200,11 +200,13 @@ async def test_a_waiter_that_goes_leaves_nothing_behind() -> None:
 
 
 async def test_a_new_round_ends_the_old_one() -> None:
-    """Waiters of the old round are told at once, its data leaves memory and journal, the run's own stays."""
+    """Waiters of the old round are told at once, its data leaves memory and journal, the run's own stays. What was
+    carried out in it is answered again, and nothing else."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     operation = Operation("c", 0, 1)
-    await store.write(RUN, Set(round=1, key="old", value=b"1", operation=operation))
+    completed = Set(round=1, key="old", value=b"1", operation=operation)
+    await store.write(RUN, completed)
     await store.write(RUN, set_("kept", round=0))
     old, own = await started(store.get(RUN, 1, "k", FOR_EVER), store.get(RUN, 0, "k", FOR_EVER))
     rounds.of[RUN] = 2
@@ -221,25 +223,26 @@ async def test_a_new_round_ends_the_old_one() -> None:
     assert not store.check(RUN, 2, ["old"])
     await store.write(RUN, Set(round=0, key="k", value=b"", writer_round=2))
     await own
-    assert {key for _, _, key in journal.rows} == {"kept", "k"}
+    await store.write(RUN, completed)
+    assert {key for _, _, key in journal.rows} == {"kept", "k", operation.record_key}
 
 
 async def test_a_write_under_way_when_its_round_ends_stays_nowhere() -> None:
+    """But for its record; and a repetition that came while it was under way has its answer too."""
     journal, rounds = TestJournal(), Rounds()
     store = open_store(journal, rounds)
     journal.hold()
-    (late,) = await started(
-        store.write(RUN, Set(round=1, key="k", value=b"", operation=Operation("c", 0, 1)))
-    )
+    write = Set(round=1, key="k", value=b"", operation=Operation("c", 0, 1))
+    (late,) = await started(store.write(RUN, write))
     await journal.until_held()
     rounds.of[RUN] = 2
     store.forget_rounds_before(RUN, 2)
-    queued = await started(store.write(RUN, set_("j", round=2)))
+    queued = await started(store.write(RUN, set_("j", round=2)), store.write(RUN, write))
     journal.release()
     await asyncio.gather(late, *queued)
     assert store.list_keys(RUN, 2, "", "", 10) == ["j"]
     await store.drain()
-    assert {key for _, _, key in journal.rows} == {"j"}
+    assert {key for _, _, key in journal.rows} == {"j", Operation("c", 0, 1).record_key}
 
 
 async def test_a_write_decided_after_its_round_ended_is_refused() -> None:
@@ -270,7 +273,7 @@ async def test_a_large_round_goes_from_the_journal_bit_by_bit() -> None:
 
 
 async def test_a_restarted_store_goes_on() -> None:
-    """From the journal's entries alone: values, what was already carried out, and nothing of rounds over."""
+    """From the journal's entries alone: values, what was already carried out, and no value of rounds over."""
     journal, rounds = TestJournal(), Rounds()
     before = open_store(journal, rounds)
     add = Add(round=1, key="n", amount=1, operation=Operation("c", 0, 1))
@@ -283,8 +286,9 @@ async def test_a_restarted_store_goes_on() -> None:
     rounds.of[RUN] = 2
     later = open_store(journal, rounds)
     await later.write(RUN, set_("k", round=2))
+    assert await later.write(RUN, add) == 1
     await later.drain()
-    assert {key for _, _, key in journal.rows} == {"own", "k"}
+    assert {key for _, _, key in journal.rows} == {"own", "k", Operation("c", 0, 1).record_key}
 
 
 async def test_unknown_runs_and_rounds() -> None:
@@ -334,6 +338,21 @@ async def test_a_draining_store_ends_waits_and_finishes_writes() -> None:
     await writer
 
 
+async def test_what_is_being_committed_outlives_a_drain_whose_grace_is_over() -> None:
+    """It becomes durable, and whoever wrote it is told so."""
+    journal = TestJournal()
+    store = open_store(journal)
+    journal.hold()
+    (writer,) = await started(store.write(RUN, set_("j")))
+    await journal.until_held()
+    (draining,) = await started(store.drain())
+    draining.cancel()
+    await asyncio.wait([draining])
+    journal.release()
+    await writer
+    assert list(journal.rows) == [(RUN, 1, "j")]
+
+
 async def test_nobody_waits_for_ever_when_the_store_itself_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(TestJournal())
 
@@ -343,6 +362,8 @@ async def test_nobody_waits_for_ever_when_the_store_itself_breaks(monkeypatch: p
     monkeypatch.setattr(RunStore, "_take_over", broken)
     (writer,) = await started(store.write(RUN, set_("k")))
     committing = store._runs[RUN].committing
-    await asyncio.wait([writer])
-    assert writer.cancelled()
-    assert committing is None or isinstance(committing.exception(), RuntimeError)
+    with pytest.raises(RunBroken):
+        await writer
+    with pytest.raises(RunBroken):
+        await store.write(RUN, set_("k"))
+    assert committing is None or committing.exception() is None

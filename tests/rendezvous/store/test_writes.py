@@ -201,14 +201,16 @@ def test_a_client_that_forgets_to_count_is_told(other: Write[object]) -> None:
         space.do(other)
 
 
-def test_slots_and_clients_and_spaces_count_apart() -> None:
+def test_slots_and_clients_count_apart_and_spaces_together() -> None:
     space = Space()
     for operation, round in [
         (named(0, 1), 0),
         (named(1, 1), 0),
         (Operation("other", 0, 1), 0),
-        (named(0, 1), 1),
+        (named(0, 2), 1),
     ]:
         space.do(Add(round=round, key="n", amount=1, operation=operation))
     assert space.get("n") == b"3"
     assert space.draft.value(1, "n") == b"1"
+    with pytest.raises(OperationReused):
+        space.do(Add(round=0, key="n", amount=1, operation=named(0, 2)))

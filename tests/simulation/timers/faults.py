@@ -144,10 +144,62 @@ def crash_agent(scene: Scene) -> None:
 def renew_lease(scene: Scene) -> None:
     """A node gets a new lease from the rendezvous service."""
     if (host := _host(scene)) and not host.process.paused:
-        host.lease += 1
-        host.registered_at = None
         scene.note("renew", host.process.name)
-        host.process.call_soon(host.client.renew, host.lease)
+        host.renew(host.lease + 1, host.incarnation)
+
+
+@action(0.4)
+def begin_anew(scene: Scene) -> None:
+    """The rendezvous service has lost all that it knew: its run begins again, with leases from the first number on."""
+    if not any(host.process.paused for host in scene.alive):
+        scene.begin_anew()
+
+
+@action(0.4)
+def second_job(scene: Scene) -> None:
+    """Another job of the run's name begins on a host, while the agent of the one before is still there."""
+    if (host := _host(scene)) and not host.process.paused:
+        scene.second_job(host)
+
+
+@action(0.4)
+def lose_lease(scene: Scene) -> None:
+    """A node's lease is another agent's for a moment, so that its own is refused until it has joined again."""
+    service = scene.service
+    if service is None or not (host := _host(scene)) or host.process.paused:
+        return
+    scene.note("lose lease", host.process.name)
+    host.lease, host.registered_at = host.lease + 1, None
+    service.process.call_soon(service.intrude, RUN, host.name, host.lease, host.incarnation)
+    scene.clockwork.after(scene.chance.choice([0.1, 1.0, 3.0]), _join_again, host)
+
+
+def _join_again(host: Host) -> None:
+    if host.process.alive and not host.over:
+        host.renew(host.lease + 1, host.incarnation)
+
+
+@action(0.3)
+def stall_opening(scene: Scene) -> None:
+    """The network swallows all between an agent's next call and the first message of it, for longer than is waited."""
+    if scene.service is not None and (host := _host(scene)) and host.link.whole:
+        scene.note("stall opening", host.name)
+        scene.service.when_called(host.link, lambda: scene.stall(host.link, 12.0))
+        scene.reset(host.link)
+
+
+@action(0.4)
+def stumble(scene: Scene) -> None:
+    """An agent stands still, and soon after it its whole host does."""
+    if (host := _host(scene)) and not host.process.paused:
+        first, between = scene.chance.choice([0.6, 1.0]), scene.chance.uniform(0.0, 0.3)
+        scene.stop_agent(host, first)
+        scene.clockwork.after(first + between, _stop, scene, host, scene.chance.choice([0.6, 2.0, 5.0]))
+
+
+def _stop(scene: Scene, host: Host, seconds: float) -> None:
+    if not scene.calm:
+        scene.stop_host(host, seconds)
 
 
 @action(1.0)

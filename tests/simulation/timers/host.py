@@ -82,7 +82,9 @@ class Host:
         link: Link,
         *,
         name: str,
+        life: int,
         lease: int,
+        incarnation: str,
         new_process: Callable[[str], ReadingProcess],
         temper: Temper,
         reaping: Reaping,
@@ -96,7 +98,9 @@ class Host:
             chance: What decides here.
             link: Its way into the network.
             name: Of the node.
-            lease: Of the node; more than in its earlier lives.
+            life: Another number for each life of an agent of any node.
+            lease: Of the node; more than in its earlier lives in that incarnation of the run.
+            incarnation: Of the run.
             new_process: Starts a process of the host; all have one clock.
             temper: How its workers are.
             reaping: How its reaper is.
@@ -106,6 +110,11 @@ class Host:
         self.stillness = Stillness()
         self.workers: dict[str, Worker] = {}
         self.lease = lease
+        self.incarnation = incarnation
+        # Its job is over, and it has not noticed: it starts no worker any more.
+        self.over = False
+        # The agent of its node in another life of the run.
+        self.rival: Host | None = None
         # When a service last heard of all its timers; None: its stream is broken, or what it says is held up.
         self.registered_at: float | None = None
         # When its agent, its network or its service last went on after it had been stopped.
@@ -116,12 +125,19 @@ class Host:
         self._new_process = new_process
         self._temper = temper
         self._reaping = reaping
+        self._life = life
         self._born = 0
         self._pids = count(_FIRST_PID)
-        self.process = new_process(f"{name}#{lease}/agent")
+        self.process = new_process(f"{name}#{life}/agent")
         channel: Any = Channel(self.process, link, network)
         self.client = TimerClient(
-            channel, run_id=RUN, node_id=name, lease=lease, clock=self.process.time, jitter=chance.random
+            channel,
+            run_id=RUN,
+            node_id=name,
+            lease=lease,
+            incarnation=incarnation,
+            clock=self.process.time,
+            jitter=chance.random,
         )
         self.door = Listener()
         self.socket = _Socket(
@@ -164,10 +180,10 @@ class Host:
 
     def start_worker(self) -> None:
         """Start one more."""
-        if not self.process.alive:
+        if not self.process.alive or self.over:
             return
         self._born += 1
-        worker = Worker(f"{self.name}.{self.lease}.{self._born}")
+        worker = Worker(f"{self.name}.{self._life}.{self._born}")
         self.workers[worker.worker_id] = worker
         self._referee.note("worker", worker.worker_id)
         self._start_program(worker)
@@ -255,6 +271,22 @@ class Host:
     def _those(self) -> list[Process]:
         live = [program.process for program in self.programs if program.process.alive]
         return [self.process, *live]
+
+    def outlive_its_job(self) -> None:
+        """Its workers are gone, and it goes on for a while."""
+        self.over = True
+        for worker in list(self.workers.values()):
+            self.lose_worker(worker)
+
+    def renew(self, lease: int, incarnation: str) -> None:
+        """The node gets another lease."""
+        self.lease, self.incarnation, self.registered_at = lease, incarnation, None
+        self.process.call_soon(self.client.renew, lease, incarnation)
+
+    @property
+    def rivals(self) -> bool:
+        """See Reaper."""
+        return self.rival is not None and self.rival.process.alive
 
     def crash(self) -> None:
         """The agent is killed, and its spawner takes the workers down."""

@@ -11,13 +11,16 @@ import pytest
 
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.agent.timer_tables import Table, Tables
+from rallypoint.serving.errors import ServiceError, invalid
 from rallypoint.serving.lag import WatchClock
+from rallypoint.serving.openings import Openings
 from rallypoint.timer.client import TimerClient
 from rallypoint.timer.client_values import ExpiredTimer
 from rallypoint.timer.core import TimerTable
 from rallypoint.timer.countdown import Countdown
 from rallypoint.timer.learning import Scope, ScopeBook
 from rallypoint.timer.ledger import Change, Ledger, Start
+from rallypoint.timer.nodes import Node
 from rallypoint.timer.values import Subscription, TimerSettings
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -224,8 +227,44 @@ def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ScopeBook, "_raise", stubborn)
 
 
+def compare_leases_of_all_lives(patch: pytest.MonkeyPatch) -> None:
+    """A lease is superseded by any higher number, of whichever life of the run."""
+    patch.setattr(Node, "began_anew", lambda self, incarnation: False)
+
+
+def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:
+    """An agent takes a refusal for the last word, and no other lease for a reason to try again."""
+
+    async def rest(self: TimerClient, seconds: float) -> bool:
+        if self.trouble.startswith(("FAILED_PRECONDITION", "ABORTED")):
+            await asyncio.get_running_loop().create_future()
+        return await wait(self, seconds)
+
+    wait = TimerClient._rest
+    patch.setattr(TimerClient, "_rest", rest)
+
+
+def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
+    """A first message that does not come in time is a mistake of the client's."""
+
+    async def strict(self: Openings, requests: Any) -> Any:
+        try:
+            return await first(self, requests)
+        except (TimeoutError, ServiceError):
+            raise invalid("actions", "must come in time") from None
+
+    first = Openings.first
+    patch.setattr(Openings, "first", strict)
+
+
+def look_as_seldom_as_ever_after_a_pause(patch: pytest.MonkeyPatch) -> None:
+    """Looks are a pulse apart, also right after a pause."""
+    patch.setattr(WatchClock, "next_look", lambda self, now: now + self._settings.pulse)
+
+
 _IN_VAIN = "nobody is reaped for a timer in time"
 _NEVER = "who is late is reaped"
+_UNGUARDED = "no agent gives up|who holds its lease is not refused"
 _TWICE = "no completion is counted twice"
 
 PLANTS: dict[Plant, str] = {
@@ -248,6 +287,10 @@ PLANTS: dict[Plant, str] = {
     tell_completions_again_on_a_new_stream: _TWICE,
     add_what_agents_bring_back: _TWICE,
     ignore_the_warm_up: "nobody is reaped before enough was seen",
+    compare_leases_of_all_lives: _UNGUARDED,
+    give_up_when_refused: _UNGUARDED,
+    refuse_a_late_first_message: "a service answers no INVALID_ARGUMENT",
+    look_as_seldom_as_ever_after_a_pause: _IN_VAIN,
     go_by_what_was_learned_first: "a learned duration is the factor times the longest",
 }
 """What to plant, and the invariant that it must break."""

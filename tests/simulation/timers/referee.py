@@ -39,8 +39,14 @@ class Reaper(Protocol):
     """A host, as its verdicts are judged."""
 
     name: str
+    lease: int
+    incarnation: str
     registered_at: float | None
     shaken_at: float
+
+    @property
+    def rivals(self) -> bool:
+        """Whether an agent of another incarnation of its run is still there."""
 
     def guards(self, span: Span, *, all_along: bool = False) -> bool:
         """Whether it lives and can know of a scope, and has been able to since it began."""
@@ -72,6 +78,8 @@ class Referee:
         self._overdue: dict[str, list[Span]] = {}
         self._asked: dict[str, Reaper] = {}
         self._broken: list[str] = []
+        # With what calls began that are not over yet.
+        self._subscribed: dict[ServerCall, pb.Subscribe] = {}
 
     def check(self) -> None:
         """Called after each step.
@@ -181,8 +189,9 @@ class Referee:
             self.note("heard", call.subject, kind, getattr(action, kind))
             if kind == "subscribe":
                 call.subject = action.subscribe.node_id
-            elif kind == "registered" and call.subject in self.hosts:
-                self.hosts[call.subject].registered_at = self._now()
+                self._subscribed[call] = action.subscribe
+            elif kind == "registered" and (host := self._holder(call)) is not None:
+                host.registered_at = self._now()
 
     def told(self, call: ServerCall, message: Any) -> None:
         """A service says something."""
@@ -211,6 +220,22 @@ class Referee:
         self.note("answered", call.subject, code.name, details)
         if code.name in _NEVER:
             self._break(f"a service answers no {code.name}: {details}")
+        if (
+            code.name == "FAILED_PRECONDITION"
+            and (host := self._holder(call)) is not None
+            and not host.rivals
+        ):
+            self._break(f"who holds its lease is not refused: {host.name}: {details}")
+        self._subscribed.pop(call, None)
+
+    def _holder(self, call: ServerCall) -> Reaper | None:
+        """The host that is its node's agent now, if the call is made by it and with its lease."""
+        subscribe = self._subscribed.get(call)
+        host = self.hosts.get(subscribe.node_id) if subscribe is not None else None
+        if host is None or subscribe is None:
+            return None
+        held = (host.incarnation, host.lease)
+        return host if (subscribe.incarnation, subscribe.lease) == held else None
 
     # ---- in the end
 

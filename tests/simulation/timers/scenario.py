@@ -62,6 +62,10 @@ class Scenario:
         within = AT_LAST + longest + 2 * scene.forgivable
         clockwork = scene.clockwork
         if not clockwork.run(clockwork.now + within, scene.settled, scene.referee.check):
+            if scene.unwatched:
+                raise Violation(
+                    f"no agent gives up: unguarded after {within:.0f} s: {'; '.join(scene.unwatched)}"
+                )
             service = scene.service
             left = scene.referee.owed(service.ripe) if service is not None else []
             spans = "; ".join(span.describe() for span in left)

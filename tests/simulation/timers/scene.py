@@ -44,6 +44,13 @@ class Scene:
         self._services = 0
         self._saved: list[tuple[str, Learned]] = []
         self._lives = 0
+        # Lives of the run; and of each node the newest incarnation in which it was, and the next lease there.
+        self._incarnations = 1
+        self._leases: dict[str, tuple[str, int]] = {}
+        # Links that are not mended before their time.
+        self._stalled: set[str] = set()
+        # Agents whose job is over.
+        self._lingering: list[Host] = []
         self._temper = replace(plan.temper)
         self.start_service()
         for number in range(1, plan.hosts + 1):
@@ -138,10 +145,15 @@ class Scene:
         return [host for host in self.hosts if host.process.alive]
 
     def start_host(self, link: Link) -> None:
-        """Start an agent with its workers."""
+        """Start an agent with its workers; its lease is a newer one of the incarnation in which its node was last."""
         if self._lives >= _MOST_LIVES and not self.calm:
             return
         self._lives += 1
+        incarnation, lease = self._leases.get(link.name, ("run 1", 10))
+        for former in self.hosts:
+            if (former.name, former.incarnation) == (link.name, incarnation):
+                lease = max(lease, former.lease + 1)
+        self._leases[link.name] = incarnation, lease + 10
         host = Host(
             self.clockwork,
             self.network,
@@ -149,13 +161,16 @@ class Scene:
             self._stream(f"host{self._lives}"),
             link,
             name=link.name,
-            lease=10 * self._lives,
+            life=self._lives,
+            lease=lease,
+            incarnation=incarnation,
             new_process=self._machine(),
             temper=self._temper,
             reaping=self.plan.reaping,
         )
         self.note("start", host.process.name)
         self.hosts = [each for each in self.hosts if each.name != host.name] + [host]
+        host.rival = next((each for each in self._lingering if each.name == host.name), None)
         self.referee.hosts[host.name] = host
         self._shake()
         for _ in range(self.plan.workers):
@@ -169,6 +184,33 @@ class Scene:
         host.crash()
         self.network.died(host.process, silently=silently)
         self.clockwork.after(self.chance.choice([0.1, 1.0, 4.0]), self.start_host, host.link)
+
+    def begin_anew(self) -> None:
+        """All nodes join another life of the run."""
+        self._incarnations += 1
+        self.note("begin anew", self._incarnations)
+        for lease, host in enumerate(self.alive, start=2):
+            self._leases[host.name] = f"run {self._incarnations}", lease + 10
+            host.renew(lease, f"run {self._incarnations}")
+
+    def second_job(self, host: Host) -> None:
+        """A host is in another life of the run, with another agent; the one before is still there."""
+        if self._lives >= _MOST_LIVES:
+            return
+        self._incarnations += 1
+        self.note("second job", host.process.name)
+        self._leases[host.name] = f"run {self._incarnations}", 2
+        host.outlive_its_job()
+        self._lingering.append(host)
+        self.clockwork.after(self.chance.choice([0.2, 2.0, 8.0]), self._end_job, host)
+        self.start_host(host.link)
+
+    def _end_job(self, host: Host) -> None:
+        if host in self._lingering:
+            self.note("end", host.process.name)
+            self._lingering.remove(host)
+            host.crash()
+            self.network.died(host.process, silently=False)
 
     def stop_agent(self, host: Host, seconds: float) -> None:
         """Stop an agent for a while; its workers go on."""
@@ -212,9 +254,21 @@ class Scene:
         self._shake()
         self.clockwork.after(seconds, self.heal, link)
 
+    def stall(self, link: Link, seconds: float) -> None:
+        """Swallow what clients send over a link, for that long, whatever else befalls it meanwhile."""
+        if link.whole and not self.calm:
+            self.forgivable += seconds
+            self._stalled.add(link.name)
+            self.block(link, up=True, down=False, seconds=seconds)
+            self.clockwork.after(seconds, self._unstall, link)
+
+    def _unstall(self, link: Link) -> None:
+        self._stalled.discard(link.name)
+        self.heal(link)
+
     def heal(self, link: Link) -> None:
         """Mend a link."""
-        if not link.whole:
+        if not link.whole and link.name not in self._stalled:
             self.note("heal", link.name)
             self.network.heal(link)
             # What was under way arrives now, and is as old as it is.
@@ -250,6 +304,8 @@ class Scene:
         self._temper.steady = True
         for link in self.links:
             self.heal(link)
+        for host in list(self._lingering):
+            self._end_job(host)
         for host in self.alive:
             self._go_on(host)
             for program in host.programs:
@@ -268,9 +324,19 @@ class Scene:
         self._temper.finishing = True
 
     def settled(self) -> bool:
-        """Whether nobody is in a scope any more who can be expected to be out of it, or reaped."""
+        """Whether every agent is watched, and nobody in a scope any more who is to be out of it, or reaped."""
         service = self.service
-        return service is not None and not self.referee.owed(service.ripe)
+        return service is not None and not self.unwatched and not self.referee.owed(service.ripe)
+
+    @property
+    def unwatched(self) -> list[str]:
+        """Agents whose workers nobody guards, with why."""
+        watched = self.service.watched if self.service is not None else set()
+        return [
+            f"{host.process.name}: {host.client.trouble}"
+            for host in self.alive
+            if host.client.trouble or (host.name, host.incarnation, host.lease) not in watched
+        ]
 
     def dispose(self) -> None:
         """Let go of everything."""

@@ -19,7 +19,7 @@ from rallypoint.timer.values import TimerSettings
 from rallypoint.timer.watchdog import Watchdog
 from simulation.clockwork import Process
 from simulation.handlers import handlers_of
-from simulation.network import Connection
+from simulation.network import Connection, Link
 from simulation.timers.referee import Referee
 from simulation.wire import ServerCall
 
@@ -48,6 +48,7 @@ class Service:
         self._calls = CallInterceptor(translate, new_incident=self._incident, clock=process.time)
         self._handlers: dict[str, Any] = {}
         self._servicer = TimerServicer(self.watchdog)
+        self._when_called: dict[str, Callable[[], None]] = {}
         process.create_task(self._main())
 
     def _incident(self) -> str:
@@ -62,7 +63,12 @@ class Service:
 
     def accept(self, connection: Connection, method: str) -> ServerCall:
         """Take a call."""
+        self._when_called.pop(connection.link.name, lambda: None)()
         return ServerCall(connection, method, self._handlers[method], self._referee)
+
+    def when_called(self, link: Link, happens: Callable[[], None]) -> None:
+        """Something happens with the next call that comes over a link, before anything that is sent on it."""
+        self._when_called[link.name] = happens
 
     def drain(self) -> None:
         """End in good order."""
@@ -81,6 +87,18 @@ class Service:
             self._referee.note("drained late")  # what is open still, is cut
         await asyncio.sleep(_FLUSH)
         self._on_exit(self)
+
+    def intrude(self, run_id: str, node_id: str, lease: int, incarnation: str) -> None:
+        """Another agent of a node comes with a newer lease, and goes."""
+        if not self.watchdog.draining:
+            subscription, _ = self.watchdog.subscribe(run_id, node_id, lease, incarnation=incarnation)
+            self.watchdog.unsubscribe(subscription)
+
+    @property
+    def watched(self) -> set[tuple[str, str, int]]:
+        """The nodes that are subscribed, each with its incarnation and lease."""
+        subscriptions = [subscription for subscription, _ in self.watchdog._mailboxes.values()]
+        return {(each.node_id, each.incarnation, each.lease) for each in subscriptions}
 
     def ripe(self, scope: str) -> bool:
         """Whether enough was seen of a scope."""

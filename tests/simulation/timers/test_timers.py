@@ -24,7 +24,7 @@ from simulation.timers.scenario import Failed, fingerprint, play, shown
 BLOCKS = 10
 SIMULATIONS = int(os.environ.get("RALLYPOINT_TIMER_SIMULATIONS", "300"))
 # A planted bug must be found within so many seeds. On most, a few are enough.
-SEEDS = 1000
+SEEDS = 2000
 TESTS = Path(__file__).parent.parent.parent
 
 

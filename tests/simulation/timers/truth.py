@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 # Twice the pulse of a watch clock, and the time after which it forgives a pause as fully as the one before.
 NOTICEABLE = 0.5
-APART = 3.0
+APART = 0.3
 
 
 @dataclass(slots=True)

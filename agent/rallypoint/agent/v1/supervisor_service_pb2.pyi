@@ -135,6 +135,7 @@ class Job(_message.Message):
     RENDEZVOUS_ENDPOINT_FIELD_NUMBER: _builtins.int
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     FAILURE_REPORT_FIELD_NUMBER: _builtins.int
+    WATCHDOG_TROUBLE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
@@ -160,6 +161,10 @@ class Job(_message.Message):
     failure_report: _builtins.str
     """The failure that ended the run, on whichever host it was, for people: several lines. In ENDED, if there was one;
     empty in ListJobs.
+    """
+    watchdog_trouble: _builtins.str
+    """Why no watchdog guards the workers here, for people: their timers count down, but nobody is reaped. Empty: one does,
+    or it is not known yet.
     """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
@@ -196,10 +201,11 @@ class Job(_message.Message):
         rendezvous_endpoint: _builtins.str = ...,
         launch_id: _builtins.str = ...,
         failure_report: _builtins.str = ...,
+        watchdog_trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain_deadline", b"drain_deadline", "end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "drain_deadline", b"drain_deadline", "end_time", b"end_time", "exit_code", b"exit_code", "failure_report", b"failure_report", "launch_id", b"launch_id", "log_dir", b"log_dir", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "restart_count", b"restart_count", "round", b"round", "run_id", b"run_id", "start_time", b"start_time", "state", b"state", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "drain_deadline", b"drain_deadline", "end_time", b"end_time", "exit_code", b"exit_code", "failure_report", b"failure_report", "launch_id", b"launch_id", "log_dir", b"log_dir", "node_id", b"node_id", "rendezvous_endpoint", b"rendezvous_endpoint", "restart_count", b"restart_count", "round", b"round", "run_id", b"run_id", "start_time", b"start_time", "state", b"state", "watchdog_trouble", b"watchdog_trouble", "workers", b"workers", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import singledispatch
 
-from rallypoint.rendezvous.core import facts, failures, restarts
+from rallypoint.rendezvous.core import facts, failures, newcomers, restarts
 from rallypoint.rendezvous.core.explain import explain_eviction, explain_failure, explain_loss
 from rallypoint.rendezvous.core.leases import enqueue
 from rallypoint.rendezvous.core.state import (
@@ -38,8 +38,9 @@ def apply(state: RunState, fact: facts.Fact, now: float, when: float | None = No
             as if they had just happened.
     """
     state.revision += 1
+    restarted = state.restart_count
     _apply(fact, state, now)
-    if isinstance(fact, facts.RoundEnded) and fact.end.cause is RoundEndCause.WORKER_FAILED:
+    if isinstance(fact, facts.RoundEnded) and state.restart_count > restarted:
         restarts.note(state, fact.end.round, fact.end.node_id, now if when is None else min(when, now))
     restarts.forget_old(state, now)
     _keep_scale_up(state, now)
@@ -59,6 +60,9 @@ def resume_deadlines(state: RunState, now: float) -> None:
         state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
     if state.breach is not None and state.breach.cause is RoundEndCause.WORKER_FAILED:
         state.settle_deadline = now + failures.SETTLING
+        state.silent = failures.participants(state) - {each.node_id for each in state.failed_workers}
+    for node_id in state.failed_scale_ups_of:
+        newcomers.hold_back(state, node_id, now)
 
 
 @singledispatch
@@ -69,6 +73,7 @@ def _apply(fact: object, state: RunState, now: float) -> None:
 @_apply.register
 def _run_created(fact: facts.RunCreated, state: RunState, now: float) -> None:
     state.created = True
+    state.incarnation = fact.incarnation
     state.settings = fact.settings
 
 
@@ -83,6 +88,8 @@ def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
         topology=fact.topology,
         lease_deadline=now + state.settings.time_to_live,
         waiting_since=now,
+        seen_at=now,
+        connected_at=now,
     )
     enqueue(state, node)
     _keep_last_call(state, now)
@@ -91,7 +98,21 @@ def _node_joined(fact: facts.NodeJoined, state: RunState, now: float) -> None:
 @_apply.register
 def _node_lost(fact: facts.NodeLost, state: RunState, now: float) -> None:
     detail = explain_loss(fact.node_id, fact.reason, state.settings)
+    if fact.failed_round:
+        _attribute_failure(state, RoundEnd(fact.failed_round, RoundEndCause.NODE_LOST, fact.node_id, detail))
     _remove_node(state, fact.node_id, RoundEndCause.NODE_LOST, detail, now)
+
+
+def _attribute_failure(state: RunState, end: RoundEnd) -> None:
+    """Attribute the failure of a round to the loss of a node: it counts as no restart, and against no node."""
+    if state.phase is Phase.FINAL:
+        state.breach, state.settle_deadline, state.silent = end, None, set()
+    else:
+        restarts.forgive(state, end.round)
+        state.counted_round, state.hold_until = 0, None
+        if state.last_round_end is not None and state.last_round_end.round == end.round:
+            state.last_round_end = end
+    state.failure, state.failed_workers = None, set()
 
 
 @_apply.register
@@ -130,27 +151,30 @@ def _left(fact: facts.NodeLeft | facts.NodeDeparting) -> str:
 def _remove_node(state: RunState, node_id: str, cause: RoundEndCause, detail: str, now: float) -> None:
     del state.nodes[node_id]
     state.departing.pop(node_id, None)
+    state.disconnected.discard(node_id)
     _vacate_seat(state, node_id, cause, detail)
     _keep_last_call(state, now)
 
 
 def _vacate_seat(state: RunState, node_id: str, cause: RoundEndCause, detail: str) -> None:
     state.unconfirmed.discard(node_id)
+    state.silent.discard(node_id)
     if node_id in state.succeeded:
         # It has done its part: the round can do without it, and its seat is not for who joins under its name.
         state.succeeded.discard(node_id)
         del state.seats[node_id]
     elif node_id in state.seats and state.breach is None:
         state.breach = RoundEnd(state.round, cause, node_id, detail)
-    elif node_id in state.seats and state.settle_deadline is not None and node_id not in state.departing:
-        # Its seat must not be for who joins under its name: nobody is waited for any more.
-        state.settle_deadline = -math.inf
+    elif node_id in state.seats and state.settling and node_id not in state.departing:
+        # The end may wait for others: until then, its seat must not be for a node that joins under its name.
+        del state.seats[node_id]
 
 
 @_apply.register
 def _round_frozen(fact: facts.RoundFrozen, state: RunState, now: float) -> None:
     state.phase = Phase.FROZEN
     state.round = fact.round
+    state.newcomers = newcomers.of_round(state, fact.seats)
     state.seats = {seat.node_id: seat for seat in fact.seats}
     state.group_world_size = len(fact.seats)
     state.world_size = sum(seat.local_world_size for seat in fact.seats)
@@ -173,9 +197,10 @@ def _node_confirmed(fact: facts.NodeConfirmed, state: RunState, now: float) -> N
 def _round_finalized(fact: facts.RoundFinalized, state: RunState, now: float) -> None:
     state.phase = Phase.FINAL
     state.confirm_deadline = None
-    state.final_at = now
+    state.final_at = now + state.forgiven
     state.failure = state.permanent_failure = None
     state.failed_workers = set()
+    state.counted_round = 0
     state.first_failed_at = -math.inf
 
 
@@ -183,6 +208,7 @@ def _round_finalized(fact: facts.RoundFinalized, state: RunState, now: float) ->
 def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> None:
     failure = fact.failure
     state.failed_workers.add(failures.failed_worker(state, failure.node_id, failure))
+    state.silent.discard(failure.node_id)
     if failure.permanent and state.permanent_failure is None:
         state.permanent_failure = failure
     first = state.failure is None or fact.earliest
@@ -195,6 +221,8 @@ def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> Non
     elif state.breach is None:
         state.breach = _breach_by(failure)
         state.settle_deadline = now + failures.SETTLING
+        state.failure_reported_at = now
+        state.silent = failures.participants(state) - {failure.node_id}
     elif first and state.breach.cause is RoundEndCause.WORKER_FAILED:
         state.breach = _breach_by(failure)
 
@@ -213,6 +241,7 @@ def _name_the_first(state: RunState, failure: WorkerFailure) -> None:
 @_apply.register
 def _node_succeeded(fact: facts.NodeSucceeded, state: RunState, now: float) -> None:
     state.succeeded.add(fact.node_id)
+    state.silent.discard(fact.node_id)
     state.finishing = True
     if state.exit_barrier_deadline is None and not state.exit_barrier_passed:
         state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
@@ -236,19 +265,32 @@ def _restart_requested(fact: facts.RestartRequested, state: RunState, now: float
 
 @_apply.register
 def _round_ended(fact: facts.RoundEnded, state: RunState, now: float) -> None:
+    _keep_former(fact, state, now)
     state.phase = Phase.JOINABLE
+    if fact.restart_count > state.restart_count:
+        state.counted_round = fact.end.round
     state.restart_count = fact.restart_count
     state.quick_restarts = fact.quick_restarts
     state.last_round_end = fact.end
-    state.former_ranks = {seat.node_id: seat.group_rank for seat in state.seats.values()}
-    state.former_size = len(state.seats)
-    state.former_fencing_token = state.fencing_token
     state.confirm_deadline = None
     for node in state.nodes.values():
         node.waiting_since = now
     _clear_round(state)
     _keep_last_call(state, now)
     _keep_hold(state, now)
+
+
+def _keep_former(fact: facts.RoundEnded, state: RunState, now: float) -> None:
+    """Keep what the next round must know of the one that ends."""
+    proven = len(state.seats.keys() - state.newcomers)
+    failed = newcomers.note_end(state, fact.end, fact.failed_scale_ups, fact.newcomers_passed, now)
+    size = (failed and proven) or len(state.seats)
+    ran = state.phase is Phase.FINAL
+    # A round that never ran adds no node to those that are waited for; a last call has waited for those it lacks.
+    state.former_size = size if ran else min(state.former_size, size)
+    if ran or state.former_size == 0:
+        state.former_ranks = {seat.node_id: seat.group_rank for seat in state.seats.values()}
+        state.former_fencing_token = state.fencing_token
 
 
 @_apply.register
@@ -259,6 +301,7 @@ def _run_closed(fact: facts.RunClosed, state: RunState, now: float) -> None:
     # Nobody has rights in a run that is over: the leases end with it.
     state.nodes = {}
     state.departing = {}
+    state.disconnected = set()
     state.lease_queue = []
     _clear_round(state)
 
@@ -271,6 +314,7 @@ def _clear_round(state: RunState) -> None:
     state.finishing = state.exit_barrier_passed = False
     state.exit_barrier_deadline = state.settle_deadline = None
     state.breach = None
+    state.silent = set()
 
 
 def _keep_last_call(state: RunState, now: float) -> None:

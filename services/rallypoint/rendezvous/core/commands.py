@@ -18,6 +18,8 @@ class Join:
     local_world_size: int
     role: str
     topology: str = ""
+    # Incarnation of the run, if this creates it.
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

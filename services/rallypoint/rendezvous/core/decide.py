@@ -6,9 +6,10 @@ from dataclasses import fields
 from functools import singledispatch
 from itertools import islice
 
-from rallypoint.rendezvous.core import commands, facts, failures, restarts
+from rallypoint.rendezvous.core import commands, facts, failures, newcomers
 from rallypoint.rendezvous.core.explain import explain_newcomers
 from rallypoint.rendezvous.core.failures import MOST_EVICTED
+from rallypoint.rendezvous.core.leases import spared_until
 from rallypoint.rendezvous.core.ranks import assign_seats
 from rallypoint.rendezvous.core.refusals import (
     LeaseLost,
@@ -28,7 +29,6 @@ from rallypoint.rendezvous.core.state import (
     RunEnd,
     RunSettings,
     RunState,
-    ScaleUpPolicy,
 )
 
 
@@ -66,13 +66,13 @@ def _decide(command: object, state: RunState) -> list[facts.Fact]:
 def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
     decided: list[facts.Fact] = []
     if not state.created:
-        decided.append(facts.RunCreated(command.settings))
+        decided.append(facts.RunCreated(command.settings, command.incarnation))
     elif command.settings != state.settings:
         raise SettingsDiffer(state.run_id, _differences(state.settings, command.settings))
     if command.node_id in state.evicted:
         raise _evicted(state, command.node_id)
     if command.node_id in state.nodes:
-        decided.append(facts.NodeLost(command.node_id, LossReason.SUPERSEDED))
+        decided.append(_lost(state, command.node_id, LossReason.SUPERSEDED))
     # The lease's number is the revision that its fact is going to get: it only grows, and no two are alike.
     lease = state.revision + len(decided) + 1
     decided.append(
@@ -207,13 +207,17 @@ def next_consequence(state: RunState, now: float) -> facts.Fact | None:
 
 
 def _expired_lease(state: RunState, now: float) -> facts.Fact | None:
-    if not state.lease_queue or state.lease_queue[0][0] > now:
+    if not state.lease_queue or max(state.lease_queue[0][0], spared_until(state)) > now:
         return None
     _, node_id, lease = state.lease_queue[0]
     node = state.nodes.get(node_id)
     if node is None or node.lease != lease or node.lease_deadline > now:
         return None  # out of date; `leases.prune` takes it off the queue
-    return facts.NodeLost(node_id, node.loss_if_expired)
+    return _lost(state, node_id, node.loss_if_expired)
+
+
+def _lost(state: RunState, node_id: str, reason: LossReason) -> facts.NodeLost:
+    return facts.NodeLost(node_id, reason, failures.failed_round_of(state, node_id))
 
 
 def _overdue_departure(state: RunState, now: float) -> facts.Fact | None:
@@ -228,20 +232,42 @@ def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
     if present < settings.min_nodes:
         eldest = eldest_node(state)
         if eldest is not None and now >= eldest.waiting_since + settings.join_timeout:
-            return facts.NodeLost(eldest.node_id, LossReason.JOIN_TIMED_OUT)
+            return _lost(state, eldest.node_id, LossReason.JOIN_TIMED_OUT)
         return None
-    # A round that lost nobody, found a replacement for everybody, or grew, has nobody to wait for.
-    whole = state.former_size > 0 and present >= state.former_size
+    available = available_nodes(state)
+    if available is None:
+        return None
+    held_back = newcomers.held_back(state, now)
+    if available - len(held_back) >= settings.min_nodes:
+        available -= len(held_back)
+    else:
+        held_back = set()  # the run needs them
+    # A round that lost no node, found a replacement for each, or grew, waits for no other.
+    whole = state.former_size > 0 and available >= state.former_size
     called = state.last_call_deadline is not None and now >= state.last_call_deadline
-    if state.held_up or not (present >= settings.max_nodes or whole or called):
+    if state.held_up or not (available >= settings.max_nodes or whole or called):
         return None
     if state.hold_until is not None and now < state.hold_until:
         return None
-    # Participants of the round before come first, so that no newcomer takes a survivor's place.
-    staying = (node for node in state.nodes.values() if node.node_id not in state.departing)
+    # Participants of the last round come first, so that no newcomer takes a survivor's place.
+    left_out = held_back | state.disconnected | state.departing.keys()
+    staying = (node for node in state.nodes.values() if node.node_id not in left_out)
     candidates = sorted(staying, key=lambda node: node.node_id not in state.former_ranks)
     chosen = list(islice(candidates, settings.max_nodes))
     return facts.RoundFrozen(state.round + 1, assign_seats(chosen, state.former_ranks, settings.rank_policy))
+
+
+def available_nodes(state: RunState) -> int | None:
+    """Return how many nodes a round could be formed of now; None: it waits for nodes whose streams are broken.
+
+    A participant of the last round has its disconnect grace to come back, so that no round is formed with a node that
+    is gone. Newcomers without a stream are passed over, where enough others are there.
+    """
+    missing = [node_id for node_id in state.disconnected if node_id not in state.departing]
+    if any(node_id in state.former_ranks for node_id in missing):
+        return None
+    available = state.present - len(missing)
+    return available if available >= state.settings.min_nodes else None
 
 
 def eldest_node(state: RunState) -> Node | None:
@@ -252,9 +278,9 @@ def eldest_node(state: RunState) -> Node | None:
 def _in_frozen(state: RunState, now: float) -> facts.Fact | None:
     overdue = state.confirm_deadline is not None and now >= state.confirm_deadline
     if overdue and state.unconfirmed:
-        return facts.NodeLost(min(state.unconfirmed), LossReason.CONFIRM_TIMED_OUT)
+        return _lost(state, min(state.unconfirmed), LossReason.CONFIRM_TIMED_OUT)
     if state.breach is not None:
-        return _uncounted_end(state, state.breach, now)
+        return failures.ended(state, state.breach, now)
     if not state.unconfirmed:
         return facts.RoundFinalized(state.round)
     return None
@@ -273,36 +299,18 @@ def _in_final(state: RunState, now: float) -> facts.Fact | None:
 
 def _end_of_breached_round(state: RunState, breach: RoundEnd, now: float) -> facts.Fact | None:
     if breach.cause is not RoundEndCause.WORKER_FAILED:
-        return _uncounted_end(state, breach, now)
+        return failures.ended(state, breach, now)
     return failures.end_of_failed_round(state, breach, now)
 
 
-def _uncounted_end(state: RunState, end: RoundEnd, now: float) -> facts.RoundEnded:
-    quick = restarts.quick_restarts_after(state, end.cause, now)
-    return facts.RoundEnded(end, state.restart_count, restarts.counted(state), quick)
-
-
 def _scale_up(state: RunState, now: float) -> facts.Fact | None:
-    """End the round for the sake of newcomers, where that is wanted and there is room.
-
-    Not once a participant succeeded: the run is about to end, and a restart would take work back.
-    """
-    if not state.has_room or state.finishing or not _wants_newcomers(state, now):
+    """End the round for newcomers, where that is wanted, there is room, and some are ready."""
+    due = newcomers.next_scale_up(state)
+    if due is None or now < due:
         return None
-    newcomers = [node.node_id for node in state.waiting]
-    detail = explain_newcomers(newcomers)
-    return _uncounted_end(state, RoundEnd(state.round, RoundEndCause.NODE_JOINED, newcomers[0], detail), now)
-
-
-def _wants_newcomers(state: RunState, now: float) -> bool:
-    match state.settings.scale_up_policy:
-        case ScaleUpPolicy.IMMEDIATE:
-            return True
-        case ScaleUpPolicy.DELAYED:
-            gathered = state.scale_up_deadline is not None and now >= state.scale_up_deadline
-            return gathered or state.present >= state.settings.max_nodes
-        case ScaleUpPolicy.ON_RESTART:
-            return False
+    names = [node.node_id for node in newcomers.admissible(state, now)]
+    detail = explain_newcomers(names)
+    return failures.ended(state, RoundEnd(state.round, RoundEndCause.NODE_JOINED, names[0], detail), now)
 
 
 _IN_PHASE = {Phase.JOINABLE: _in_joinable, Phase.FROZEN: _in_frozen, Phase.FINAL: _in_final}

@@ -13,6 +13,8 @@ class RunCreated:
     """The run began."""
 
     settings: RunSettings
+    # A new one each time a run of this name is created; "": of an older version.
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,11 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node's lease ended without its doing."""
+    """A node's lease ended without its doing; `failed_round`: workers of that round failed of it, 0: none did."""
 
     node_id: str
     reason: LossReason
+    failed_round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,8 @@ class RoundEnded:
     restart_count: int
     counted_restarts: int = 0
     quick_restarts: int = 0
+    failed_scale_ups: int = 0
+    newcomers_passed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ how old it was then. What is on its way for long looks later than it was, by tha
 
 from __future__ import annotations
 
-from rallypoint.rendezvous.core import facts, restarts
+from rallypoint.rendezvous.core import facts, newcomers, restarts
 from rallypoint.rendezvous.core.explain import explain_failure, explain_spent, explain_worn_out
 from rallypoint.rendezvous.core.state import (
     FailedWorker,
+    FailureKind,
     Outcome,
     Phase,
     RoundEnd,
@@ -66,21 +67,64 @@ def failed_worker(state: RunState, node_id: str, failure: WorkerFailure) -> Fail
 
 
 def failed_at(state: RunState, failure: WorkerFailure, now: float) -> float:
-    """When a worker failed whose report comes now: not later than that, and not before its round began."""
+    """When a worker failed whose report comes now: not later than that, and not before its round began.
+
+    By the clock that forgives no pauses: by the other, what failed before one would seem to have failed after it.
+    """
+    now += state.forgiven
     return max(now - max(0.0, failure.age), min(state.final_at, now))
 
 
+def participants(state: RunState) -> set[str]:
+    """Return the nodes of a FINAL round whose workers are to run: they hold the lease of their seat, and stay."""
+    return {node_id for node_id in state.seats if _takes_part(state, node_id)}
+
+
+def _takes_part(state: RunState, node_id: str) -> bool:
+    node = state.nodes.get(node_id)
+    # A node that joined after the round froze, under the name of a participant, has no seat in it.
+    seated = node is not None and node_id in state.seats and node.lease < state.fencing_token
+    return seated and node_id not in state.succeeded and node_id not in state.departing
+
+
+def misses_participant(state: RunState) -> bool:
+    """Return whether the stream of a participant is broken: if that node is lost, it is why the workers failed."""
+    return any(_takes_part(state, node_id) for node_id in state.disconnected)
+
+
 def is_settled(state: RunState, now: float) -> bool:
-    """Whether nobody need be waited for who may report an earlier failure than is known."""
-    if state.settle_deadline is None or now >= state.settle_deadline or state.group_world_size == 1:
+    """Return whether no participant can report an earlier failure, or turn out to have been lost before the failure.
+
+    Each must have shown a sign of life since the failure was reported; its lease bounds the wait for that.
+    """
+    if state.group_world_size == 1:
         return True
-    if len(state.seats) > MOST_FAILURES:
-        return False  # not all of them are kept
-    heard = {worker.node_id for worker in state.failed_workers} | state.succeeded
-    return all(
-        node_id in heard or node_id in state.departing or node_id not in state.nodes
-        for node_id in state.seats
-    )
+    if state.silent or misses_participant(state):
+        return False
+    if state.settle_deadline is None or now >= state.settle_deadline:
+        return True
+    # The streams of participants that have reported may break yet: a host's workers may die before its agent.
+    assert state.failure is not None, "the round failed"
+    return participants(state) <= {state.failure.node_id}
+
+
+def failed_round_of(state: RunState, node_id: str) -> int:
+    """Return the round whose workers failed because this node, which is lost now, was gone; 0: none did.
+
+    Workers fail of a lost peer long before the service knows that its host is lost: a connection is reset within
+    milliseconds, and a lease outlives a network cut by seconds.
+    """
+    node = state.nodes[node_id]
+    if state.failure is None or node_id in state.departing:
+        return 0
+    if state.phase is Phase.FINAL:
+        failed = state.settling and _takes_part(state, node_id)
+        return state.round if failed else 0
+    if node_id not in state.former_ranks or node.lease > state.former_fencing_token:
+        return 0
+    reported_at = state.failure_reported_at
+    broken = node.broken_at is not None and node.broken_at <= reported_at + SETTLING
+    return state.counted_round if broken or node.seen_at <= reported_at else 0
 
 
 def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.Fact | None:
@@ -90,11 +134,15 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
     """
     failure, settings = state.failure, state.settings
     assert failure is not None, "the round failed"
+    if state.permanent_failure is None and misses_participant(state):
+        return None  # until it is back, or lost
     worn_out = _wears_out(state, failure.node_id)
     used = restarts.counted(state)
+    if state.permanent_failure is None and failure.kind is FailureKind.PORT_TAKEN:
+        # No worker did anything wrong. The next round has another port; should that be taken too, back-off bounds it.
+        return ended(state, breach, now)
     if state.permanent_failure is None and not worn_out and used < settings.max_restarts:
-        quick = restarts.quick_restarts_after(state, breach.cause, now)
-        return facts.RoundEnded(breach, state.restart_count + 1, used + 1, quick)
+        return ended(state, breach, now, counted=1)
     if not is_settled(state, now):
         return None
     if state.permanent_failure is not None:
@@ -106,6 +154,22 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
         return facts.NodeEvicted(failure.node_id, reason, node.lease if node else 0, by_service=True)
     spent = explain_spent(settings.max_restarts, settings.restart_window)
     return facts.RunClosed(RunEnd(Outcome.FAILED, f"{explain_failure(failure)}; {spent}", failure))
+
+
+def ended(state: RunState, end: RoundEnd, now: float, counted: int = 0) -> facts.RoundEnded:
+    """Return the fact that the present round ends so, which counts as so many restarts."""
+    failed_scale_ups, passed = newcomers.count_after(state, end, now)
+    quick = restarts.quick_restarts_after(state, end.cause, now)
+    if counted and failed_scale_ups > state.failed_scale_ups:
+        quick -= 1  # the others need not wait: they restart without it
+    return facts.RoundEnded(
+        end,
+        restart_count=state.restart_count + counted,
+        counted_restarts=restarts.counted(state) + counted,
+        quick_restarts=quick,
+        failed_scale_ups=failed_scale_ups,
+        newcomers_passed=passed,
+    )
 
 
 def unmendable_end(failure: WorkerFailure) -> facts.RunClosed:

@@ -12,6 +12,16 @@ LEAST_TERM_AFTER_RESTART = 10.0
 that is: each waits up to some 2 s before it tries again, and takes longer on a network that is in trouble too. Longer
 keeps a node that died meanwhile in its round for as long."""
 
+LONG_PAUSE = 3.0
+"""Seconds, as they are forgiven, from which a pause of the server may have broken streams: clients give a connection up
+that answers no ping for 5 s, those of others perhaps sooner. After a shorter pause streams are as they were."""
+
+# Seconds without a node that comes back after which all have that will. A herd comes in one go, but a busy machine may
+# stall for some of them; longer keeps a node that died meanwhile in its round for as long.
+_ALL_BACK = 5.0
+# Seconds after a pause at which leases end again, even if nodes come and go all the time.
+_LONGEST_SPARED = 60.0
+
 
 def enqueue(state: RunState, node: Node) -> None:
     """Put a lease into the queue under its present deadline, in the place of its entry before."""
@@ -22,10 +32,15 @@ def enqueue(state: RunState, node: Node) -> None:
 def renew(state: RunState, node_id: str, now: float) -> bool:
     """Take a sign of life of a node that holds a lease: its lease gets a full new term.
 
-    Returns whether that ends earlier than the lease could have ended before: who waits for deadlines must know.
+    Returns whether the run must be settled: it waited for this node, or the lease ends earlier than it could have.
     """
     node = state.nodes[node_id]
-    node.connected = True
+    was_missed = not node.connected or node_id in state.silent
+    if not node.connected:
+        node.connected_at, node.broken_at = now, None
+        state.disconnected.discard(node_id)
+    state.silent.discard(node_id)
+    node.seen_at = now
     node.loss_if_expired = LossReason.LEASE_EXPIRED
     # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a
     # heartbeat costs no queue operation, but for the first one after a restart, which may bring the end nearer.
@@ -33,13 +48,14 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
     nearer = node.lease_deadline < node.queued_deadline
     if nearer:
         enqueue(state, node)
-    return nearer
+    return nearer or was_missed
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:
     """Note that a node's stream broke: what is left of its lease shrinks to the disconnect grace."""
     node = state.nodes[node_id]
-    node.connected = False
+    node.broken_at = now
+    state.disconnected.add(node_id)
     node.loss_if_expired = LossReason.DISCONNECTED
     node.lease_deadline = min(node.lease_deadline, now + state.settings.disconnect_grace)
     enqueue(state, node)
@@ -70,8 +86,21 @@ def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_
     """
     state.lease_queue = []
     state.final_at = state.first_failed_at = -math.inf
+    state.failure_reported_at = now
+    state.disconnected = set(state.nodes)
     term = max(state.settings.time_to_live, least)
     for node in state.nodes.values():
-        node.connected = False
+        node.seen_at = node.connected_at = -math.inf
+        node.broken_at = now
         node.lease_deadline = now + term
         enqueue(state, node)
+
+
+def spared_until(state: RunState) -> float:
+    """Until when no lease ends, whatever its deadline: for a while after a pause of the server that broke streams.
+
+    As after a restart, nodes come back when they do. That their streams ended is noticed only now, and means nothing.
+    While some come back others may still be waiting for their turn: the service is busy with a herd of them.
+    """
+    longest = state.woke_at + _LONGEST_SPARED
+    return min(max(state.woke_at + LEAST_TERM_AFTER_RESTART, state.returned_at + _ALL_BACK), longest)

@@ -45,6 +45,13 @@ def blame(state: RunState, round_: int, node_id: str) -> None:
     ]
 
 
+def forgive(state: RunState, round_: int) -> None:
+    """Count the restart after a round no longer: no worker was its cause."""
+    state.restart_count -= 1
+    state.quick_restarts = max(0, state.quick_restarts - 1)
+    state.restarts = [each for each in state.restarts if each.round != round_]
+
+
 def absolve(state: RunState, node_id: str) -> None:
     """Count no restart against a node any more; against the run they go on counting."""
     state.restarts = [
@@ -87,7 +94,7 @@ def quick_restarts_after(state: RunState, cause: RoundEndCause, now: float) -> i
     A round that ran for a while breaks the row, as does an operator's restart, for something may have been mended.
     A change of membership does not: it says nothing of why the workers fail.
     """
-    ran = now - state.final_at if state.phase is Phase.FINAL else 0.0
+    ran = now + state.forgiven - state.final_at if state.phase is Phase.FINAL else 0.0
     steady = ran >= max(STEADY_AFTER, 2 * hold(state.settings, state.quick_restarts))
     before = 0 if steady or cause is RoundEndCause.RESTART_REQUESTED else state.quick_restarts
     return before + (cause is RoundEndCause.WORKER_FAILED)

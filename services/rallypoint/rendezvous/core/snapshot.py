@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rallypoint.rendezvous.core.apply import resume_deadlines
 from rallypoint.rendezvous.core.facts import NodeEvicted, NodeJoined
@@ -31,6 +31,14 @@ class FormerRank:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedScaleUps:
+    """How often a node failed on probation, in a row."""
+
+    node_id: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeptRestart:
     """A restart, with its time by the server's wall clock, unix seconds: no other clock outlives the server."""
 
@@ -46,7 +54,7 @@ class RunSnapshot:
     run_id: str
     revision: int
     round: int
-    # Only the numbers are left of the run.
+    # Only the numbers are left of the run, and where it may go on, what it used of its budgets.
     forgotten: bool = False
     settings: RunSettings | None = None
     phase: Phase = Phase.JOINABLE
@@ -75,6 +83,11 @@ class RunSnapshot:
     failed_workers: tuple[FailedWorker, ...] = ()
     permanent_failure: WorkerFailure | None = None
     former_fencing_token: int = 0
+    counted_round: int = 0
+    newcomers: tuple[str, ...] = ()
+    failed_scale_ups: int = 0
+    failed_scale_ups_of: tuple[FailedScaleUps, ...] = ()
+    incarnation: str = ""
 
 
 def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
@@ -98,10 +111,7 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
             for node in state.nodes.values()
         ),
         departing=tuple(state.departing),
-        evicted=tuple(
-            NodeEvicted(node_id, each.reason, by_service=each.by_service)
-            for node_id, each in state.evicted.items()
-        ),
+        evicted=_evicted(state),
         seats=tuple(state.seats.values()),
         group_world_size=state.group_world_size,
         world_size=state.world_size,
@@ -118,17 +128,73 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
         breach=state.breach,
         failure=state.failure,
         run_end=state.run_end,
-        restarts=tuple(KeptRestart(each.round, each.node_id, each.at + to_wall) for each in state.restarts),
+        restarts=_kept_restarts(state, to_wall),
         quick_restarts=state.quick_restarts,
         failed_workers=tuple(sorted(state.failed_workers, key=lambda each: (each.node_id, each.local_rank))),
         permanent_failure=state.permanent_failure,
         former_fencing_token=state.former_fencing_token,
+        counted_round=state.counted_round,
+        newcomers=tuple(sorted(state.newcomers)),
+        failed_scale_ups=state.failed_scale_ups,
+        failed_scale_ups_of=tuple(FailedScaleUps(*item) for item in state.failed_scale_ups_of.items()),
+        incarnation=state.incarnation,
     )
 
 
 def take_tombstone(state: RunState) -> RunSnapshot:
     """What must be kept of a run that expired: its numbers, so that none is given out twice under its name."""
-    return RunSnapshot(run_id=state.run_id, revision=state.revision, round=state.round, forgotten=True)
+    return numbers_only(state.run_id, state.revision, state.round)
+
+
+def numbers_only(run_id: str, revision: int, round: int) -> RunSnapshot:
+    """Return the snapshot of a run of which there is nothing but the numbers from which it goes on."""
+    return RunSnapshot(run_id=run_id, revision=revision, round=round, forgotten=True)
+
+
+def has_budgets(left: RunSnapshot) -> bool:
+    """Whether what is left of a run is more than its numbers."""
+    return left != numbers_only(left.run_id, left.revision, left.round)
+
+
+def take_high_water(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
+    """What must outlive everything else of a run: its numbers, and unless it is over, what it used of its budgets.
+
+    A run that was never closed may go on without a service that knows it: its workers run, and its nodes come back.
+
+    Args:
+        state: The run.
+        to_wall: See `take_snapshot`.
+    """
+    numbers = take_tombstone(state)
+    if state.run_end is not None:
+        return numbers
+    return replace(
+        numbers,
+        restart_count=state.restart_count,
+        restarts=_kept_restarts(state, to_wall),
+        quick_restarts=state.quick_restarts,
+        evicted=_evicted(state),
+    )
+
+
+def _kept_restarts(state: RunState, to_wall: float) -> tuple[KeptRestart, ...]:
+    return tuple(KeptRestart(each.round, each.node_id, each.at + to_wall) for each in state.restarts)
+
+
+def _evicted(state: RunState) -> tuple[NodeEvicted, ...]:
+    return tuple(
+        NodeEvicted(node_id, each.reason, by_service=each.by_service)
+        for node_id, each in state.evicted.items()
+    )
+
+
+def _restore_budgets(state: RunState, snapshot: RunSnapshot, now: float, to_wall: float) -> None:
+    state.restart_count = snapshot.restart_count
+    state.restarts = [
+        Restart(each.round, each.node_id, min(now, each.time - to_wall)) for each in snapshot.restarts
+    ]
+    state.quick_restarts = snapshot.quick_restarts
+    state.evicted = {each.node_id: Eviction(each.reason, each.by_service) for each in snapshot.evicted}
 
 
 def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState:
@@ -143,13 +209,14 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
         to_wall: See `take_snapshot`; of now.
     """
     state = RunState(snapshot.run_id, revision=snapshot.revision, round=snapshot.round)
+    _restore_budgets(state, snapshot, now, to_wall)
     if snapshot.forgotten:
         return state
     assert snapshot.settings is not None
     state.created = True
+    state.incarnation = snapshot.incarnation
     state.settings = snapshot.settings
     state.phase = snapshot.phase
-    state.restart_count = snapshot.restart_count
     state.nodes = {
         node.node_id: Node(
             node_id=node.node_id,
@@ -164,7 +231,6 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
         for node in snapshot.nodes
     }
     state.departing = dict.fromkeys(snapshot.departing, now + state.settings.confirm_timeout)
-    state.evicted = {each.node_id: Eviction(each.reason, each.by_service) for each in snapshot.evicted}
     state.seats = {seat.node_id: seat for seat in snapshot.seats}
     state.group_world_size = snapshot.group_world_size
     state.world_size = snapshot.world_size
@@ -181,13 +247,13 @@ def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState
     state.breach = snapshot.breach
     state.failure = snapshot.failure
     state.run_end = snapshot.run_end
-    state.restarts = [
-        Restart(each.round, each.node_id, min(now, each.time - to_wall)) for each in snapshot.restarts
-    ]
-    state.quick_restarts = snapshot.quick_restarts
     state.failed_workers = set(snapshot.failed_workers)
     state.permanent_failure = snapshot.permanent_failure
     state.former_fencing_token = snapshot.former_fencing_token
+    state.counted_round = snapshot.counted_round
+    state.newcomers = set(snapshot.newcomers)
+    state.failed_scale_ups = snapshot.failed_scale_ups
+    state.failed_scale_ups_of = {each.node_id: each.count for each in snapshot.failed_scale_ups_of}
     forget_old(state, now)
     resume_deadlines(state, now)
     return state

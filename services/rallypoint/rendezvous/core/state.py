@@ -64,6 +64,7 @@ class FailureKind(IntEnum):
     OUT_OF_MEMORY = 4
     HUNG = 5
     NOT_STARTED = 6
+    PORT_TAKEN = 7
 
 
 class LossReason(IntEnum):
@@ -221,9 +222,19 @@ class Node:
     waiting_since: float
     # Deadline of its live entry in the lease queue; never later than that of the lease.
     queued_deadline: float = 0.0
-    # Evidence: whether a stream is open, and what an end of the lease by itself would mean.
-    connected: bool = True
+    # Evidence: the last sign of life, when the stream was opened and when it broke (None: it is open), and what an end
+    # of the lease by itself would mean.
+    seen_at: float = -math.inf
+    connected_at: float = -math.inf
+    broken_at: float | None = None
     loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
+    # Evidence: why no watchdog guards its workers, of its last heartbeat.
+    watchdog_trouble: str = ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream of the node is open."""
+        return self.broken_at is None
 
 
 @dataclass(slots=True)
@@ -237,6 +248,8 @@ class RunState:
     run_id: str
     # Whether the run began. Before, it may have numbers already: those of an expired run of its name, which go on.
     created: bool = False
+    # A new one each time a run of this name is created; leases are compared within one only.
+    incarnation: str = ""
     settings: RunSettings = RunSettings()
     revision: int = 0
     phase: Phase = Phase.JOINABLE
@@ -266,8 +279,8 @@ class RunState:
     exit_barrier_passed: bool = False
     master_port: int = 0
 
-    # Of the round before: ranks, so that survivors keep them, and size, so that a round that lost nobody, or
-    # had a spare for everybody it lost, needs no last call.
+    # Of the last round that was FINAL: ranks, so that survivors keep them, and size, so that a round that lost no node,
+    # or had a spare for each that it lost, needs no last call. Newcomers that failed on probation do not count in it.
     former_ranks: Mapping[str, int] = field(default_factory=dict)
     former_size: int = 0
     former_fencing_token: int = 0
@@ -282,24 +295,48 @@ class RunState:
     failure: WorkerFailure | None = None
     permanent_failure: WorkerFailure | None = None
     failed_workers: set[FailedWorker] = field(default_factory=set)
+    # The round that ended with a counted restart, until the next one is FINAL; 0: there is none. A node that is lost
+    # meanwhile may turn out to be the cause, and the restart no longer counts.
+    counted_round: int = 0
 
     # Restarts that may count against a budget, the oldest first; empty where their number is enough.
     restarts: list[Restart] = field(default_factory=list)
     # How many of the latest restarts in a row came soon after the one before.
     quick_restarts: int = 0
 
+    # Newcomers on probation, the scale-ups that failed in a row, and those of single nodes, the oldest first.
+    newcomers: set[str] = field(default_factory=set)
+    failed_scale_ups: int = 0
+    failed_scale_ups_of: dict[str, int] = field(default_factory=dict)
+    newcomers_held_until: float = -math.inf
+    held_until_of: dict[str, float] = field(default_factory=dict)
+    # Evidence: leases of the newcomers that were in the round of the last scale-up that failed, and not its cause.
+    excused: set[int] = field(default_factory=set, compare=False)
+
     last_call_deadline: float | None = None
     confirm_deadline: float | None = None
     exit_barrier_deadline: float | None = None
     scale_up_deadline: float | None = None
-    # Until when the end of the run waits for reports of others, and the next round is held back.
+    # Until when the end of the run waits for reports of others (None: no longer), and the next round is held back.
     settle_deadline: float | None = None
     hold_until: float | None = None
-    # Evidence: since when the round is FINAL, and when its first failure was; -inf: longer ago than this server knows.
+    # Evidence: seconds by which the clock of leases and deadlines is behind one that forgives no pauses. By the latter
+    # ages of failures are reckoned.
+    forgiven: float = field(default=0.0, compare=False)
+    # Evidence, by the clock that forgives nothing: since when the round is FINAL, and when its first failure was; -inf:
+    # longer ago than this server knows.
     final_at: float = field(default=-math.inf, compare=False)
     first_failed_at: float = field(default=-math.inf, compare=False)
+    # Evidence: when the first failure of the round was reported, and participants without a sign of life since then.
+    failure_reported_at: float = field(default=-math.inf, compare=False)
+    silent: set[str] = field(default_factory=set, compare=False)
+    # Evidence: nodes that hold a lease and have no open stream.
+    disconnected: set[str] = field(default_factory=set, compare=False)
     # Evidence: since when nobody holds a lease; None: somebody does.
     idle_since: float | None = None
+    # Evidence: when the server last woke from a pause that may have broken streams, and when a node last came back.
+    woke_at: float = field(default=-math.inf, compare=False)
+    returned_at: float = field(default=-math.inf, compare=False)
     # Evidence: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and
     # may be too early, never too late; others wait to be taken off.
     lease_queue: list[tuple[float, str, int]] = field(default_factory=list)
@@ -325,8 +362,11 @@ class RunState:
 
     @property
     def settling(self) -> bool:
-        """Whether the round has failed, and is kept until it is settled whose failure was the first."""
-        return self.settle_deadline is not None
+        """Whether the round has failed, and is kept until its cause is known: a worker, or the loss of a node."""
+        breach = self.breach
+        return (
+            self.phase is Phase.FINAL and breach is not None and breach.cause is RoundEndCause.WORKER_FAILED
+        )
 
     @property
     def has_room(self) -> bool:

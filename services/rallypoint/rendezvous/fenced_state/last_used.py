@@ -1,4 +1,4 @@
-"""Who was used when, and who was not for so long that it is dropped. Pure."""
+"""When names were used, and which were not for so long that they are dropped. Pure."""
 
 from __future__ import annotations
 
@@ -34,3 +34,28 @@ class LastUsed:
         """Yield the names whose time is over, the one used longest ago first. Touch or discard each."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             yield next(iter(self._used))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a name is known; it may be due."""
+        return name in self._used
+
+
+class SampledUse:
+    """Uses that are seen in one place and counted in another: one in each period is passed on there."""
+
+    def __init__(self, period: float) -> None:
+        """Pass on the next use of every name.
+
+        Args:
+            period: Seconds. Those who count must let names live for so much longer.
+        """
+        self._passed_on = LastUsed(period)
+
+    def pass_on(self, name: str, now: float) -> bool:
+        """Note a use; return whether it is to be passed on."""
+        for old in self._passed_on.due(now):
+            self._passed_on.discard(old)
+        if name in self._passed_on:
+            return False
+        self._passed_on.touch(name, now)
+        return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rallypoint.rendezvous.answers import settle
 from rallypoint.rendezvous.core.refusals import Refused
-from rallypoint.rendezvous.errors import NotOwner, Refusal, going_away, of_unknown_outcome
+from rallypoint.rendezvous.errors import NotOwner, Refusal, RunBroken, going_away, of_unknown_outcome
 from rallypoint.rendezvous.fenced_state.core import (
     Draft,
     FencedState,
@@ -351,6 +351,10 @@ class FencedStateService:
             return draft.set(request, self._draw(NONCE_BYTES))
         except Refused as refusal:
             return refusal
+        except Exception as error:
+            # A mistake of ours, with this state: nothing of it was changed, and others go on.
+            _log.exception("state.set_failed", error=error, run_id=request.run_id)
+            return RunBroken(request.run_id, type(error).__name__)
         finally:
             self._read(request.run_id)  # who tried to set it has use for it
 

@@ -2,6 +2,7 @@
 
     head                                      EtcdHead, which every commit writes
     checkpoints/RUN                           EtcdCheckpoint
+    highwater/RUN                             EtcdCheckpoint, which stays when a lease takes all other keys
     runs/RUN/ERA/records/FIRST                EtcdRecordPack, from record FIRST on
     runs/RUN/ERA/store/ROUND/KEY              the value of a store entry
     staged/INDEX                              EtcdStagedPart
@@ -19,6 +20,7 @@ from urllib.parse import quote, unquote
 
 HEAD = b"head"
 STAGED = b"staged/"
+HIGH_WATER = b"highwater/"
 _CHECKPOINTS = b"checkpoints/"
 _RUNS = b"runs/"
 
@@ -47,6 +49,13 @@ class CheckpointKey:
 
 
 @dataclass(frozen=True, slots=True)
+class HighWaterKey:
+    """Of what outlives a run's other keys."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PackKey:
     """Of records of a run, from `first` on."""
 
@@ -65,12 +74,17 @@ class EntryKey:
     key: str
 
 
-ParsedKey = CheckpointKey | PackKey | EntryKey
+ParsedKey = CheckpointKey | HighWaterKey | PackKey | EntryKey
 
 
 def checkpoint_key(run_id: str) -> bytes:
     """The key of a run's checkpoint."""
     return _CHECKPOINTS + _quoted(run_id)
+
+
+def high_water_key(run_id: str) -> bytes:
+    """The key of what outlives a run's other keys."""
+    return HIGH_WATER + _quoted(run_id)
 
 
 def era_prefix(run_id: str, era: int) -> bytes:
@@ -107,12 +121,14 @@ def parse(key: bytes) -> tuple[ParsedKey, bytes | None]:
     """What a key is of; and, where it is of a further part, the key of the value that this belongs to.
 
     Raises:
-        ValueError: It is none of the keys of checkpoints, packs and store entries.
+        ValueError: It is none of the keys of checkpoints, high-water marks, packs and store entries.
     """
     try:
         match key.decode("ascii").split("/"):
             case ["checkpoints", run_id, *part] if len(part) <= 1:
                 parsed: ParsedKey = CheckpointKey(_unquoted(run_id))
+            case ["highwater", run_id, *part] if len(part) <= 1:
+                parsed = HighWaterKey(_unquoted(run_id))
             case ["runs", run_id, era, "records", first, *part] if len(part) <= 1:
                 parsed = PackKey(_unquoted(run_id), int(era, 16), int(first, 16))
             case ["runs", run_id, era, "store", round_, name, *part] if len(part) <= 1:

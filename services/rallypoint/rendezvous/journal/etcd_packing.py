@@ -11,12 +11,13 @@ from rallypoint.rendezvous.journal.etcd_keys import (
     checkpoint_key,
     entry_key,
     era_prefix,
+    high_water_key,
     pack_key,
     part_key,
     parts_end,
 )
 from rallypoint.rendezvous.journal.etcd_values import PART_BYTES, seal
-from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
+from rallypoint.rendezvous.journal.journal import Checkpoint, Dropped, Entry, Forgotten, HighWater, Record
 from rallypoint.rendezvous.journal.spans import Span
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdRecordPack
 
@@ -35,12 +36,14 @@ class Contents:
         packs: The first revision of each pack that is there, by run, in their order.
         checkpoints: The runs that have one.
         parts: How many parts a value has, by its key, where it is more than one.
+        storing: The runs that have, or had since the journal was opened, store entries of the present era.
     """
 
     spans: dict[str, Span] = field(default_factory=dict)
     packs: dict[str, list[int]] = field(default_factory=dict)
     checkpoints: set[str] = field(default_factory=set)
     parts: dict[bytes, int] = field(default_factory=dict)
+    storing: set[str] = field(default_factory=set)
     pack_count: int = 0
 
 
@@ -54,6 +57,7 @@ class _Run:
         state: Revision and content of the checkpoint that comes.
         values: The store entries that change, by round and key, in that era.
         forgotten: The era that was there at first, if it is over.
+        high_water: Revision and content of what is to outlive the rest.
     """
 
     stored: int
@@ -61,6 +65,7 @@ class _Run:
     state: tuple[int, bytes] | None = None
     values: dict[tuple[int, str], bytes | None] = field(default_factory=dict)
     forgotten: int | None = None
+    high_water: tuple[int, bytes] | None = None
 
 
 class Packing:
@@ -97,8 +102,14 @@ class Packing:
             span.forget(entry)
             run.state = entry.revision, entry.content
             run.records, run.values, run.stored = [], {}, span.last
+            self._contents.storing.discard(entry.run_id)
+        elif isinstance(entry, Dropped):
+            span.drop(entry)
+        elif isinstance(entry, HighWater):
+            run.high_water = entry.revision, entry.content
         else:
             run.values[entry.round, entry.key] = entry.value
+            self._contents.storing.add(entry.run_id)
 
     def changes(self) -> list[Change]:
         """All of it; call once. The keys are without the prefix of the space."""
@@ -106,8 +117,20 @@ class Packing:
 
     def _of_run(self, run_id: str, run: _Run) -> Iterator[Change]:
         span = self._contents.spans[run_id]
+        if run.high_water is not None:
+            revision, content = run.high_water
+            # As the checkpoint that it becomes in a space where nothing else is left: of the first era again.
+            left = EtcdCheckpoint(revision=revision, keep_from=revision + 1, content=content)
+            yield from self._put(high_water_key(run_id), left.SerializeToString())
         if run.forgotten is not None:
             yield self._forget(run_id, run.forgotten)
+        # Where it has store entries, they are known by their era for what they are, and the era by the checkpoint.
+        if span.dropped and run_id not in self._contents.storing:
+            if run_id in self._contents.checkpoints:
+                self._contents.checkpoints.remove(run_id)
+                yield from self._delete(checkpoint_key(run_id))
+            del self._contents.spans[run_id]
+            return
         if run.state is not None:
             revision, content = run.state
             state = EtcdCheckpoint(revision=revision, keep_from=span.first, era=span.era, content=content)

@@ -14,7 +14,7 @@ from rallypoint.etcd.values import Delete, Put, prefix_end
 from rallypoint.rendezvous.journal.etcd_keys import STAGED, staged_key
 from rallypoint.rendezvous.journal.etcd_packing import Change
 from rallypoint.rendezvous.journal.etcd_values import PART_BYTES
-from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
+from rallypoint.rendezvous.journal.journal import Checkpoint, Dropped, Entry, Forgotten, HighWater, Record
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdStagedOperation, EtcdStagedPart
 
 # Of one transaction, besides the head and the end of the staging. etcd takes 128 operations and 1.5 MiB, unless it was
@@ -99,9 +99,12 @@ def cost(entries: Sequence[Entry]) -> Cost:
         if isinstance(entry, Record):
             with_records.add(entry.run_id)
             content = entry.content
-        elif isinstance(entry, Checkpoint | Forgotten):
+        elif isinstance(entry, Checkpoint | Forgotten | HighWater):
             changes += 2
             content = entry.content
+        elif isinstance(entry, Dropped):
+            changes += 2
+            content = b""
         else:
             changes += 1
             content = entry.value or b""

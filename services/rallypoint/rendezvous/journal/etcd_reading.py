@@ -15,13 +15,15 @@ from rallypoint.rendezvous.journal.etcd_keys import (
     STAGED,
     CheckpointKey,
     EntryKey,
+    HighWaterKey,
     PackKey,
+    checkpoint_key,
     parse,
     staged_key,
 )
 from rallypoint.rendezvous.journal.etcd_packing import Change, Contents
 from rallypoint.rendezvous.journal.etcd_plan import unstage
-from rallypoint.rendezvous.journal.etcd_values import DamagedValue, unseal
+from rallypoint.rendezvous.journal.etcd_values import DamagedValue, seal, unseal
 from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
 from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
 from rallypoint.rendezvous.slices import Slices
@@ -136,7 +138,7 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Spac
     content = values.pop(HEAD, None)
     if content is None:
         if values:
-            raise ValueError("its head is missing")
+            return (yield from _left_over(values))
         return Space(Recovered([], [], []), Contents(), EtcdHead(version=VERSION), abandoned=bool(staged))
     head = EtcdHead.FromString(content)
     if head.version != VERSION:
@@ -159,6 +161,28 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Spac
             raise ValueError(f"it has {found} {what}, where its head counts {known}")
     abandoned = bool(staged) and not head.staged_parts
     return Space(recovered, contents, head, revision, unfinished, abandoned)
+
+
+def _left_over(values: Mapping[bytes, bytes]) -> Work[Space]:
+    """A space of which a lease took all keys but the high-water marks: each is the checkpoint of its run now.
+
+    The next owner puts these checkpoints in their places, as it does with what is left of a commit.
+    """
+    changes: list[Change] = []
+    for key in values:
+        parsed, whole = parse(key)
+        if not isinstance(parsed, HighWaterKey):
+            raise ValueError("its head is missing")
+        if whole is None:
+            content, _ = unseal(key, values)
+            changes += [Put(*each) for each in seal(checkpoint_key(parsed.run_id), content)]
+        yield
+    reader = _Reader(
+        {**values, **{change.key: change.value for change in changes if isinstance(change, Put)}}
+    )
+    recovered = yield from reader.read()
+    head = EtcdHead(version=VERSION, checkpoints=len(reader.contents.checkpoints))
+    return Space(recovered, reader.contents, head, 0, changes)
 
 
 def _staged_changes(head: EtcdHead, staged: Mapping[bytes, bytes]) -> Iterator[Change]:
@@ -200,6 +224,10 @@ class _Reader:
                 further += 1
             elif isinstance(parsed, CheckpointKey):
                 checkpoints.append(self._checkpoint(key, parsed))
+            elif isinstance(parsed, HighWaterKey):
+                self._unseal(
+                    key
+                )  # of no use as long as the rest is there, but no less to be what was written
             elif isinstance(parsed, PackKey):
                 packs.append((key, parsed))
             else:
@@ -261,4 +289,5 @@ class _Reader:
 
     def _entry(self, key: bytes, parsed: EntryKey) -> StoreChange:
         self._span(parsed.run_id, parsed.era)
+        self.contents.storing.add(parsed.run_id)
         return StoreChange(parsed.run_id, parsed.round, parsed.key, self._unseal(key))

@@ -28,7 +28,7 @@ class Record:
 class Checkpoint:
     """The state of a run after one of its records: a recovery begins with it, and folds the later records.
 
-    It takes the place of the run's checkpoint before.
+    It takes the place of the run's checkpoint before. A run that begins above revision 1 begins with one.
 
     Attributes:
         run_id: Name of the run.
@@ -59,7 +59,42 @@ class Forgotten:
     content: bytes
 
 
-Entry: TypeAlias = Record | Checkpoint | Forgotten | StoreChange
+@dataclass(frozen=True, slots=True)
+class HighWater:
+    """What outlives all other entries of a run, where these can end by themselves. It replaces the one before.
+
+    A journal on etcd whose keys are on a lease keeps this apart. If only this is left of a run, it comes back as a
+    checkpoint without records, as `Forgotten` does. Other journals are never given one.
+
+    Attributes:
+        run_id: Name of the run.
+        revision: That of its last record: the revisions go on from here.
+        content: A RunSnapshot, encoded: numbers and used budgets, so that none ever goes back.
+    """
+
+    run_id: str
+    revision: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What a `Forgotten` left of a run is dropped as well, so that nothing is kept of it.
+
+    Unless the run has store entries, or had some since the journal was opened. And it may take a while: what is still
+    there when the journal is opened comes back as ever, and is to be dropped again.
+
+    Attributes:
+        run_id: Name of a run without records.
+    """
+
+    run_id: str
+
+
+Entry: TypeAlias = Record | Checkpoint | Forgotten | Dropped | HighWater | StoreChange
+
+MARK = ""
+"""In the place of a run's name: what all runs that were dropped have left together. No run is called so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.journal.journal import Checkpoint, Forgotten, Record
+from rallypoint.rendezvous.journal.journal import Checkpoint, Dropped, Forgotten, Record
 
 
 class OutOfSequenceError(ValueError):
@@ -19,11 +19,13 @@ class Span:
         first: Revision of the first record that is kept, or of the next one where none is.
         last: Revision of the latest record, whether kept or not; 0 where there never was one.
         era: How often the run was forgotten. Store entries of earlier eras are left-overs.
+        dropped: Whether nothing is to be kept of the run, not even this.
     """
 
     first: int = 1
     last: int = 0
     era: int = 0
+    dropped: bool = False
 
     def add(self, record: Record) -> None:
         """Take the next record.
@@ -38,11 +40,14 @@ class Span:
         self.last = record.revision
 
     def cover(self, checkpoint: Checkpoint) -> None:
-        """Drop what a checkpoint no longer keeps.
+        """Drop what a checkpoint no longer keeps; or, where no record is kept, begin after it.
 
         Raises:
             OutOfSequenceError: Records would be missing between the checkpoint and what follows it.
         """
+        if self.first > self.last <= checkpoint.revision == checkpoint.keep_from - 1:
+            self.first, self.last, self.dropped = checkpoint.keep_from, checkpoint.revision, False
+            return
         first = max(self.first, checkpoint.keep_from)  # what was dropped before does not come back
         if not first - 1 <= checkpoint.revision <= self.last:
             raise OutOfSequenceError(
@@ -63,3 +68,16 @@ class Span:
                 f"{self.last}"
             )
         self.first, self.last, self.era = forgotten.revision + 1, forgotten.revision, self.era + 1
+        self.dropped = False
+
+    def drop(self, dropped: Dropped) -> None:
+        """Note that nothing is to be kept.
+
+        Raises:
+            OutOfSequenceError: Records are.
+        """
+        if self.first <= self.last:
+            raise OutOfSequenceError(
+                f"run {dropped.run_id!r} is dropped, where records {self.first} to {self.last} are kept"
+            )
+        self.dropped = True

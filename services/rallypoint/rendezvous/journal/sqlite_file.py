@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
 from rallypoint.rendezvous.journal.lock_file import LockFile
-from rallypoint.rendezvous.journal.sqlite_migration import keep_copy, migrate, sync
+from rallypoint.rendezvous.journal.sqlite_migration import keep_copy, migrate, sync, write_again
 from rallypoint.rendezvous.journal.sqlite_reading import Contents, read_untouched
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows
 from rallypoint.rendezvous.journal.sqlite_sweep import Sweep
@@ -38,6 +38,13 @@ class JournalFile:
     SQLite takes a damaged log for one that ends where the damage is, and a log that was removed for an empty one:
     acknowledged commits would be gone and nobody would know. So commits are counted, in the file and, once they
     are on the disk, in the lock file. The latter may lag behind, after loss of power, but is never ahead.
+
+    Why what is read at the start is on the disk. The log that a process left behind may hold commits that are in the
+    memory of the kernel only: it was killed before it synced them, or a sync failed. After a failed sync Linux takes
+    the pages for written, so another sync succeeds and writes nothing. Therefore the log is written again, with the
+    bytes that it has, and synced, before a byte of it is believed (`write_again`). The file needs none of this: what
+    a checkpoint wrote into it is in the log too until the file was synced, and each process that finds a log writes all
+    of it into the file again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,13 +77,14 @@ class JournalFile:
             _make_folder(self._path.parent)
             self._take_lock()
             existed = self._path.exists()
+            log = self._path.with_name(self._path.name + "-wal")
+            write_again(log)
             found = read_untouched(self._path)
             if existed and (found is None or found.version == SCHEMA_VERSION):
                 self._check_nothing_lost(0 if found is None else found.commits)
             self._contents = found or self._contents
             self._connection = self._connect(None if found is None else found.version)
             # Otherwise servers that are killed before they shorten it would make it, and each start, longer and longer.
-            log = self._path.with_name(self._path.name + "-wal")
             self._logged = log.stat().st_size if log.exists() else 0
             self._sweep = Sweep(self._contents.spans)
             self._sweep.add(self._contents.leftovers)

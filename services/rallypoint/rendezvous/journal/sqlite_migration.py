@@ -10,6 +10,8 @@ from pathlib import Path
 from rallypoint.rendezvous.journal.sqlite_reading import reading
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, checksum
 
+_CHUNK = 1 << 20
+
 # A record is kept as it was. What is in the key of a store entry is in its checksum, so that is made anew.
 _FROM_1 = f"""
 BEGIN IMMEDIATE;
@@ -54,6 +56,28 @@ def migrate(connection: sqlite3.Connection) -> None:
     """
     connection.create_function("entry_checksum", 5, checksum, deterministic=True)
     connection.executescript(_FROM_1)
+
+
+def write_again(path: Path) -> None:
+    """Put on the disk what a file shows, if there is one, and that its folder lists it; see `JournalFile`.
+
+    In place, so that it takes no room. If the power goes meanwhile, each sector has the bytes that it had on the disk
+    or those that the file showed. Those of an acknowledged commit are the same in both.
+
+    Raises:
+        OSError: It may be on the disk or not.
+    """
+    if not path.exists():
+        return
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        at = 0
+        while content := os.pread(file, _CHUNK, at):
+            at += os.pwrite(file, content, at)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import TypeAlias
 from zlib import crc32
 
-from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
+from rallypoint.rendezvous.journal.journal import Checkpoint, Dropped, Entry, Forgotten, Record
 from rallypoint.rendezvous.journal.spans import Span
+from rallypoint.rendezvous.store.ports import StoreChange
 
 SCHEMA_VERSION = 2
 
@@ -96,7 +97,11 @@ class Rows:
             self._checkpoints[entry.run_id] = (*state, checksum(*state))
             self.dropped.append(entry.run_id)
             self.size += len(entry.content)
-        else:
+        elif isinstance(entry, Dropped):
+            # Its rows go with the sweep, and the row of its checkpoint last: by that they are known for left-overs.
+            span.drop(entry)
+            self.dropped.append(entry.run_id)
+        elif isinstance(entry, StoreChange):
             self._values[entry.run_id, span.era, entry.round, entry.key] = entry.value
             self.size += len(entry.value or b"")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from rallypoint.rendezvous.journal.spans import Span
 
@@ -30,6 +30,10 @@ _RECORD = {"table": "record", "key": "run_id, revision", "column": "revision", "
 _STORE = {"table": "store", "key": "run_id, era, round, key", "column": "era", "content": "value"}
 _MEASURE_RECORDS, _DELETE_RECORDS = _MEASURE.format(**_RECORD), _DELETE.format(**_RECORD)
 _MEASURE_STORE, _DELETE_STORE = _MEASURE.format(**_STORE), _DELETE.format(**_STORE)
+# Not where it has store entries of the present era: without this row they would not be known for that.
+_DELETE_DROPPED = """
+DELETE FROM checkpoint WHERE run_id = ? AND NOT EXISTS (SELECT 1 FROM store WHERE run_id = ?)
+"""
 
 
 class Sweep:
@@ -39,8 +43,8 @@ class Sweep:
     in it, which the service's limits bound. To shrink it, pages would have to be moved about while commits wait.
     """
 
-    def __init__(self, spans: Mapping[str, Span]) -> None:
-        """`spans`: what is kept of each run."""
+    def __init__(self, spans: dict[str, Span]) -> None:
+        """`spans`: what is kept of each run; a run that was dropped is taken out with the last of it."""
         self._spans = spans
         self._runs: dict[str, None] = {}  # an ordered set: those that may have left-overs
 
@@ -70,3 +74,5 @@ class Sweep:
                     return
             # There was room for more, and no more came.
             del self._runs[run_id]
+            if span.dropped and connection.execute(_DELETE_DROPPED, (run_id, run_id)).rowcount:
+                del self._spans[run_id]

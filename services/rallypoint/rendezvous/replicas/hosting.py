@@ -119,6 +119,8 @@ class Hosting:
         self._say_again: dict[str, float] = {}
         self._told = ShardMoves()
         self.draining = False
+        # Whether the runs here are over, so that no other replica is needed for their shards.
+        self.finished = False
         self._over = False
 
     def standing(self) -> Standing:
@@ -129,7 +131,7 @@ class Hosting:
             self._declined.clear()
         return Standing(
             name=self._me.replica,
-            live=self._cluster.live,
+            live=() if self.finished else self._cluster.live,
             live_since=self._cluster.live_since,
             free=self._cluster.free,
             owned=[
@@ -291,7 +293,9 @@ class Hosting:
             _log.debug(
                 "shard handed over", shard=number, to=owner.replica if owner else None, why=move.why.value
             )
-            self._told.given(owner, move.why, runs, self._clock() - began)
+            if not self.finished:
+                declined = owner is None and move.to is not None and self._others()
+                self._told.given(owner, move.why, runs, self._clock() - began, declined=declined)
             if owner is None or owner.replica != move.to:
                 times = self._declined[number].times + 1 if number in self._declined else 1
                 self._declined[number] = _Trouble(times, declined_until(times, self._clock(), self._moves))
@@ -314,14 +318,19 @@ class Hosting:
             await shard.drop(NotOwner)
 
     async def _successor(self, number: int) -> Owner | None:
-        """Who owns a shard that we gave up; None if nobody does in time."""
+        """Who owns a shard that we gave up; None if nobody does in time, or nobody is left who could."""
 
         def taken() -> bool:
             owned = self._cluster.owned.get(number)
             return owned is not None and owned.owner.instance != self._me.instance
 
-        await self._news.until(taken, _SUCCESSOR_WITHIN)
+        # At the end of a job its replicas leave together: the one that was to have the shard may have gone meanwhile.
+        await self._news.until(lambda: taken() or not self._others(), _SUCCESSOR_WITHIN)
         return self._cluster.owned[number].owner if taken() else None
+
+    def _others(self) -> bool:
+        """Whether other replicas are there that could claim what we give up."""
+        return any(name != self._me.replica for name in self._cluster.live)
 
     async def _let_go(self, number: int) -> None:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, Reason
-from rallypoint.etcd.session import Session, boot_time
+from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
 from rallypoint.etcd.version import check_versions
 from rallypoint.rendezvous.errors import NotOwner
@@ -24,6 +24,7 @@ from rallypoint.rendezvous.replicas.registering import register, wait_for_name, 
 from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.shard import Shard
 from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
+from rallypoint.serving.clocks import boot_time
 from rallypoint.serving.logs import get_logger
 from rallypoint.serving.settings import SettingError
 
@@ -52,12 +53,14 @@ class Replicas:
         moves: How fast shards move.
         keeps_etcd: Whether who reads this replica's log is who looks after the etcd, and is warned of what is off with
             its members; otherwise that is told at info.
+        keys_end: Whether all keys of the prefix end with a lease, but for those that hold a `HighWater`.
     """
 
     lease_ttl: float = 10.0
     shards: int | None = None
     moves: Moves = field(default_factory=Moves)
     keeps_etcd: bool = True
+    keys_end: bool = False
 
 
 Tell = Callable[[bool], Awaitable[None]]
@@ -179,10 +182,13 @@ class Replica:
             await self._pace.sleep(self._pace.draw() * backoff)
             backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
-    async def drain(self) -> None:
+    async def drain(self, *, finished: bool = False) -> None:
         """Go away in good order: no more counted among the live ones, then hand over every shard. Bounded.
 
         Reads are answered until the end; streams of a shard end when its next owner is known.
+
+        Args:
+            finished: The runs of this replica are over. Do not wait for another one to claim their shards.
         """
         self.draining = True
         await self._on_ready(False)
@@ -194,6 +200,7 @@ class Replica:
                     await withdraw(self._client, self.keys, self.name, self.registration)
                     # What is known then includes everybody who came before: to them our shards go, not to nobody.
                     await self._news.until(lambda: not self._counted or self.hosting is not hosting)
+                hosting.finished = finished
                 hosting.draining = True
                 self._news.tell()
                 await self._news.until(lambda: hosting.empty or self.hosting is not hosting)

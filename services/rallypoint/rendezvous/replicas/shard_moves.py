@@ -24,6 +24,7 @@ class _Taken:
 class _Given:
     owner: Owner | None
     why: Why
+    declined: bool
 
 
 class ShardMoves:
@@ -44,16 +45,17 @@ class ShardMoves:
         """
         self._waves.add(_Taken(before, why), runs=runs, seconds=seconds)
 
-    def given(self, owner: Owner | None, why: Why, runs: int, seconds: float) -> None:
+    def given(self, owner: Owner | None, why: Why, runs: int, seconds: float, *, declined: bool) -> None:
         """A shard was handed over.
 
         Args:
-            owner: Who has it now; None: nobody took it in time.
+            owner: Who has it now; None: no other replica took it.
             why: Why it was handed over.
             runs: How many it has.
             seconds: How long that took.
+            declined: Whether no other replica took it in time though others are there.
         """
-        self._waves.add(_Given(owner, why), runs=runs, seconds=seconds)
+        self._waves.add(_Given(owner, why, declined), runs=runs, seconds=seconds)
 
     def end(self) -> None:
         """Tell at once what was not told yet."""
@@ -69,8 +71,11 @@ def _tell(moved: Hashable, wave: Wave) -> None:
             how = "its lease ended" if ended else "it handed them over"
             places = {"before": owner.replica, "address": owner.address}
             _log.info("took shards over", **counts, **places, how=how, why=why.value)
-        case _Given(None, why):
+        case _Given(None, why, True):
             _log.warning("gave shards up, and nobody took them yet", **counts, why=why.value)
+        case _Given(None, why):
+            # The normal end of a service that has one replica.
+            _log.info("gave shards up, no other replica is there", **counts, why=why.value)
         case _Given(Owner() as owner, why):
             places = {"to": owner.replica, "address": owner.address}
             _log.info("handed shards over", **counts, **places, why=why.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
@@ -43,11 +44,17 @@ class OperationSlots:
         self._client_id = client_id
         self._sequences: list[int] = []
         self._free: list[int] = []
+        self._given_up: deque[int] = deque()
 
     @contextmanager
     def operation(self) -> Iterator[pb.StoreOperation]:
-        """Name one write, for as long as it is under way, in the lowest slot that is free."""
-        if self._free:
+        """Name one write, for as long as it is under way, in the lowest slot that is free.
+
+        Or in the slot of a write that failed, which may be under way still: so it can't take effect after this one.
+        """
+        if self._given_up:
+            slot = self._given_up.popleft()
+        elif self._free:
             slot = heappop(self._free)
         else:
             slot = len(self._sequences)
@@ -55,8 +62,10 @@ class OperationSlots:
         self._sequences[slot] += 1
         try:
             yield pb.StoreOperation(client_id=self._client_id, slot=slot, sequence=self._sequences[slot])
-        finally:
-            heappush(self._free, slot)
+        except BaseException:
+            self._given_up.append(slot)
+            raise
+        heappush(self._free, slot)
 
 
 class StoreClient:
@@ -64,7 +73,8 @@ class StoreClient:
 
     Every call is repeated while the service can't be reached, until its timeout. A write takes effect at most
     once however often it is repeated, over restarts of the service too. A call that is cancelled or times out
-    leaves the outcome of its write unknown; it takes effect at once or never after a later write.
+    leaves the outcome of its write unknown. It takes no effect after the next write of this client that changes
+    something, whichever space that is for; where several are given up at once, each after one of the next so many.
 
     All methods raise ServiceError with a reason of the contract (store_service.proto), or with
     STORE_UNAVAILABLE if the service could not be reached in time. `round` names the space: 0 for the run's own.

@@ -28,14 +28,12 @@ class Space:
     Attributes:
         values: Values by key.
         keys: The keys of `values` in order.
-        operations: Last write of each slot by its record key, the one used longest ago first.
-        used_bytes: Bytes of `values`, overhead included. Records don't count: they are bounded by number, and
-            a full store must still be able to delete.
+        used_bytes: Bytes of `values`, overhead included. Records of operations don't count: they are bounded by
+            number, and a full store must still be able to delete.
     """
 
     values: dict[str, bytes] = field(default_factory=dict)
     keys: SortedKeys = field(default_factory=SortedKeys)
-    operations: dict[str, OperationRecord] = field(default_factory=dict)
     used_bytes: int = 0
 
     def put(self, key: str, value: bytes | None) -> None:
@@ -51,14 +49,13 @@ class Space:
             self.keys.remove(key)
 
     def names(self) -> Iterator[str]:
-        """Empty the space, step by step; yield the keys of what was in it, records included.
+        """Empty the space, step by step; yield the keys of what was in it.
 
         To let go of a million entries takes a good part of a second, if it is done at once.
         """
         self.keys = SortedKeys()
-        for entries in (self.values, self.operations):
-            while entries:
-                yield entries.popitem()[0]
+        while self.values:
+            yield self.values.popitem()[0]
 
 
 def entry_bytes(key: str, value: bytes | None) -> int:
@@ -70,13 +67,22 @@ def entry_bytes(key: str, value: bytes | None) -> int:
 
 
 class RunSpaces:
-    """The spaces of one run as they are durable."""
+    """The spaces of one run as they are durable, and the last write of each slot.
+
+    A record is kept in the journal beside the write itself, in the space that it changed, and each slot has one. It
+    belongs to the run, not to the space. It outlives the space, so that a write that is repeated after the end of its
+    round has its answer; and it refuses a write that comes late, whichever space it or the later one is for.
+    """
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.oldest_round = 0
         self.stamp = 0
         self._spaces: dict[int, Space] = {}
+        # By record key, the one used longest ago first.
+        self._operations: dict[str, OperationRecord] = {}
+        # Records of slots that have a later one elsewhere: versions before kept one for each space.
+        self._outdated: list[StoreChange] = []
 
     @classmethod
     def restore(cls, run_id: str, entries: Iterable[StoreChange]) -> Generator[None, None, RunSpaces]:
@@ -96,20 +102,33 @@ class RunSpaces:
         for (round, key), value in contents.items():
             if value is None:
                 continue
-            space = run._spaces.setdefault(round, Space())
             if key.startswith(RESERVED):
-                space.operations[key] = OperationRecord.decode(value)
+                run._restore_record(key, OperationRecord.decode(value, round))
             else:
+                space = run._spaces.setdefault(round, Space())
                 space.values[key] = value
                 space.used_bytes += entry_bytes(key, value)
             yield
         for space in run._spaces.values():
             space.keys = SortedKeys(space.values)
-            # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
-            space.operations = dict(sorted(space.operations.items(), key=lambda item: item[1].stamp))
-            run.stamp = max([run.stamp, *(record.stamp for record in space.operations.values())])
             yield
+        # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
+        run._operations = dict(sorted(run._operations.items(), key=lambda item: item[1].stamp))
+        run.stamp = max((record.stamp for record in run._operations.values()), default=0)
         return run
+
+    def _restore_record(self, key: str, record: OperationRecord) -> None:
+        other = self._operations.get(key)
+        if other is not None:
+            # The later write is the one that counts, as if the slot had moved on from the other's space.
+            earlier, record = sorted((other, record), key=lambda each: (each.sequence, each.stamp))
+            self._outdated.append(StoreChange(self.run_id, earlier.round, key, None))
+        self._operations[key] = record
+
+    def outdated(self) -> list[StoreChange]:
+        """Return, once, what deletes from a journal the records that `restore` found and that no longer count."""
+        outdated, self._outdated = self._outdated, []
+        return outdated
 
     @property
     def used_bytes(self) -> int:
@@ -141,10 +160,10 @@ class RunSpaces:
         space = self._spaces.get(round)
         return [] if space is None else space.keys.page(prefix, after, count)
 
-    def operations(self, round: int) -> dict[str, OperationRecord]:
-        """Return the records of a space, the one used longest ago first. Not to be changed."""
-        space = self._spaces.get(round)
-        return {} if space is None else space.operations
+    @property
+    def operations(self) -> Mapping[str, OperationRecord]:
+        """The last write of each slot by its record key, the one used longest ago first."""
+        return self._operations
 
     def check_round(self, round: int, current_round: int) -> None:
         """Check that a round may be worked in; 0, the run's own space, always may.
@@ -163,7 +182,10 @@ class RunSpaces:
             raise RoundNotBegun(self.run_id, round, current)
 
     def apply(self, change: StoreChange) -> None:
-        """Take over a change that is durable. One to a space that was dropped meanwhile is lost with it."""
+        """Take over a change that is durable. A value of a space that was dropped meanwhile is lost with it."""
+        if change.key.startswith(RESERVED):
+            self._apply_record(change)
+            return
         if 0 < change.round < self.oldest_round:
             return
         space = self._spaces.get(change.round)
@@ -171,39 +193,50 @@ class RunSpaces:
             if change.value is None:
                 return
             space = self._spaces[change.round] = Space()
-        if change.key.startswith(RESERVED):
-            self._apply_record(space, change.key, change.value)
-        else:
-            space.put(change.key, change.value)
-        if not space.values and not space.operations:
+        space.put(change.key, change.value)
+        if not space.values:
             del self._spaces[change.round]
 
-    def _apply_record(self, space: Space, key: str, value: bytes | None) -> None:
-        space.operations.pop(key, None)  # and not just replaced: the latest used goes to the end
-        if value is not None:
-            record = space.operations[key] = OperationRecord.decode(value)
+    def _apply_record(self, change: StoreChange) -> None:
+        if change.value is not None:
+            self._operations.pop(change.key, None)  # and not just replaced: the latest used goes to the end
+            record = self._operations[change.key] = OperationRecord.decode(change.value, change.round)
             self.stamp = max(self.stamp, record.stamp)
+        elif self._has_record(change.round, change.key):
+            del self._operations[change.key]
+
+    def _has_record(self, round: int, key: str) -> bool:
+        record = self._operations.get(key)
+        return record is not None and record.round == round
 
     def holds(self, round: int, key: str) -> bool:
         """Return whether there is an entry, be it a value or a record."""
-        space = self._spaces.get(round)
-        return space is not None and (key in space.values or key in space.operations)
+        return self.value(round, key) is not None or self._has_record(round, key)
 
     def forget_rounds_before(self, round: int) -> Iterator[StoreChange]:
-        """Drop the spaces of all rounds before `round`; return what deletes them from a journal, one by one."""
+        """Drop the spaces of all rounds before `round`; return what deletes them from a journal, one by one.
+
+        Records stay: their writes may be repeated.
+        """
         self.oldest_round = max(self.oldest_round, round)
         rounds = [old for old in self.rounds if 0 < old < self.oldest_round]
         return self._emptied({old: self._spaces.pop(old) for old in rounds})
 
     def forget(self) -> Iterator[StoreChange]:
-        """Drop all spaces; return what deletes them from a journal, one by one."""
+        """Drop all spaces and records; return what deletes them from a journal, one by one."""
         spaces, self._spaces = self._spaces, {}
-        return self._emptied(spaces)
+        operations, self._operations = self._operations, {}
+        return self._emptied(spaces, operations)
 
-    def _emptied(self, spaces: Mapping[int, Space]) -> Iterator[StoreChange]:
+    def _emptied(
+        self, spaces: Mapping[int, Space], operations: dict[str, OperationRecord] | None = None
+    ) -> Iterator[StoreChange]:
         for round, space in spaces.items():
             for key in space.names():
                 yield StoreChange(self.run_id, round, key, None)
+        while operations:
+            key, record = operations.popitem()
+            yield StoreChange(self.run_id, record.round, key, None)
 
 
 class Draft:
@@ -218,7 +251,7 @@ class Draft:
         self._run = run
         self._limits = limits
         self._values: dict[tuple[int, str], StoreChange] = {}
-        self._records: dict[tuple[int, str], OperationRecord] = {}
+        self._records: dict[str, OperationRecord] = {}
         self._used_bytes = run.used_bytes
         self._used_keys = run.used_keys
         self._stamp = run.stamp
@@ -262,18 +295,17 @@ class Draft:
         self.changed_entries += len(step)
         self.changed_bytes += changed_bytes
 
-    def record(self, round: int, operation: Operation) -> OperationRecord | None:
+    def record(self, operation: Operation) -> OperationRecord | None:
         """Return the record of the operation's slot, after the writes decided so far."""
         key = operation.record_key
-        drafted = self._records.get((round, key))
-        return drafted or self._run.operations(round).get(key)
+        return self._records.get(key) or self._run.operations.get(key)
 
     def remember(self, round: int, operation: Operation, fingerprint: int, result: int) -> None:
         """Record a write, in the place of the one before in its slot."""
         self._stamp += 1
-        record = OperationRecord(operation.sequence, self._stamp, fingerprint, result)
-        self._records.pop((round, operation.record_key), None)  # the latest used goes to the end
-        self._records[round, operation.record_key] = record
+        record = OperationRecord(operation.sequence, self._stamp, fingerprint, result, round)
+        self._records.pop(operation.record_key, None)  # the latest used goes to the end
+        self._records[operation.record_key] = record
 
     def steps(self) -> list[Sequence[StoreChange]]:
         """Return the changes of values write by write: what waiters are told. A write is seen as one."""
@@ -284,19 +316,23 @@ class Draft:
         return list(self._values.values())
 
     def records(self) -> list[StoreChange]:
-        """Return the records of the batch, and the end of those that make room: to be made durable as well."""
-        run_id = self._run.run_id
-        kept = [
-            StoreChange(run_id, round, key, record.encode()) for (round, key), record in self._records.items()
+        """Return the records of the batch, and the end of those that they replace: to be made durable as well."""
+        run_id, kept = self._run.run_id, self._run.operations
+        new = [
+            StoreChange(run_id, record.round, key, record.encode()) for key, record in self._records.items()
         ]
-        rounds = {round for round, _ in self._records}
-        return kept + [
-            StoreChange(run_id, round, key, None) for round in rounds for key in self._evicted(round)
+        # A slot that went on in another space has its record there.
+        moved = [
+            (key, kept[key].round)
+            for key, record in self._records.items()
+            if key in kept and kept[key].round != record.round
         ]
+        ended = [*moved, *((key, kept[key].round) for key in self._evicted())]
+        return new + [StoreChange(run_id, round, key, None) for key, round in ended]
 
-    def _evicted(self, round: int) -> list[str]:
-        kept = self._run.operations(round)
-        new = sum(1 for space, key in self._records if space == round and key not in kept)
+    def _evicted(self) -> list[str]:
+        kept = self._run.operations
+        new = sum(1 for key in self._records if key not in kept)
         excess = max(0, len(kept) + new - self._limits.operations)
-        unused = (key for key in kept if (round, key) not in self._records)
+        unused = (key for key in kept if key not in self._records)
         return list(islice(unused, excess))

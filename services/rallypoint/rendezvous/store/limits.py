@@ -25,8 +25,8 @@ class StoreLimits:
             wait longer for the others, less costs a run that writes much.
         batch_entries: Writes, and entries changed by them, after which a commit takes no further write. Default
             1,000: about 10 ms in which the process does nothing else.
-        operations: Most (client, slot) pairs of one space whose last write is remembered, so that repeating
-            it is harmless. Default 65,536, about 16 MiB; more than any space has agents times concurrent writes.
+        operations: Most (client, slot) pairs of one run whose last write is remembered, so that repeating
+            it is harmless. Default 65,536, about 16 MiB; more than any run has agents times concurrent writes.
     """
 
     run_bytes: int = 256 * 1024 * 1024

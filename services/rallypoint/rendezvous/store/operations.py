@@ -2,8 +2,9 @@
 
 Each client numbers its writes in slots, one at a time per slot, as sessions of NFS 4.1 do (RFC 8881, 2.10.6).
 The last write of each slot that changed something is kept as a record, in the space it changed and in the
-same journal append. So a record is there exactly when its write is, and a slot costs one entry however many
-writes it has seen. A write that changed nothing needs no record: to carry it out again is as good.
+same journal append, until the slot goes on or the run is forgotten. So a record is there exactly when its write was
+carried out, and a slot costs one entry however many writes it has seen. A write that changed nothing needs no record:
+to carry it out again is as good.
 """
 
 from __future__ import annotations
@@ -51,26 +52,28 @@ class OperationRecord:
         stamp: Grows with every record of the run; says which slots were used last, after a restart too.
         fingerprint: Checksum of the request: tells a repetition from a client that forgot to count.
         result: What the write answered, as an integer.
+        round: The space that the write changed, and that the journal keeps the record in.
     """
 
     sequence: int
     stamp: int
     fingerprint: int
     result: int
+    round: int = 0
 
     def encode(self) -> bytes:
-        """Return the record as a value of the journal: four decimal numbers."""
+        """Return the record as a value of the journal: four decimal numbers. Where that is, says the round."""
         return b"%d %d %d %d" % (self.sequence, self.stamp, self.fingerprint, self.result)
 
     @classmethod
-    def decode(cls, value: bytes) -> OperationRecord:
-        """Read what `encode` wrote.
+    def decode(cls, value: bytes, round: int = 0) -> OperationRecord:
+        """Read what `encode` wrote, in the space of `round`.
 
         Raises:
             ValueError: It is no such record.
         """
         sequence, stamp, fingerprint, result = (int(number) for number in value.split())
-        return cls(sequence, stamp, fingerprint, result)
+        return cls(sequence, stamp, fingerprint, result, round)
 
 
 def is_repetition(operation: Operation, fingerprint: Callable[[], int], record: OperationRecord) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rallypoint.rendezvous.answers import settle
 from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunNotFound
-from rallypoint.rendezvous.errors import NotOwner, OutcomeUnknown, Refusal, of_unknown_outcome
+from rallypoint.rendezvous.errors import NotOwner, OutcomeUnknown, Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.guard import CheckOwned
 from rallypoint.rendezvous.journal.journal import OwnershipLost
 from rallypoint.rendezvous.store.core import Draft, RunSpaces
@@ -63,6 +63,7 @@ class RunStore:
         *,
         journal: StoreJournal,
         current_round: Callable[[str], int | None],
+        latest_round: Callable[[str], int | None],
         check_lease: CheckLease,
         check_owned: CheckOwned,
         limits: StoreLimits,
@@ -73,6 +74,7 @@ class RunStore:
         self.waits = Waits(spaces.run_id, limits)
         self._journal = journal
         self._current_round = current_round
+        self._latest_round = latest_round
         self._check_lease = check_lease
         self._check_owned = check_owned
         self._limits = limits
@@ -86,6 +88,8 @@ class RunStore:
         # What is being committed.
         self._batch: Sequence[_Pending] = ()
         self._retired = False
+        # The kind of the unexpected error that stopped it, if one has.
+        self._broken = ""
 
     @property
     def committing(self) -> asyncio.Task[None] | None:
@@ -93,22 +97,22 @@ class RunStore:
         return self._committing
 
     def current_round(self) -> int:
-        """Return the one round whose workers may write, 0 before the first.
+        """Return the one round whose workers may write, as it is durable; 0 before the first.
 
         Raises:
             RunNotFound: There is no such run, or no more.
         """
-        current_round = self._current_round(self.spaces.run_id)
-        if current_round is None:
+        return self._known(self._current_round(self.spaces.run_id))
+
+    def _known(self, round: int | None) -> int:
+        if round is None:
             raise RunNotFound(self.spaces.run_id)
-        return current_round
+        return round
 
     async def write(self, write: Write[T]) -> T:
         """Carry a write out; return its answer when it is durable. See StoreService.write."""
-        # Checked again when it is decided; here, so that a hopeless write doesn't wait for a commit.
-        current_round = self.current_round()
-        self.spaces.check_round(write.round, current_round)
-        self.spaces.check_round(write.writer_round, current_round)
+        # Checked again when it is decided; here, so that a hopeless write doesn't wait for a commit. Rounds are checked
+        # then only: the write may be the repetition of one that is being committed.
         self._check_writer(write)
         size = write.queued_bytes
         if self._queue and self._queued_bytes + size > self._limits.queued_bytes:
@@ -131,8 +135,23 @@ class RunStore:
         run_id = self.spaces.run_id
         self._released = chain(self._released, self._sweep.take_all(), self.spaces.forget())
         self.spaces = RunSpaces(run_id)
+        self._broken = ""
         self._refuse(RunNotFound)
         self._start_committing()
+
+    def check_whole(self) -> None:
+        """Check that no unexpected error has stopped the store.
+
+        Raises:
+            RunBroken: One has.
+        """
+        if self._broken:
+            raise RunBroken(self.spaces.run_id, self._broken)
+
+    def stop(self, refusal: RunBroken) -> None:
+        """Refuse who waits and what comes, for good: what is here may not be what is durable."""
+        self._broken = refusal.cause
+        self._refuse(lambda run_id: RunBroken(run_id, refusal.cause))
 
     def retire(self, refusal: Refusal) -> None:
         """Refuse who waits; the batch under way is the last. What is left to delete, the next to open does."""
@@ -202,6 +221,13 @@ class RunStore:
                 failure = self._take_over(draft, entries, records)
             for pending, outcome in zip(batch, outcomes, strict=True):
                 settle(pending.answer, failure or outcome)
+        except Exception as error:
+            # A mistake of ours, in this run: others go on.
+            broken = RunBroken(self.spaces.run_id, type(error).__name__)
+            _log.exception("store.run_stopped", error=error, run_id=broken.run_id)
+            for pending in batch:
+                settle(pending.answer, RunBroken(broken.run_id, broken.cause))
+            self.stop(broken)
         finally:
             # Whatever went wrong here, nobody waits for ever.
             for pending in batch:
@@ -227,9 +253,14 @@ class RunStore:
     def _decide(self, draft: Draft, write: Write[Any]) -> object:
         """Return the write's answer, or why it was refused."""
         try:
-            current_round = self.current_round()
+            # By the latest facts, durable or not. No write can be decided while its round lasts, and become durable
+            # after the end of that: what is decided is appended in this very step of the event loop, the fact that ends
+            # the round in that of its own decision, and a journal makes durable in the order of appending. So a write
+            # that was decided first is durable, and answered, no later than the end of its round is; and one that comes
+            # to be decided after that, be it still under way, is refused.
+            latest_round = self._known(self._latest_round(self.spaces.run_id))
             self._check_writer(write)
-            return decide(draft, write, current_round)
+            return decide(draft, write, latest_round)
         except Refused as refusal:
             return refusal
 
@@ -263,11 +294,11 @@ class RunStore:
                 self.waits.tell(self.spaces, step)
             for record in records:
                 self.spaces.apply(record)
-        # What ended while it was committed: the journal mustn't keep it.
+        # What ended while it was committed: the journal mustn't keep it. Records outlive their round.
         oldest = self.spaces.oldest_round
-        self._sweep.add(
-            replace(entry, value=None)
-            for entry in chain(entries, records)
-            if entry.value is not None and (forgotten or 0 < entry.round < oldest)
+        over = chain(
+            entries if forgotten else (entry for entry in entries if 0 < entry.round < oldest),
+            records if forgotten else (),
         )
+        self._sweep.add(replace(entry, value=None) for entry in over if entry.value is not None)
         return RunNotFound(self.spaces.run_id) if forgotten else None

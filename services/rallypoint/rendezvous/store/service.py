@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from rallypoint.rendezvous.core.refusals import RunNotFound
-from rallypoint.rendezvous.errors import Draining, Refusal, going_away
+from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
+from rallypoint.rendezvous.errors import Draining, Refusal, RunBroken, going_away
 from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.guard import CheckOwned, always_owned
 from rallypoint.rendezvous.journal.journal import JournalError
@@ -22,7 +22,7 @@ from rallypoint.rendezvous.store.ports import (
     StoreJournal,
     at_once,
 )
-from rallypoint.rendezvous.store.refusals import AnswerTooLarge, KeyWaitTimedOut
+from rallypoint.rendezvous.store.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
 from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.sizes import FRAME_BYTES, MAX_MULTI_BYTES
 from rallypoint.rendezvous.store.writes import Write
@@ -42,6 +42,7 @@ class StoreService:
         current_round: Callable[[str], int | None],
         entries: Iterable[StoreChange] = (),
         *,
+        latest_round: Callable[[str], int | None] | None = None,
         limits: StoreLimits | None = None,
         check_lease: CheckLease = lambda run_id, node_id, lease: None,
         settled: Settled = at_once,
@@ -52,12 +53,14 @@ class StoreService:
 
         Args:
             journal: Where writes become durable.
-            current_round: The one round of a run whose workers may write, 0 before the first; None: there is no
-                such run.
+            current_round: The one round of a run whose workers may write, as it is durable, 0 before the first; None:
+                there is no such run. Reads are judged by it.
             entries: What the journal holds; see `begin`. Where that may be much, see `restoring`.
+            latest_round: The same by the latest facts, durable or not, that were appended to the same journal. Writes
+                are judged by it. None: nothing is ever on its way to be durable.
             limits: Bounds of each run.
             check_lease: Refuses a node that may not write: it doesn't hold the lease. Asked when a write is decided.
-            settled: Returns when what a lease was refused for is durable: nobody is told of it before.
+            settled: Returns when what a lease or a round was refused for is durable: no answer is given before.
             check_owned: Raises NotOwner once the runs may be another process's.
             on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
 
@@ -71,6 +74,7 @@ class StoreService:
             RunStore,
             journal=journal,
             current_round=current_round,
+            latest_round=latest_round or current_round,
             check_lease=check_lease,
             check_owned=check_owned,
             limits=limits or StoreLimits(),
@@ -104,7 +108,11 @@ class StoreService:
         A store that was killed may have left that behind. Once begun, the store must be retired or halted.
         """
         for run_id, run in [*self._runs.items()]:
-            current_round = self._current_round(run_id)
+            run.sweep(run.spaces.outdated())
+            try:
+                current_round = self._current_round(run_id)
+            except Refused:
+                continue  # nothing is known of it, and nothing deleted
             if current_round is None:
                 run.sweep(run.spaces.forget())
                 self._drop_when_idle(run_id, run)
@@ -112,18 +120,24 @@ class StoreService:
                 run.forget_rounds_before(current_round)
 
     async def write(self, run_id: str, write: Write[T]) -> T:
-        """Carry a write out; return its answer when it is durable.
+        """Carry a write out; return its answer when it, and what it was judged by, is durable.
 
-        Cancelling the caller leaves the outcome unknown.
+        A write of a round is answered with success before the end of that round is announced, or not at all, unless it
+        repeats one that was carried out (see StoreOperation in the contract). Cancelling the caller leaves the outcome
+        unknown.
 
         Raises:
             Refused: It was refused; JournalFailed and OutcomeUnknown leave the outcome unknown.
         """
         try:
-            return await self._run(run_id).write(write)
-        except LEASE_REFUSALS:
+            answer = await self._run(run_id).write(write)
+        except (*LEASE_REFUSALS, RoundOver, RoundNotBegun):
             await self._settled()
             raise
+        # What was appended is durable after what it was judged by. But a write that changed nothing was not appended.
+        if max(write.round, write.writer_round) > (self._current_round(run_id) or 0):
+            await self._settled()
+        return answer
 
     async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
         """Return the value of a key, waiting for it up to `timeout` seconds.
@@ -194,12 +208,20 @@ class StoreService:
             run.forget()
             self._drop_when_idle(run_id, run)
 
+    def stop_run(self, refusal: RunBroken) -> None:
+        """Refuse who waits in a run, or writes to it, and whoever comes later; the journal keeps what it has."""
+        run = self._runs.get(refusal.run_id)
+        if run is not None:
+            run.stop(refusal)
+
     async def drain(self) -> None:
         """Take no more requests, end all waiting with Draining, and return when what was taken is durable."""
         self._closed = going_away
         for run in self._runs.values():
             run.waits.end(run.waits.rounds, Draining)
-        await asyncio.gather(*self.committing())
+        if committing := self.committing():
+            # Not cancelled with its caller, whose grace may be over: what becomes durable is to be told as such.
+            await asyncio.wait(committing)
 
     def committing(self) -> list[asyncio.Task[None]]:
         """What ends when nothing is left to write."""
@@ -226,6 +248,7 @@ class StoreService:
         run = self._runs.get(run_id)
         if run is None:
             run = self._runs[run_id] = self._open_run(RunSpaces(run_id))
+        run.check_whole()
         return run
 
     def _reading(self, run_id: str, round: int) -> RunStore:

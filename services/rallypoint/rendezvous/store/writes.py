@@ -11,7 +11,7 @@ from zlib import crc32
 
 from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, Draft
 from rallypoint.rendezvous.store.operations import Operation, is_repetition
-from rallypoint.rendezvous.store.refusals import IntegerOverflow, NotAnInteger, ValueTooLarge
+from rallypoint.rendezvous.store.refusals import IntegerOverflow, NotAnInteger, OperationReused, ValueTooLarge
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.store.writer import Writer
 
@@ -236,14 +236,18 @@ def decide(draft: Draft, write: Write[T_co], current_round: int) -> T_co:
     Raises:
         Refused: It was refused, and the draft is as it was.
     """
+    operation = write.operation
+    # Before the rounds are looked at: what was carried out while its round lasted has its answer for ever, and was not
+    # refused because it is asked for again. It takes no effect a second time, so nothing is fenced off.
+    record = None if operation is None else draft.record(operation)
+    if operation is not None and record is not None and is_repetition(operation, write.fingerprint, record):
+        if record.round != write.round:
+            raise OperationReused(operation.name, operation.sequence)
+        return write.repeated(record.result)
     draft.run.check_round(write.round, current_round)
     draft.run.check_round(write.writer_round, current_round)
-    operation = write.operation
     if operation is None:
         return write.carry_out(draft)[0]
-    record = draft.record(write.round, operation)
-    if record is not None and is_repetition(operation, write.fingerprint, record):
-        return write.repeated(record.result)
     answer, result = write.carry_out(draft)
     if result is not None:
         draft.remember(write.round, operation, write.fingerprint(), result)

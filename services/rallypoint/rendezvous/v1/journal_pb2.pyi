@@ -204,6 +204,9 @@ class RunCreated(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SETTINGS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Lease.incarnation. Empty: of an older version."""
     @_builtins.property
     def settings(self) -> _rendezvous_service_pb2.RunSettings:
         """Settings that the first node brought."""
@@ -212,10 +215,11 @@ class RunCreated(_message.Message):
         self,
         *,
         settings: _rendezvous_service_pb2.RunSettings | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,19 +275,25 @@ class NodeLost(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FAILED_ROUND_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     reason: Global___LossReason.ValueType
     """How it came to be held for lost."""
+    failed_round: _builtins.int
+    """The round whose workers failed because this node was gone, 0: none. If that round ended with a counted restart
+    already, the restart no longer counts.
+    """
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         reason: Global___LossReason.ValueType = ...,
+        failed_round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_round", b"failed_round", "node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -527,12 +537,18 @@ class RoundEnded(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     QUICK_RESTARTS_FIELD_NUMBER: _builtins.int
+    FAILED_SCALE_UPS_FIELD_NUMBER: _builtins.int
+    NEWCOMERS_PASSED_FIELD_NUMBER: _builtins.int
     restart_count: _builtins.int
     """Times that workers were restarted for a failure, this one included."""
     counted_restarts: _builtins.int
     """Those of them that count against max_restarts, this one included; 0: not known, of an older version."""
     quick_restarts: _builtins.int
     """How many in a row, this one included, came soon after the one before."""
+    failed_scale_ups: _builtins.int
+    """How many times in a row newcomers were lost, or left, before a round with them had run for a minute."""
+    newcomers_passed: _builtins.bool
+    """The round ran for long enough that its newcomers count as good."""
     @_builtins.property
     def end(self) -> _rendezvous_service_pb2.RoundEnd:
         """Which and why."""
@@ -544,10 +560,12 @@ class RoundEnded(_message.Message):
         restart_count: _builtins.int = ...,
         counted_restarts: _builtins.int = ...,
         quick_restarts: _builtins.int = ...,
+        failed_scale_ups: _builtins.int = ...,
+        newcomers_passed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_restarts", b"counted_restarts", "end", b"end", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_restarts", b"counted_restarts", "end", b"end", "failed_scale_ups", b"failed_scale_ups", "newcomers_passed", b"newcomers_passed", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -724,6 +742,11 @@ class RunSnapshot(_message.Message):
     FAILED_WORKERS_FIELD_NUMBER: _builtins.int
     PERMANENT_FAILURE_FIELD_NUMBER: _builtins.int
     FORMER_FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    COUNTED_ROUND_FIELD_NUMBER: _builtins.int
+    NEWCOMERS_FIELD_NUMBER: _builtins.int
+    FAILED_SCALE_UPS_FIELD_NUMBER: _builtins.int
+    FAILED_SCALE_UPS_OF_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -751,11 +774,17 @@ class RunSnapshot(_message.Message):
     exit_barrier_passed: _builtins.bool
     """The exit barrier of the round is over."""
     former_size: _builtins.int
-    """Nodes of the round before."""
+    """Nodes of that round, without newcomers that failed."""
     quick_restarts: _builtins.int
     """How many of the latest restarts in a row came soon after the one before."""
     former_fencing_token: _builtins.int
-    """Fencing token of the round before."""
+    """Fencing token of the last round that was FINAL."""
+    counted_round: _builtins.int
+    """The round that ended with a counted restart, until the next one is FINAL; 0: there is none."""
+    failed_scale_ups: _builtins.int
+    """See RoundEnded."""
+    incarnation: _builtins.str
+    """Lease.incarnation."""
     @_builtins.property
     def settings(self) -> _rendezvous_service_pb2.RunSettings:
         """Settings."""
@@ -786,7 +815,7 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def former_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FormerRank]:
-        """Group ranks of the round before: survivors keep theirs."""
+        """Group ranks of the last round that was FINAL: survivors keep theirs."""
 
     @_builtins.property
     def last_round_end(self) -> _rendezvous_service_pb2.RoundEnd:
@@ -815,6 +844,14 @@ class RunSnapshot(_message.Message):
     @_builtins.property
     def permanent_failure(self) -> _rendezvous_service_pb2.WorkerFailure:
         """The first of them that no restart can mend."""
+
+    @_builtins.property
+    def newcomers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Nodes that joined lately, and have not been in a FINAL round for a minute yet."""
+
+    @_builtins.property
+    def failed_scale_ups_of(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedScaleUps]:
+        """The same of single nodes, the oldest first."""
 
     def __init__(
         self,
@@ -850,14 +887,45 @@ class RunSnapshot(_message.Message):
         failed_workers: _abc.Iterable[Global___FailedWorker] | None = ...,
         permanent_failure: _rendezvous_service_pb2.WorkerFailure | None = ...,
         former_fencing_token: _builtins.int = ...,
+        counted_round: _builtins.int = ...,
+        newcomers: _abc.Iterable[_builtins.str] | None = ...,
+        failed_scale_ups: _builtins.int = ...,
+        failed_scale_ups_of: _abc.Iterable[Global___FailedScaleUps] | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "failure", b"failure", "last_round_end", b"last_round_end", "permanent_failure", b"permanent_failure", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "departing", b"departing", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "last_round_end", b"last_round_end", "master_address", b"master_address", "master_port", b"master_port", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breach", b"breach", "counted_round", b"counted_round", "departing", b"departing", "evicted", b"evicted", "exit_barrier_passed", b"exit_barrier_passed", "failed_scale_ups", b"failed_scale_ups", "failed_scale_ups_of", b"failed_scale_ups_of", "failed_workers", b"failed_workers", "failure", b"failure", "fencing_token", b"fencing_token", "finishing", b"finishing", "forgotten", b"forgotten", "former_fencing_token", b"former_fencing_token", "former_ranks", b"former_ranks", "former_size", b"former_size", "group_world_size", b"group_world_size", "incarnation", b"incarnation", "last_round_end", b"last_round_end", "master_address", b"master_address", "master_port", b"master_port", "newcomers", b"newcomers", "nodes", b"nodes", "permanent_failure", b"permanent_failure", "phase", b"phase", "quick_restarts", b"quick_restarts", "restart_count", b"restart_count", "restarts", b"restarts", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "seats", b"seats", "settings", b"settings", "succeeded", b"succeeded", "unconfirmed", b"unconfirmed", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSnapshot: _TypeAlias = RunSnapshot  # noqa: Y015
+
+@_typing.final
+class FailedScaleUps(_message.Message):
+    """FailedScaleUps is how often one node was lost, or left, soon after it joined, in a row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    count: _builtins.int
+    """How often."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedScaleUps: _TypeAlias = FailedScaleUps  # noqa: Y015
 
 @_typing.final
 class Restart(_message.Message):

@@ -90,7 +90,9 @@ class _ScaleUpPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScaleUp
     SCALE_UP_POLICY_UNSPECIFIED: _ScaleUpPolicy.ValueType  # 0
     """Not set: IMMEDIATE."""
     SCALE_UP_POLICY_IMMEDIATE: _ScaleUpPolicy.ValueType  # 1
-    """The round ends at once and re-forms with the newcomer. It costs a restart of all workers."""
+    """The round ends and re-forms with the newcomer, once that has been connected for 3 s. It costs a restart of all
+    workers. Newcomers that go within a minute, again and again, are held back for longer each time.
+    """
     SCALE_UP_POLICY_ON_RESTART: _ScaleUpPolicy.ValueType  # 2
     """The newcomer waits until the round ends for another reason."""
     SCALE_UP_POLICY_DELAYED: _ScaleUpPolicy.ValueType  # 3
@@ -104,7 +106,9 @@ class ScaleUpPolicy(_ScaleUpPolicy, metaclass=_ScaleUpPolicyEnumTypeWrapper):
 SCALE_UP_POLICY_UNSPECIFIED: ScaleUpPolicy.ValueType  # 0
 """Not set: IMMEDIATE."""
 SCALE_UP_POLICY_IMMEDIATE: ScaleUpPolicy.ValueType  # 1
-"""The round ends at once and re-forms with the newcomer. It costs a restart of all workers."""
+"""The round ends and re-forms with the newcomer, once that has been connected for 3 s. It costs a restart of all
+workers. Newcomers that go within a minute, again and again, are held back for longer each time.
+"""
 SCALE_UP_POLICY_ON_RESTART: ScaleUpPolicy.ValueType  # 2
 """The newcomer waits until the round ends for another reason."""
 SCALE_UP_POLICY_DELAYED: ScaleUpPolicy.ValueType  # 3
@@ -205,6 +209,10 @@ class _FailureKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureKi
     """A timer of it ran out, and its agent killed it."""
     FAILURE_KIND_NOT_STARTED: _FailureKind.ValueType  # 6
     """It could not be started."""
+    FAILURE_KIND_PORT_TAKEN: _FailureKind.ValueType  # 7
+    """Another program of the host of group rank 0 took the master port before its worker bound it. The round ends at once
+    and is tried again with another port; that counts as no restart, whatever the budget.
+    """
 
 class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper):
     """FailureKind is what kind of end a worker had."""
@@ -223,6 +231,10 @@ FAILURE_KIND_HUNG: FailureKind.ValueType  # 5
 """A timer of it ran out, and its agent killed it."""
 FAILURE_KIND_NOT_STARTED: FailureKind.ValueType  # 6
 """It could not be started."""
+FAILURE_KIND_PORT_TAKEN: FailureKind.ValueType  # 7
+"""Another program of the host of group rank 0 took the master port before its worker bound it. The round ends at once
+and is tried again with another port; that counts as no restart, whatever the budget.
+"""
 Global___FailureKind: _TypeAlias = FailureKind  # noqa: Y015
 
 class _NodeState:
@@ -621,16 +633,25 @@ Global___ResumeRun: _TypeAlias = ResumeRun  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat says that the node is alive. It changes nothing but the lease's time to live."""
+    """Heartbeat says that the node is alive. It changes nothing but the lease's time to live, and what is shown of the
+    node.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WATCHDOG_TROUBLE_FIELD_NUMBER: _builtins.int
+    watchdog_trouble: _builtins.str
+    """Why no watchdog guards the node's workers, for people; empty: one does. At most 1,024 bytes, the rest is cut off.
+    Shown by GetRun, and not stored: every heartbeat has it.
+    """
     def __init__(
         self,
+        *,
+        watchdog_trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["watchdog_trouble", b"watchdog_trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -880,10 +901,16 @@ class Lease(_message.Message):
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_INTERVAL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     """The lease's number; grows over the life of a run, so the older of two is the stale one."""
     revision: _builtins.int
     """Revision of the run."""
+    incarnation: _builtins.str
+    """Incarnation of the run: a new one each time a run of this name is created, for then the numbers of its leases and
+    rounds may begin again. Don't compare leases of two incarnations. It stays over restarts and take-overs. Empty: the
+    run was created by a service that knew no incarnations.
+    """
     @_builtins.property
     def time_to_live(self) -> _duration_pb2.Duration:
         """How long it lives without evidence of the node, by the server's clock."""
@@ -899,10 +926,11 @@ class Lease(_message.Message):
         time_to_live: _duration_pb2.Duration | None = ...,
         keep_alive_interval: _duration_pb2.Duration | None = ...,
         revision: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keep_alive_interval", b"keep_alive_interval", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_alive_interval", b"keep_alive_interval", "lease", b"lease", "revision", b"revision", "time_to_live", b"time_to_live"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "keep_alive_interval", b"keep_alive_interval", "lease", b"lease", "revision", b"revision", "time_to_live", b"time_to_live"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -961,9 +989,10 @@ class NodeUpdate(_message.Message):
     exit_barrier_passed: _builtins.bool
     """The exit barrier is over: a node whose workers succeeded need wait for the others no longer, and leaves."""
     settling: _builtins.bool
-    """In FINAL: a worker failed, and what follows can't be taken back: the run's end, or that a node is taken out. For
-    half a second it is settled whose failure was the first. A node reports now what it would otherwise report when
-    its worker has ended: one that has raised, and takes its time to go.
+    """In FINAL: a worker failed, and the cause is not settled yet: a worker, or a node that is lost. A node answers at
+    once: with a heartbeat, since the run ends for a failure only when every participant has shown a sign of life after
+    it; and with the failure of a worker that has raised and takes its time to end. It takes half a second; longer, but
+    no longer than a lease, while the stream of a participant is broken or a participant does not answer.
     """
     @_builtins.property
     def assignment(self) -> Global___Assignment:
@@ -1386,6 +1415,7 @@ class Run(_message.Message):
     EVICTED_NODE_IDS_FIELD_NUMBER: _builtins.int
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
     HELD_BACK_FIELD_NUMBER: _builtins.int
+    BROKEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
@@ -1406,6 +1436,10 @@ class Run(_message.Message):
     """The exit barrier is over; see ReportSuccess."""
     counted_restarts: _builtins.int
     """Those of the restarts that count against max_restarts: all, or the ones within the restart_window."""
+    broken: _builtins.str
+    """The kind of the unexpected error that stopped the run; empty: none has. Of such a run there is only the name, and
+    only in ListRuns: what is asked of it is refused with RUN_BROKEN.
+    """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Settings."""
@@ -1453,10 +1487,11 @@ class Run(_message.Message):
         evicted_node_ids: _abc.Iterable[_builtins.str] | None = ...,
         counted_restarts: _builtins.int = ...,
         held_back: _duration_pb2.Duration | None = ...,
+        broken: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held_back", b"held_back", "last_round_end", b"last_round_end", "run_end", b"run_end", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "counted_restarts", b"counted_restarts", "evicted_node_ids", b"evicted_node_ids", "exit_barrier_passed", b"exit_barrier_passed", "held_back", b"held_back", "last_round_end", b"last_round_end", "node_count", b"node_count", "nodes", b"nodes", "phase", b"phase", "restart_count", b"restart_count", "revision", b"revision", "round", b"round", "run_end", b"run_end", "run_id", b"run_id", "settings", b"settings", "succeeded_count", b"succeeded_count", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1478,6 +1513,7 @@ class Node(_message.Message):
     TOPOLOGY_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     COUNTED_RESTARTS_FIELD_NUMBER: _builtins.int
+    WATCHDOG_TROUBLE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Name of the node."""
     address: _builtins.str
@@ -1496,6 +1532,8 @@ class Node(_message.Message):
     """Its lease."""
     counted_restarts: _builtins.int
     """Restarts that its workers caused and that count against max_restarts_per_node; 0 where that is 0."""
+    watchdog_trouble: _builtins.str
+    """Heartbeat.watchdog_trouble of its last heartbeat. Known where `connected` is."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
         """Its place in the round, if it has one."""
@@ -1513,10 +1551,11 @@ class Node(_message.Message):
         topology: _builtins.str = ...,
         lease: _builtins.int = ...,
         counted_restarts: _builtins.int = ...,
+        watchdog_trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "counted_restarts", b"counted_restarts", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "topology", b"topology"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "assignment", b"assignment", "connected", b"connected", "counted_restarts", b"counted_restarts", "lease", b"lease", "local_world_size", b"local_world_size", "node_id", b"node_id", "role", b"role", "state", b"state", "topology", b"topology", "watchdog_trouble", b"watchdog_trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1664,7 +1703,9 @@ class Event(_message.Message):
     node_id: _builtins.str
     """The node it is about, if any."""
     round: _builtins.int
-    """The round it is about, if any."""
+    """The round it is about, if any. Of NODE_LOST: the round whose workers failed because the node was gone; if it had
+    ended with a counted restart (ROUND_ENDED, WORKER_FAILED), that no longer counts.
+    """
     detail: _builtins.str
     """What happened and why, for people: one sentence."""
     group_world_size: _builtins.int

@@ -44,6 +44,8 @@ class RendezvousServiceStub(object):
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
+    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or what it keeps of it; the
+    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
@@ -67,6 +69,7 @@ class RendezvousServiceStub(object):
     RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+    UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
@@ -148,6 +151,8 @@ class RendezvousServiceServicer(object):
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
+    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or what it keeps of it; the
+    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
@@ -171,6 +176,7 @@ class RendezvousServiceServicer(object):
     RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+    UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
@@ -347,6 +353,8 @@ class RendezvousService(object):
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
     INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
+    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or what it keeps of it; the
+    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
@@ -370,6 +378,7 @@ class RendezvousService(object):
     RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
     UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
     UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
+    UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
     UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
     UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """

@@ -94,6 +94,8 @@ class StateServiceStub:
       INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
       NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
+      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
+                                                 outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
       FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
       FAILED_PRECONDITION  NODE_EVICTED          an operator took the node out of the run
       FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
@@ -199,6 +201,8 @@ class StateServiceAsyncStub(StateServiceStub):
       INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
       NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
+      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
+                                                 outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
       FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
       FAILED_PRECONDITION  NODE_EVICTED          an operator took the node out of the run
       FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
@@ -300,6 +304,8 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
       NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
+      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
+                                                 outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
       FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
       FAILED_PRECONDITION  NODE_EVICTED          an operator took the node out of the run
       FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed

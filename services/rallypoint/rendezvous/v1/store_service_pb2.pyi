@@ -29,11 +29,12 @@ class StoreOperation(_message.Message):
     operation. Take a greater sequence only when the outcome of the write before in that slot is known, or no
     longer matters.
 
-    The server keeps, durably and with the write itself, the last operation that changed something, per space,
-    client and slot. A repetition is answered from that. A request whose sequence is smaller than the kept one
-    comes too late and is refused with OPERATION_SUPERSEDED: a write that was given up can't take effect after a
-    later one of its slot that changed something. Of one space the 65,536 (client, slot) pairs used last are kept:
-    a write that is repeated after so many *other* pairs have written to its space may take effect twice.
+    The server keeps, durably and with the write itself, the last operation that changed something, per run,
+    client and slot. A repetition is answered from that, also once the round of the write is over: a write that was
+    carried out is never told ROUND_OVER. A request whose sequence is smaller than the kept one comes too late and is
+    refused with OPERATION_SUPERSEDED: a write that was given up can't take effect after a later one of its slot that
+    changed something, whichever spaces the two are for. Of one run the 65,536 (client, slot) pairs used last are kept:
+    a write that is repeated after so many *other* pairs have written to its run may take effect twice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

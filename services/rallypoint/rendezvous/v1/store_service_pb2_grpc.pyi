@@ -35,7 +35,8 @@ class StoreServiceStub:
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
-    then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
+    then a worker of a round that is over can't write to the run's own space either. A write of a round that is answered
+    with success is durable before the end of that round is announced to anybody. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
     Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
@@ -79,6 +80,8 @@ class StoreServiceStub:
       INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
       NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
+      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
+                                                 outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
       FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
       FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
@@ -156,7 +159,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
-    then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
+    then a worker of a round that is over can't write to the run's own space either. A write of a round that is answered
+    with success is durable before the end of that round is announced to anybody. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
     Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
@@ -200,6 +204,8 @@ class StoreServiceAsyncStub(StoreServiceStub):
       INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
       NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
+      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
+                                                 outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
       FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
       FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
@@ -273,7 +279,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
     round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
-    then a worker of a round that is over can't write to the run's own space either. ROUND_OVER is final: stop,
+    then a worker of a round that is over can't write to the run's own space either. A write of a round that is answered
+    with success is durable before the end of that round is announced to anybody. ROUND_OVER is final: stop,
     and start again as a worker of the current round, if there is a place for you in it.
 
     Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
@@ -317,6 +324,8 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
       INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
       INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
       NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
+      FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
+                                                 outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
       FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
       FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
       FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",

@@ -164,18 +164,34 @@ class Subscribe(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     STALL_AFTER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LEASE_AGE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Name of the run."""
     node_id: _builtins.str
     """Name of the node."""
     lease: _builtins.int
     """The node's lease from the rendezvous service; grows over the life of a run. A lease older than one that was
-    seen already is refused with LEASE_LOST. Zero: the node has none, which is the oldest of all.
+    seen already in the same incarnation is refused with LEASE_LOST. Zero: the node has none, which is the oldest of
+    all.
+    """
+    incarnation: _builtins.str
+    """Incarnation of the run to which the lease belongs (Lease.incarnation of the rendezvous service); at most 256 bytes.
+    Leases of two incarnations are not compared by number, since numbers begin anew: of two agents of a node, the one
+    that got its lease later replaces the other, and timers of an incarnation that is over are dropped. While no agent
+    of the node is subscribed, any may subscribe. Empty: leases are compared by number alone, whatever incarnation was
+    seen.
     """
     @_builtins.property
     def stall_after(self) -> _duration_pb2.Duration:
         """Report the run when none of its workers advanced for so long; zero: never. Not set: the service's own
         `stall_after`. The newest subscriber of the run decides for it.
+        """
+
+    @_builtins.property
+    def lease_age(self) -> _duration_pb2.Duration:
+        """How long the node has held the lease; of two incarnations, the one with the younger lease is the newer. Not set: no
+        time.
         """
 
     def __init__(
@@ -185,10 +201,12 @@ class Subscribe(_message.Message):
         node_id: _builtins.str = ...,
         lease: _builtins.int = ...,
         stall_after: _duration_pb2.Duration | None = ...,
+        incarnation: _builtins.str = ...,
+        lease_age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stall_after", b"stall_after"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease_age", b"lease_age", "stall_after", b"stall_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "node_id", b"node_id", "run_id", b"run_id", "stall_after", b"stall_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease", b"lease", "lease_age", b"lease_age", "node_id", b"node_id", "run_id", b"run_id", "stall_after", b"stall_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

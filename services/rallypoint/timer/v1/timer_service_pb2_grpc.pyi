@@ -51,10 +51,13 @@ class TimerServiceStub:
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known: stop, don't retry
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: stop, don't retry
+      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog guards the
+                                              node's workers. Try again at once with a newer lease, and with back-off
+                                              meanwhile: the agent with the newer lease may be about to end
+      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: likewise
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
       UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
+      UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
       UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
@@ -76,8 +79,10 @@ class TimerServiceStub:
     worker, then acknowledge.
 
     When the stream breaks, timers go on counting and expiries are kept until the node subscribes again. Treat
-    any end of the stream but FAILED_PRECONDITION and ABORTED as retryable, with jitter, and start over with
-    `subscribe`. A node that does not come back is forgotten an hour after its last timer ran out.
+    any end of the stream as retryable, with jitter and back-off, and start over with `subscribe`: as long as the node
+    is in its run, its workers want to be guarded. After FAILED_PRECONDITION and ABORTED, back off even if the stream
+    had been accepted: another agent acts for the node, and two that come back at once push each other out for ever.
+    A node that does not come back is forgotten an hour after its last timer ran out.
     """
     RegisterTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]
     """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
@@ -136,10 +141,13 @@ class TimerServiceAsyncStub(TimerServiceStub):
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known: stop, don't retry
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: stop, don't retry
+      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog guards the
+                                              node's workers. Try again at once with a newer lease, and with back-off
+                                              meanwhile: the agent with the newer lease may be about to end
+      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: likewise
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
       UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
+      UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
       UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
@@ -158,8 +166,10 @@ class TimerServiceAsyncStub(TimerServiceStub):
     worker, then acknowledge.
 
     When the stream breaks, timers go on counting and expiries are kept until the node subscribes again. Treat
-    any end of the stream but FAILED_PRECONDITION and ABORTED as retryable, with jitter, and start over with
-    `subscribe`. A node that does not come back is forgotten an hour after its last timer ran out.
+    any end of the stream as retryable, with jitter and back-off, and start over with `subscribe`: as long as the node
+    is in its run, its workers want to be guarded. After FAILED_PRECONDITION and ABORTED, back off even if the stream
+    had been accepted: another agent acts for the node, and two that come back at once push each other out for ever.
+    A node that does not come back is forgotten an hour after its last timer ran out.
     """
     RegisterTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]  # type: ignore[assignment]
     """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
@@ -217,10 +227,13 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
       INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known: stop, don't retry
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: stop, don't retry
+      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog guards the
+                                              node's workers. Try again at once with a newer lease, and with back-off
+                                              meanwhile: the agent with the newer lease may be about to end
+      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: likewise
       RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
       UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
+      UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
       RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
       UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
     """
@@ -243,8 +256,10 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         worker, then acknowledge.
 
         When the stream breaks, timers go on counting and expiries are kept until the node subscribes again. Treat
-        any end of the stream but FAILED_PRECONDITION and ABORTED as retryable, with jitter, and start over with
-        `subscribe`. A node that does not come back is forgotten an hour after its last timer ran out.
+        any end of the stream as retryable, with jitter and back-off, and start over with `subscribe`: as long as the node
+        is in its run, its workers want to be guarded. After FAILED_PRECONDITION and ABORTED, back off even if the stream
+        had been accepted: another agent acts for the node, and two that come back at once push each other out for ever.
+        A node that does not come back is forgotten an hour after its last timer ran out.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,166 @@
+"""Newcomers: when one may end a round that runs, and what holds back those that fail soon.
+
+A newcomer is on probation until a round with it has run for `PROBATION`; the nodes of a run's first round are none. If
+it is lost before, leaves, or has the first worker that fails, the scale-up failed: the others re-form without a last
+call, and further newcomers are held back, longer each time:
+
+    in a row, over all nodes    1   2   3    4    5    6 …
+    seconds held back           0   60  120  240  480  600
+
+Each node is held back by its own count too, for up to an hour. So a host that joins and dies, again and again, costs
+the others a small share of their time, whatever name it joins under.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rallypoint.rendezvous.core.state import (
+    Node,
+    Phase,
+    RoundEnd,
+    RoundEndCause,
+    RunState,
+    ScaleUpPolicy,
+    Seat,
+)
+
+READY_AFTER = 3.0
+"""Seconds that a newcomer must have been connected before a round ends for it. A process that dies at its start is gone
+by then; longer keeps every good host idle for as long."""
+
+PROBATION = 60.0
+"""Seconds that a round must run for its newcomers to count as good. Longer than a job takes to load, so that a host on
+which it cannot run is found out; much longer, and an unrelated loss is held against newcomers."""
+
+_FIRST_HOLD = 60.0
+_LONGEST_HOLD = 600.0
+_LONGEST_HOLD_OF_NODE = 3600.0
+
+MOST_NODES = 1_000
+"""Nodes of which one run remembers that they failed on probation."""
+
+
+def count_after(state: RunState, end: RoundEnd, now: float) -> tuple[int, bool]:
+    """Return how many scale-ups failed in a row once the present round has ended so, and whether newcomers passed."""
+    ran = now + state.forgiven - state.final_at if state.phase is Phase.FINAL else 0.0
+    passed = ran >= PROBATION
+    if not passed and end.node_id in state.newcomers and _fails_scale_up(state, end):
+        return state.failed_scale_ups + 1, False
+    # Something may have been mended; or newcomers are good; or it is long ago.
+    over = end.cause is RoundEndCause.RESTART_REQUESTED or (passed and state.newcomers)
+    if over or ran >= 2 * _hold(state.failed_scale_ups, _LONGEST_HOLD) > 0:
+        return 0, passed
+    return state.failed_scale_ups, passed
+
+
+def _fails_scale_up(state: RunState, end: RoundEnd) -> bool:
+    if end.cause is RoundEndCause.WORKER_FAILED:
+        # A failure says something of its node only where others have run well, and can go on without it.
+        return len(state.seats.keys() - state.newcomers) >= state.settings.min_nodes
+    return end.cause in (RoundEndCause.NODE_LOST, RoundEndCause.NODE_LEFT, RoundEndCause.NODE_EVICTED)
+
+
+def note_end(state: RunState, end: RoundEnd, count: int, passed: bool, now: float) -> bool:
+    """Take down what the end of a round says of its newcomers; returns whether a scale-up failed."""
+    failed = count > state.failed_scale_ups
+    state.failed_scale_ups = count
+    if failed:
+        of_node = state.failed_scale_ups_of.pop(end.node_id, 0) + 1
+        state.failed_scale_ups_of[end.node_id] = of_node
+        if len(state.failed_scale_ups_of) > MOST_NODES:
+            oldest = next(iter(state.failed_scale_ups_of))
+            del state.failed_scale_ups_of[oldest]
+            state.held_until_of.pop(oldest, None)
+        hold_back(state, end.node_id, now)
+        others = (state.nodes.get(node_id) for node_id in state.newcomers if node_id != end.node_id)
+        state.excused = {node.lease for node in others if node is not None}
+    elif count == 0:
+        state.newcomers_held_until = -math.inf
+    if passed:
+        for node_id in state.newcomers:
+            state.failed_scale_ups_of.pop(node_id, None)
+            state.held_until_of.pop(node_id, None)
+        state.newcomers = set()
+    return failed
+
+
+def hold_back(state: RunState, node_id: str, now: float) -> None:
+    """Start the holds that the counts of a run and of one of its nodes call for."""
+    state.newcomers_held_until = now + _hold(state.failed_scale_ups, _LONGEST_HOLD)
+    state.held_until_of[node_id] = now + _hold(state.failed_scale_ups_of[node_id], _LONGEST_HOLD_OF_NODE)
+
+
+def _hold(count: int, longest: float) -> float:
+    """Seconds that newcomers are held back after so many failures in a row."""
+    # 2**40 seconds are longer than any hold: past it only the float would overflow.
+    return 0.0 if count < 2 else min(_FIRST_HOLD * 2.0 ** min(count - 2, 40), longest)
+
+
+def _held_until(state: RunState, node: Node) -> float:
+    """Return until when a node is held back; -inf: it is not."""
+    of_node = state.held_until_of.get(node.node_id, -math.inf)
+    # A newcomer that was in a round with the one that failed is not held back with it: it would be let in beside the
+    # next bad one, again and again, and never run.
+    excused = survived(state, node) or node.lease in state.excused
+    return of_node if excused else max(of_node, state.newcomers_held_until)
+
+
+def of_round(state: RunState, seats: Sequence[Seat]) -> set[str]:
+    """Return the newcomers among the participants of a round that freezes; the first round of a run has none."""
+    if state.former_fencing_token == 0:
+        return set()
+    ids = (seat.node_id for seat in seats)
+    return {each for each in ids if each in state.newcomers or not survived(state, state.nodes[each])}
+
+
+def survived(state: RunState, node: Node) -> bool:
+    """Return whether a node was in the last round, and not another of its name."""
+    return node.node_id in state.former_ranks and node.lease < state.former_fencing_token
+
+
+def admissible(state: RunState, now: float) -> list[Node]:
+    """Return the newcomers that a round would take in now, in the order of joining."""
+    return [node for node in state.waiting if node.connected and _held_until(state, node) <= now]
+
+
+def next_scale_up(state: RunState) -> float | None:
+    """Return when the present round is to end for newcomers; None: not for those that wait now.
+
+    A round without room ends for none; nor does one of which a participant has succeeded, for the run is about to end
+    and a restart would take work back.
+    """
+    settings = state.settings
+    if state.phase is not Phase.FINAL or state.breach is not None or state.finishing or not state.has_room:
+        return None
+    if settings.scale_up_policy is ScaleUpPolicy.ON_RESTART:
+        return None
+    due = min((_ready_at(state, node) for node in state.waiting if node.connected), default=None)
+    if due is None:
+        return None
+    if settings.scale_up_policy is ScaleUpPolicy.DELAYED and state.present < settings.max_nodes:
+        assert state.scale_up_deadline is not None, "newcomers are gathered while there is room"
+        return max(due, state.scale_up_deadline)
+    return due
+
+
+def held_back(state: RunState, now: float) -> set[str]:
+    """Return the connected newcomers that are held back from the next round.
+
+    None of the last round is: it is formed once their workers have stopped, of which only their confirmation speaks.
+    """
+    if now >= max(state.newcomers_held_until, *state.held_until_of.values(), -math.inf):
+        return set()
+    return {
+        node_id
+        for node_id, node in state.nodes.items()
+        if node.connected
+        and node_id not in state.departing
+        and not survived(state, node)
+        and _held_until(state, node) > now
+    }
+
+
+def _ready_at(state: RunState, node: Node) -> float:
+    return max(node.connected_at + READY_AFTER, _held_until(state, node))

@@ -1,0 +1,56 @@
+"""What a host knows of its watchdog, and when a job that requires one is given up there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rallypoint.agent.host_watchdog import HostWatchdog
+
+
+class Job:
+    """A job on this host."""
+
+    def __init__(self, most: float | None) -> None:
+        self.changes: list[tuple[bool, str]] = []
+        self.unfit: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.watchdog = HostWatchdog(
+            most, lambda up, trouble: self.changes.append((up, trouble)), self.unfit.set_result
+        )
+
+
+async def test_each_change_is_told_once() -> None:
+    """Another reason is no change, and is what is shown from then on."""
+    job = Job(None)
+    for trouble in ("no answer", "refused", "", "", "refused"):
+        job.watchdog.note(trouble)
+        assert job.watchdog.trouble == trouble
+    assert job.changes == [(False, "no answer"), (True, ""), (False, "refused")]
+
+
+async def test_workers_wait_for_a_watchdog_only_where_one_is_required() -> None:
+    """And for one that is there not at all."""
+    await Job(None).watchdog.allows_workers()
+    job = Job(60.0)
+    waiting = asyncio.create_task(job.watchdog.allows_workers())
+    job.watchdog.note("no answer")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    job.watchdog.note("")
+    await waiting
+    await job.watchdog.allows_workers()
+
+
+async def test_a_host_without_the_watchdog_that_its_job_requires_becomes_unfit() -> None:
+    """After its time, with the latest reason; one that comes back in time changes that."""
+    job = Job(0.02)
+    job.watchdog.note("no answer")
+    job.watchdog.note("")
+    assert job.watchdog._giving_up is None
+    job.watchdog.note("no answer")
+    job.watchdog.note("refused")
+    assert await job.unfit == (
+        "no watchdog has guarded its workers for 0.02 s, and the job requires one: refused"
+    )
+    patient = Job(None)
+    patient.watchdog.note("no answer")
+    assert patient.watchdog._giving_up is None

@@ -1,0 +1,148 @@
+"""Workers are guarded, or everybody who looks sees that they are not; and a job may refuse to run without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, service
+from integration.scene import PATIENCE, RUN
+from local_cluster import Job, LocalCluster
+from mortal import mortal
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+WORKER = Path(__file__).with_name("second_worker.py")
+OBEDIENT = Path(__file__).with_name("obedient_worker.py")
+# Seconds for which the worker of the second job hangs; then it ends with success, which it must not come to.
+HANGS = "40"
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def port() -> int:
+    """One that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an agent of a static job, with one worker."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*flags: str | Path) -> subprocess.Popen[str]:
+        command = [str(RALLYPOINT), "run", "--log-format", "json", *map(str, flags)]
+        environment = clean_environment(PET_RDZV_BACKEND="static")
+        started.append(
+            subprocess.Popen(
+                mortal(*command), stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+            )
+        )
+        return started[-1]
+
+    yield start
+    for agent in started:
+        agent.kill()
+        agent.communicate()
+
+
+def ended(agent: subprocess.Popen[str]) -> tuple[int, str]:
+    """How an agent ended, and what it said."""
+    _, said = agent.communicate(timeout=60)
+    return agent.returncode, said
+
+
+def joined(said: str) -> tuple[int, str]:
+    """The lease that an agent was given first, and the node to which."""
+    records = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    lease = next(int(record["lease"]) for record in records if record["event"] == "joined")
+    node = next(str(record["node_id"]) for record in records if "node_id" in record)
+    return lease, node
+
+
+def test_the_second_job_of_a_host_is_guarded(tmp_path: Path, start: Start, port: int) -> None:
+    """A static rendezvous begins again from low numbers, and the timer service remembers high ones."""
+    with service("timer") as timers:
+        common = [f"--timer-endpoint={timers}", f"--master-port={port}"]
+        agents = [start(*common, "--nnodes=2", f"--node-rank={rank}", WORKER, tmp_path) for rank in (0, 1)]
+        first = [ended(agent) for agent in agents]
+        assert [code for code, _ in first] == [0, 0], first
+        lease, node = max(joined(said) for _, said in first)
+        second = start(*common, "--nnodes=1", f"--node-id={node}", WORKER, tmp_path, HANGS)
+        code, said = ended(second)
+        assert joined(said)[0] < lease
+        assert (code, "did not leave 'step' within 0.5 s" in said) == (1, True)
+
+
+def test_a_job_that_requires_a_watchdog_starts_no_worker_without(tmp_path: Path, port: int) -> None:
+    """It waits for a while, and says what it waited for."""
+    result = rallypoint(
+        *("run", "--standalone", "--require-watchdog", "--watchdog-timeout", "0.5"),
+        *("--timer-endpoint", f"127.0.0.1:{port}", WORKER, tmp_path),
+    )
+    assert result.returncode == 3
+    assert (
+        "Error: this host is not fit to run workers: no watchdog has guarded its workers for 0.5 s, and the job "
+        "requires one: the timer service does not answer"
+    ) in result.stderr
+    assert not (tmp_path / "started").exists()
+
+
+async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path) -> None:
+    """In the status of the run, in the agent's own and in its events; and that there is one again."""
+    events = tmp_path / "events"
+    async with LocalCluster(tmp_path / "cluster") as cluster:
+        await cluster.start_rendezvous()
+        timer = await cluster.start_timer()
+        cluster._environment["RALLYPOINT_EVENT_LOG_HANDLER"] = f"file:{events}"
+        job = Job(RUN, (str(OBEDIENT), str(tmp_path), "wait"), workers=1, log_dir=tmp_path / "logs")
+        agent = await cluster.start_agent("a", job)
+        await timer.log.first("an agent", lambda line: line.event == "agent subscribed")
+
+        async def shown(there: bool) -> None:
+            needle = "no watchdog guards the workers of a: "
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    status = await asyncio.to_thread(
+                        rallypoint, "status", RUN, "--rdzv-endpoint", cluster.rendezvous_endpoint
+                    )
+                    trouble = (await cluster.get_job("a")).watchdog_trouble
+                    if (needle in status.stdout, bool(trouble)) == (not there, not there):
+                        break
+            assert there or needle + trouble in status.stdout
+
+        await timer.kill()
+        await shown(there=False)
+        await cluster.start_timer()
+        await shown(there=True)
+        (tmp_path / "finish").touch()
+        assert await agent.ended(PATIENCE) == 0
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [record for record in records if record["event"] == "WATCHDOG"]
+    assert [record["up"] for record in told] == [True, False, True]
+    assert told[1]["reason"]
+
+
+async def test_a_host_that_lost_its_watchdog_leaves_a_job_that_requires_one(tmp_path: Path) -> None:
+    """Its workers are stopped in good order, and it says why; a restart of the service in time is no reason."""
+    async with LocalCluster(tmp_path / "cluster") as cluster:
+        await cluster.start_rendezvous()
+        timer = await cluster.start_timer()
+        cluster._environment |= {"RALLYPOINT_REQUIRE_WATCHDOG": "1", "RALLYPOINT_WATCHDOG_TIMEOUT": "0.5"}
+        job = Job(RUN, (str(OBEDIENT), str(tmp_path), "wait"), workers=1, log_dir=tmp_path / "logs")
+        agent = await cluster.start_agent("a", job)
+        await cluster.output.first("its worker to start", lambda line: line.event == "started")
+        await timer.kill()
+        timer = await cluster.start_timer()
+        await timer.log.first("the agent again", lambda line: line.event == "agent subscribed")
+        await timer.kill()
+        assert await agent.ended(PATIENCE) == 3
+        assert "no watchdog has guarded its workers for 0.5 s" in agent.report

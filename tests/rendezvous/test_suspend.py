@@ -1,0 +1,49 @@
+"""A service whose machine was suspended finds the streams of its nodes broken, and holds that against none of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.state import RunSettings
+from rallypoint.rendezvous.errors import going_away
+from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.shard import open_shard
+from rallypoint.serving.lag import LagSettings
+
+RUN = "run"
+
+
+class Machine:
+    """The clocks of a machine, in the test's hands: they differ by the time for which it was suspended."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.awake = self.suspended = 0.0
+        clocks = {time.CLOCK_MONOTONIC: lambda: self.awake, time.CLOCK_BOOTTIME: self._boot_time}
+        patch.setattr(time, "clock_gettime", lambda clock: clocks[clock]())
+
+    def _boot_time(self) -> float:
+        return self.awake + self.suspended
+
+
+@pytest.mark.parametrize(("suspended", "there"), [(0.0, []), (12.0, ["a"])])
+async def test_nodes_have_time_to_come_back_after_a_suspend(
+    monkeypatch: pytest.MonkeyPatch, suspended: float, there: list[str]
+) -> None:
+    """As after a pause: a broken stream shortens no lease to the 2 s that it has otherwise."""
+    machine = Machine(monkeypatch)
+    # The test's clock jumps by less than is taken for a pause.
+    shard = await open_shard(MemoryJournal(), lag=LagSettings(tolerance=5.0))
+    settings = RunSettings(min_nodes=1, max_nodes=1)
+    member = await shard.engine.join(RUN, commands.Join("a", settings, "a.cluster", 1, "trainer"))
+    machine.suspended += suspended
+    shard.engine.disconnect(member)
+    machine.awake += 4.0
+    assert [node.node_id for node in (await shard.engine.get_run(RUN)).nodes] == there
+    for _ in range(3):
+        machine.awake += 4.0
+        run = await shard.engine.get_run(RUN)
+    assert not run.nodes
+    await shard.retire(going_away)

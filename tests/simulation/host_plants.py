@@ -1,0 +1,87 @@
+"""Bugs to plant in the product that hosts, herds, newcomers and clocks bring to light, by the kind of seeds that do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous import client
+from rallypoint.rendezvous.core import failures, leases, newcomers
+from rallypoint.rendezvous.core.state import RunState
+from rallypoint.rendezvous.engine import RendezvousEngine
+from simulation.plants import Plant, give_no_time_after_a_pause
+
+
+def hold_no_failure_for_a_broken_stream(patch: pytest.MonkeyPatch) -> None:
+    """A worker's failure ends its round though the stream of another participant is broken."""
+    patch.setattr(failures, "misses_participant", lambda state: False)
+
+
+def attribute_no_failure_to_a_loss(patch: pytest.MonkeyPatch) -> None:
+    """Failures count as such though it turns out that a host of their round was lost."""
+    patch.setattr(failures, "failed_round_of", lambda state, node_id: 0)
+
+
+def end_a_run_while_participants_are_silent(patch: pytest.MonkeyPatch) -> None:
+    """A run fails, or a node is taken out, before the other participants have shown that they are alive."""
+    is_settled = failures.is_settled
+
+    def hasty(state: RunState, now: float) -> bool:
+        silent, state.silent = state.silent, set()
+        try:
+            return is_settled(state, now)
+        finally:
+            state.silent = silent
+
+    patch.setattr(failures, "is_settled", hasty)
+
+
+def overlook_broken_streams(patch: pytest.MonkeyPatch) -> None:
+    """A node whose stream broke is taken for one that is there, for as long as its lease lasts."""
+    disconnect = leases.disconnect
+
+    def careless(state: RunState, node_id: str, now: float) -> None:
+        disconnect(state, node_id, now)
+        state.disconnected.discard(node_id)
+
+    patch.setattr(leases, "disconnect", careless)
+
+
+def give_up_for_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
+    """A node that is in a run takes it for a refusal that its stream was slow to begin."""
+    patch.setattr(client, "_REFUSALS", client._REFUSALS | {"FIRST_MESSAGE_LATE"})
+
+
+def keep_leases_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
+    """Deadlines go by a clock that people and daemons set."""
+    init = RendezvousEngine.__init__
+
+    def naive(self: RendezvousEngine, *args: Any, **settings: Any) -> None:
+        init(self, *args, **{**settings, "clock": settings["wall_clock"]})
+
+    patch.setattr(RendezvousEngine, "__init__", naive)
+
+
+def let_every_newcomer_in(patch: pytest.MonkeyPatch) -> None:
+    """A round ends for each newcomer, whatever became of those before."""
+    patch.setattr(newcomers, "READY_AFTER", 0.0)
+    patch.setattr(newcomers, "_hold", lambda count, longest: 0.0)
+
+
+_AGREE = "all live nodes agree on one FINAL round"
+_ALONE = "trouble of the server alone"
+
+# By the kind of seeds that show them: with words of the invariants that each is seen to break.
+HOST_PLANTS: dict[str, dict[Plant, str]] = {
+    "clusters": {
+        hold_no_failure_for_a_broken_stream: "a failure is held",
+        attribute_no_failure_to_a_loss: "no restart is counted|no restart is counted for the loss",
+        end_a_run_while_participants_are_silent: "follow a lost host|waits for what others have to report",
+        overlook_broken_streams: "a failure is held|no round freezes",
+        give_up_for_a_late_first_message: "was admitted is not refused",
+        keep_leases_by_the_wall_clock: f"{_ALONE}|{_AGREE}|whoever waits, waits|held back|in a row|in its time|barrier",
+    },
+    "herds": {give_no_time_after_a_pause: _ALONE},
+    "joiners": {let_every_newcomer_in: "of the time"},
+}

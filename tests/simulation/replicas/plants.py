@@ -1,0 +1,68 @@
+"""Bugs to plant in replicas, their leases and their journals; those of `ha.planted` are among them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rallypoint.etcd.session import Session
+from rallypoint.etcd.values import CreateRevision, ModRevision, Txn
+from rallypoint.rendezvous.journal.etcd import EtcdJournal
+from rallypoint.rendezvous.journal.etcd_pool import CommitPool
+from rallypoint.rendezvous.journal.journal import Entry
+from simulation.plants import give_no_new_term_to_leases, tell_before_commit
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _without(patch: pytest.MonkeyPatch, kind: type) -> None:
+    transact = CommitPool.transact
+
+    async def lax(self: CommitPool, txn: Txn) -> Any:
+        return await transact(
+            self, replace(txn, when=[each for each in txn.when if not isinstance(each, kind)])
+        )
+
+    patch.setattr(CommitPool, "transact", lax)
+
+
+def commit_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
+    """Commits don't compare who owns the shard."""
+    _without(patch, CreateRevision)
+
+
+def commit_whatever_came_before(patch: pytest.MonkeyPatch) -> None:
+    """Commits don't compare what was committed last."""
+    _without(patch, ModRevision)
+
+
+def acknowledge_before_commit(patch: pytest.MonkeyPatch) -> None:
+    """What is appended is taken for durable as soon as it is on its way."""
+    append = EtcdJournal.append
+
+    async def rash(self: EtcdJournal, entries: Sequence[Entry]) -> None:
+        sending = asyncio.ensure_future(append(self, entries))
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    patch.setattr(EtcdJournal, "append", rash)
+
+
+def believe_in_a_lease_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A replica answers for as long as it was not told that its lease is lost: after a pause too."""
+    patch.setattr(Session, "held", lambda self: not self._lost.is_set())
+
+
+_TOLD = "nothing is told before it is durable|what is acknowledged is durable"
+
+REPLICA_PLANTS: dict[Plant, str] = {
+    commit_whoever_owns_the_shard: "nobody but its owner writes to a shard",
+    commit_whatever_came_before: "a commit is done once|revisions are 1, 2, 3|not lost|takes effect once",
+    acknowledge_before_commit: f"durable|{_TOLD}",
+    tell_before_commit: _TOLD,
+    believe_in_a_lease_for_ever: "who reads sees nothing that is past|trouble of the server alone",
+    give_no_new_term_to_leases: "trouble of the server alone",
+}

@@ -1,0 +1,139 @@
+"""One life of a replica: the product's replica, its client of etcd, and its servicers, in a simulated process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rallypoint.etcd.address import EtcdAddress
+from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.limits import RendezvousLimits
+from rallypoint.rendezvous.replicas.replica import Replicas
+from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
+from rallypoint.serving.attempts import Pace
+from rallypoint.serving.calls import CallInterceptor
+from rallypoint.serving.errors import ServiceError
+from simulation.clockwork import Clockwork, Process
+from simulation.handlers import handlers_of
+from simulation.network import Connection
+from simulation.referee import Referee
+from simulation.store_calls import judge_stores
+from simulation.wire import ServerCall
+
+# What a replica that drains gives its calls, and what it has sent, seconds.
+_GRACE = 5.0
+_FLUSH = 0.05
+_WALL_TIME = 1.7e9
+
+
+class ReplicaServer:
+    """A process that serves its share of the shards."""
+
+    def __init__(
+        self,
+        process: Process,
+        clockwork: Clockwork,
+        referee: Referee,
+        *,
+        name: str,
+        address: str,
+        etcd: EtcdAddress,
+        wanted: Replicas,
+        limits: RendezvousLimits,
+        wall_offset: float,
+        chance: random.Random,
+        on_ready: Callable[[ReplicaServer], None],
+        on_exit: Callable[[ReplicaServer], None],
+    ) -> None:
+        self.process = process
+        self.name = name
+        self.address = address
+        self.draining = False
+        self.services: ReplicatedServices | None = None
+        self._clockwork = clockwork
+        self._referee = referee
+        self._etcd = etcd
+        self._wanted = wanted
+        self._limits = limits
+        self._wall_offset = wall_offset
+        self._chance = chance
+        self._on_ready = on_ready
+        self._on_exit = on_exit
+        self._calls = CallInterceptor(translate, new_incident=self._incident, clock=process.time)
+        self._handlers: dict[str, Any] = {}
+        self._ended = asyncio.Event()
+        process.create_task(self._main())
+
+    def _incident(self) -> str:
+        self._referee.unforeseen(repr(sys.exception()))
+        return "simulated"
+
+    def writable_round(self, run_id: str) -> int | None:
+        """The round of a run whose workers may write, if this replica serves it."""
+        if self.services is None or not self.process.alive or self.process.paused:
+            return None
+        for shard in self.services.home.shards():
+            if (round_ := shard.engine.writable_round(run_id)) is not None:
+                return round_
+        return None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it serves a shard."""
+        return self.services is not None and bool(self.services.home.shards())
+
+    async def _main(self) -> None:
+        process, clockwork = self.process, self._clockwork
+        async with replicated_services(
+            self._etcd,
+            self._wanted,
+            clock=process.boot_time,
+            wall_clock=lambda: _WALL_TIME + self._wall_offset + clockwork.now,
+            draw=self._chance.randbytes,
+            pace=Pace(process.time, asyncio.sleep, self._chance.random),
+            limits=self._limits,
+        ) as services:
+            self.services = services
+            for each in services.registrations:
+                self._handlers |= await handlers_of(each.add, self._calls)
+            judge_stores(self._handlers, self._referee.store)
+            services.begin(self.name, self.address, self._failed)
+            self._on_ready(self)
+            await self._ended.wait()
+        self._on_exit(self)
+
+    def _failed(self, error: BaseException) -> None:
+        # Another process of our name may be alive still: a supervisor starts this one again.
+        self._referee.note("replica failed", self.name, error)
+        self.process.call_later(_FLUSH, self._on_exit, self)
+
+    def accept(self, connection: Connection, method: str) -> ServerCall:
+        """Take a call."""
+        return ServerCall(connection, method, self._handlers[method], self._referee)
+
+    def drain(self) -> None:
+        """End in good order."""
+        if not self.draining and self.services is not None:
+            self.draining = True
+            self.process.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        assert self.services is not None
+        await self.services.drain()
+        self._calls.refuse(
+            ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "this server is about to end")
+        )
+        try:
+            async with asyncio.timeout(_GRACE):
+                drains = [each.on_drain() for each in self.services.registrations if each.on_drain]
+                await asyncio.gather(*drains)
+                await self._calls.idle()
+        except TimeoutError:
+            pass  # what is open still, is cut
+        await asyncio.sleep(_FLUSH)
+        self._ended.set()

@@ -1,0 +1,81 @@
+"""A seed of replicas: as `simulation.scenario`, with three replicas and their etcd in the place of the one service."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from simulation import faults
+from simulation.cluster import Cluster
+from simulation.plan import Plan
+from simulation.referee import Referee
+from simulation.replicas.cluster import ReplicaCluster, random_listener
+from simulation.replicas.faults import ACTIONS
+from simulation.scenario import Scenario as OneService
+from simulation.scenario import fingerprint
+from simulation.seeds import Failed, shown
+
+__all__ = ["Failed", "Scenario", "fingerprint", "play", "replay", "shown"]
+
+
+class ReplicaReferee(Referee):
+    """Who is connected to a replica that lost its runs, and doesn't know it yet, can't be told what happens to them.
+
+    Nor does what is written say when it was decided: it waits for the commit before, and for etcd.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.losses.decided_is_known = False
+
+    def _expect_told(self, run_id: str, revision: int) -> None:
+        pass
+
+
+class Scenario(OneService):
+    """One seed; `play` it once."""
+
+    target = "simulate-replicas"
+
+    def build(self) -> Cluster:
+        """The cluster of the plan."""
+        self.plan: Plan = replace(self.plan, store_clients=max(1, self.plan.store_clients))
+        ReplicaCluster.judged_by = ReplicaReferee
+        cluster = ReplicaCluster(self.plan)
+        network: Any = cluster.network
+        network.listening = random_listener(cluster)
+        return cluster
+
+    @property
+    def actions(self) -> dict[str, tuple[faults.Action, float, bool]]:
+        """What may befall it, by name."""
+        return ACTIONS
+
+    def play(self) -> Cluster:
+        """Play it to the end.
+
+        Raises:
+            Failed: An invariant is broken.
+        """
+        assert isinstance(self.cluster, ReplicaCluster)
+        with self.cluster.in_place():
+            return super().play()
+
+
+def play(seed: int) -> Cluster:
+    """Play a seed.
+
+    Raises:
+        Failed: It breaks an invariant.
+    """
+    return Scenario(seed).play()
+
+
+def replay(seed: int) -> tuple[list[str], str]:
+    """Play a seed; returns all that happened, and what came of it: empty if no invariant was broken."""
+    scenario, verdict = Scenario(seed), ""
+    try:
+        scenario.play()
+    except Failed as failure:
+        verdict = str(failure).splitlines()[0]
+    return [*shown(scenario.cluster), scenario.plan.describe()], verdict

@@ -1,0 +1,87 @@
+"""What is in the journals on etcd, told to the referee at the moment at which etcd has it.
+
+A commit of the product is packed, and merged with others. Here each is known by the id in its head, drawn when it is
+sent: what was appended is kept under that id until etcd has done the transaction that bears it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous.journal import etcd as journal
+from rallypoint.rendezvous.journal.etcd_fence import Fence
+from rallypoint.rendezvous.journal.etcd_keys import HEAD
+from rallypoint.rendezvous.journal.journal import Entry
+from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
+from rendezvous.core.ledger import Violation, require
+from simulation.replicas.etcd_model import Commit
+
+
+@dataclass(slots=True)
+class Tap:
+    """Follows every commit of one cluster."""
+
+    keys: Keys
+    now: Callable[[], float]
+    on_durable: Callable[[Sequence[Entry], float], None]
+    on_owner: Callable[[int], None]
+    blame: Callable[[Violation], None]
+    sent: dict[bytes, tuple[Sequence[Entry], float]] = field(default_factory=dict)
+
+    def send(self, id_: bytes, entries: Sequence[Entry]) -> None:
+        """A replica sends a commit."""
+        self.sent[id_] = entries, self.now()
+
+    def committed(self, commit: Commit) -> None:
+        """etcd has done a transaction."""
+        for put in commit.puts:
+            if (shard := self.keys.shard_owned(put.key)) is not None:
+                self.on_owner(shard)
+            space, _, name = put.key.rpartition(b"/")
+            if name != HEAD or b"/shards/" not in put.key:
+                continue
+            head = EtcdHead.FromString(put.value)
+            owner = commit.before.get(self.keys.owner(int(space[-4:], 16)))
+            try:
+                mine = owner is not None and owner.create_revision == head.fence
+                require(mine, "nobody but its owner writes to a shard")
+                require(bytes(head.id) in self.sent, "a commit is done once")
+            except Violation as violation:
+                self.blame(violation)
+            entries, at = self.sent.pop(bytes(head.id), ((), 0.0))
+            self.on_durable(entries, at)
+
+
+def tapped(patch: pytest.MonkeyPatch, tap: Tap) -> None:
+    """Have the journals of all replicas tell a tap of what they send."""
+    commit, write = journal.EtcdJournal._commit, journal.EtcdJournal._write
+
+    async def committing(self: Any, calls: Sequence[Sequence[Entry]]) -> None:
+        self._calls = [entry for entries in calls for entry in entries]
+        await commit(self, calls)
+
+    async def writing(self: Any, step: Any) -> None:
+        fence: Fence = self._fence
+        draw = fence._draw
+        entries = getattr(self, "_calls", []) if step.durable else []
+        if step.durable:
+            self._calls = []
+
+        def drawn(count: int) -> bytes:
+            id_ = draw(count)
+            tap.send(id_, entries)
+            return id_
+
+        fence._draw = drawn
+        try:
+            await write(self, step)
+        finally:
+            fence._draw = draw
+
+    patch.setattr(journal.EtcdJournal, "_commit", committing)
+    patch.setattr(journal.EtcdJournal, "_write", writing)

@@ -1,0 +1,108 @@
+"""Bugs to plant in store and fenced state; see `plants`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rallypoint.rendezvous import shard
+from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.fenced_state import core as states
+from rallypoint.rendezvous.fenced_state.core import SPACE
+from rallypoint.rendezvous.fenced_state.tokens import next_token
+from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.store import core, writes
+from rallypoint.rendezvous.store.operations import RESERVED
+from rallypoint.rendezvous.store.run_store import RunStore
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def acknowledge_writes_before_commit(patch: pytest.MonkeyPatch) -> None:
+    """The store answers while the journal still writes."""
+
+    async def rash(self: RunStore, entries: Sequence[Any]) -> None:
+        asyncio.get_running_loop().create_task(self._journal.append(list(entries)))
+
+    patch.setattr(RunStore, "_append", rash)
+
+
+def carry_out_every_repetition(patch: pytest.MonkeyPatch) -> None:
+    """A write that is sent again is a new write."""
+    patch.setattr(writes, "is_repetition", lambda operation, fingerprint, record: False)
+
+
+def forget_operations_in_a_crash(patch: pytest.MonkeyPatch) -> None:
+    """A store that starts again has its values, and doesn't know who wrote them."""
+    restoring = shard._restoring
+
+    def careless(recovered: Recovered, *args: Any) -> Any:
+        kept = [entry for entry in recovered.store_entries if not entry.key.startswith(RESERVED)]
+        return restoring(replace(recovered, store_entries=kept), *args)
+
+    patch.setattr(shard, "_restoring", careless)
+
+
+def lose_a_value_in_a_crash(patch: pytest.MonkeyPatch) -> None:
+    """A recovery leaves out the value that was written last."""
+    restoring = shard._restoring
+
+    def careless(recovered: Recovered, *args: Any) -> Any:
+        kept = [entry for entry in recovered.store_entries if entry.round != SPACE]
+        rest = [entry for entry in recovered.store_entries if entry.round == SPACE]
+        return restoring(replace(recovered, store_entries=[*kept[:-1], *rest]), *args)
+
+    patch.setattr(shard, "_restoring", careless)
+
+
+def take_writes_of_every_round(patch: pytest.MonkeyPatch) -> None:
+    """The store doesn't look at the round that a writer is of, once there is one."""
+    check = core.RunSpaces.check_round
+
+    def lax(self: core.RunSpaces, round: int, current_round: int) -> None:
+        check(self, round, max(round, 1) if round < current_round else current_round)
+
+    patch.setattr(core.RunSpaces, "check_round", lax)
+
+
+def judge_writes_by_durable_rounds(patch: pytest.MonkeyPatch) -> None:
+    """The store takes writes of a round while the end of it is on its way to the journal."""
+    patch.setattr(RendezvousEngine, "latest_round", RendezvousEngine.writable_round)
+
+
+def take_writes_under_every_lease(patch: pytest.MonkeyPatch) -> None:
+    """The store doesn't look at the lease of who writes."""
+    patch.setattr(RunStore, "_check_writer", lambda self, write: None)
+
+
+def set_a_state_whatever_its_token(patch: pytest.MonkeyPatch) -> None:
+    """Whoever sets a fenced state succeeds."""
+    decide = states.Draft.set
+
+    def lax(self: states.Draft, request: states.SetState, nonce: bytes) -> states.SetOutcome:
+        held = self.held(request.run_id)
+        return decide(self, replace(request, token=None if held is None else held.current.token), nonce)
+
+    patch.setattr(states.Draft, "set", lax)
+
+
+def one_token_for_two_states(patch: pytest.MonkeyPatch) -> None:
+    """A fenced state that takes the place of another keeps its token."""
+    patch.setattr(states, "next_token", lambda before, nonce: before or next_token(before, nonce))
+
+
+STORE_PLANTS: dict[Plant, str] = {
+    acknowledge_writes_before_commit: "what is acknowledged is durable",
+    carry_out_every_repetition: "a write takes effect once",
+    forget_operations_in_a_crash: "a write takes effect once",
+    lose_a_value_in_a_crash: "who reads sees nothing that is past|what was acknowledged is not lost",
+    take_writes_of_every_round: "no write of a round is acknowledged after its end was told",
+    judge_writes_by_durable_rounds: "no write of a round is acknowledged after its end was told",
+    take_writes_under_every_lease: "nothing is written under a lease that is over",
+    set_a_state_whatever_its_token: "takes the place of that whose token was shown",
+    one_token_for_two_states: "a token stands for one state|tokens grow by one",
+}

@@ -1,0 +1,66 @@
+"""Leases end in their time: a node that gave no sign of life for a whole term holds none, whatever the disk does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rendezvous.core.ledger import require
+from simulation.clockwork import SKEW
+
+if TYPE_CHECKING:
+    from simulation.referee import Subject
+    from simulation.server import Server
+    from simulation.wire import ServerCall
+
+# Virtual seconds after a start of the service, and after a pause, for which it may spare leases.
+_AFTER_START, _AFTER_PAUSE = 10.0, 75.0
+_SLACK = 0.2
+
+
+@dataclass(slots=True)
+class Terms:
+    """The signs of life that a service had of its nodes; `now` is the world's clock."""
+
+    now: Callable[[], float]
+    # By node and lease.
+    _signs: dict[tuple[str, int], float] = field(default_factory=dict)
+    # Streams on which a node has asked to be taken in again.
+    _returning: list[ServerCall] = field(default_factory=list)
+    # When the last commit was decided.
+    _decided_at: float = 0.0
+
+    def heard(self, call: ServerCall) -> None:
+        """Note that a service takes a message on a stream."""
+        subject = call.subject
+        if subject is not None and subject.lease:
+            self.told(subject)
+            if not subject.admitted:
+                self._returning.append(call)
+
+    def told(self, subject: Subject) -> None:
+        """Note that a node is told that it holds a lease, or is heard."""
+        self._signs[subject.node_id, subject.lease] = self.now()
+
+    def durable(
+        self, server: Server | None, leases: Mapping[str, int], time_to_live: float, decided_at: float
+    ) -> None:
+        """Judge the leases that stood when the commit before this one was decided, if this is another one.
+
+        Raises:
+            Violation: One had run out by then.
+        """
+        before, self._decided_at = self._decided_at, decided_at
+        if decided_at <= before or server is None or server.draining:
+            return
+        self._returning = [call for call in self._returning if not (call.done() or call.subject.admitted)]
+        for call in self._returning:
+            self._signs[call.subject.node_id, call.subject.lease] = self.now()
+        now, process = self.now(), server.process
+        spared = _AFTER_PAUSE if process.paused_since else _AFTER_START
+        for held in leases.items():
+            sign = self._signs.setdefault(held, now)
+            ends = sign + time_to_live * (1 + 2 * SKEW) + _SLACK
+            watched = process.awake_for(now - sign + spared)
+            require(before <= ends or not watched, f"the lease of {held[0]} ends in its time")

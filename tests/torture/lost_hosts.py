@@ -1,0 +1,320 @@
+"""A job on several hosts, whose workers are in touch with one another all the time, and ways to lose a host of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.cli_process import RALLYPOINT
+from ha.namespaces import Namespaces
+from ha.network import AGENTS, Network, network_of
+from ha.process import HostProcess
+from ha.replicas import records
+from ha.waiting import until
+from local_cluster import RunWatch
+from process_probe import fresh_marker, living
+from rallypoint.cli.round_history import Round, rounds_of
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.serving.channel import open_channel
+
+WORKER = Path(__file__).with_name("ring_worker.py")
+RUN = "run-1"
+PATIENCE = 90.0
+"""Seconds that a test waits for what takes a few on an idle machine, besides what the scene itself takes."""
+
+_SERVICE = "service"
+_PORT = 29400
+
+
+class Way(Enum):
+    """A way to lose a host."""
+
+    AGENT_KILLED = "its agent is SIGKILLed"
+    TREE_KILLED = "agent, spawner and workers are SIGKILLed at once"
+    CUT = "iptables drops all that it sends and receives"
+    POWER_OFF = "its cable is gone, then all its processes, then its network namespace"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its connections stay open, as far as the others can see."""
+        return self in (Way.CUT, Way.POWER_OFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What runs on the hosts.
+
+    Attributes:
+        hosts: Their names; each is the name of its node, too.
+        later: Hosts whose agents are started later.
+        nodes: As `--nnodes` takes it.
+        kind: Of the workers, see `ring_worker.py`.
+        timeout: After which a worker fails whose peer is silent, seconds.
+        workers: Of each host.
+        max_restarts: Over the whole run.
+        conf: As `--rdzv-conf` takes it.
+    """
+
+    hosts: Sequence[str]
+    nodes: str
+    kind: str
+    timeout: float
+    workers: int
+    max_restarts: int
+    conf: Mapping[str, str]
+    later: Sequence[str] = ()
+
+
+class HostedJob:
+    """The rendezvous service on a host of its own, and an agent on each of the other hosts."""
+
+    def __init__(self, plan: Plan, network: Network, folder: Path, marker: str) -> None:
+        """Start nothing yet."""
+        self.plan = plan
+        self.lost: list[str] = []
+        self._network = network
+        self._folder = folder
+        self._marker = marker
+        self._agents = {
+            host: HostProcess(f"agent-{host}", network, folder, host) for host in (*plan.hosts, *plan.later)
+        }
+        self._service = HostProcess(_SERVICE, network, folder)
+        self._endpoint = ""
+
+    @property
+    def endpoint(self) -> str:
+        """Where this process reaches the rendezvous service."""
+        return self._endpoint
+
+    async def start(self) -> RunWatch:
+        """Start everything; returns once the workers of a full round are in touch."""
+        self._spawn_service()
+        self._endpoint = await self._network.reach(AGENTS, _SERVICE, _PORT)
+        await until("the service to be ready", self._service_missing, PATIENCE)
+        for host in self.plan.hosts:
+            await self.start_agent(host)
+        await until("the run to begin", self._joined_missing, PATIENCE)
+        self._channel = open_channel(self._endpoint)
+        self.watch = RunWatch(self._channel, RUN)
+        most = int(self.plan.nodes.rpartition(":")[2])
+        await self.full_round(min(most, len(self.plan.hosts)), 0)
+        return self.watch
+
+    async def full_round(self, nodes: int, after: int) -> pb.Run:
+        """Wait until a round after that one runs on so many hosts, and its workers are in touch."""
+
+        def runs(run: pb.Run) -> bool:
+            seated = nodes * self.plan.workers
+            return run.phase == pb.PHASE_CLOSED or (
+                run.phase == pb.PHASE_FINAL and run.round > after and run.world_size == seated
+            )
+
+        run = (await self.watch.until(f"a round of {nodes} hosts", runs, 2 * PATIENCE)).run
+        assert run.phase == pb.PHASE_FINAL, f"the run is closed: {run.run_end}\n{self.logs()}"
+        await self.in_touch(run.round, nodes)
+        return run
+
+    async def in_touch(self, round_: int, nodes: int) -> list[dict[str, Any]]:
+        """Wait until all workers of a round are in touch; returns what they wrote, by rank."""
+
+        async def look() -> str:
+            self.check_survivors()
+            missing = nodes * self.plan.workers - len(self.met(round_))
+            return f"{missing} workers of round {round_} are not" if missing else ""
+
+        await until("all workers to be in touch", look, PATIENCE)
+        return sorted(self.met(round_), key=lambda line: int(line["rank"]))
+
+    def met(self, round_: int) -> list[dict[str, Any]]:
+        """What the workers of a round wrote when they were in touch."""
+        path = self._folder / "met"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in map(json.loads, lines) if line["round"] == round_]
+
+    async def kill_agent(self, host: str) -> None:
+        """SIGKILL the agent of a host, of which another is to be started; returns when it is gone."""
+        await self._agents[host].kill()
+
+    async def lose(self, host: str, way: Way) -> float:
+        """Lose a host; returns when, in Unix seconds."""
+        self.lost.append(host)
+        began = time.time()
+        if way is Way.AGENT_KILLED:
+            os.kill(self._agents[host].pid, signal.SIGKILL)
+        elif way is Way.TREE_KILLED:
+            # The agent first: it is the oldest, and a host that dies reports nothing of its workers.
+            for pid in sorted(living(self._mark(host))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            assert isinstance(self._network, Namespaces)
+            await (self._network.cut(host) if way is Way.CUT else self._network.power_off(host))
+        return began
+
+    def pause_service(self) -> None:
+        """SIGSTOP the rendezvous service."""
+        self._service.pause()
+
+    def resume_service(self) -> None:
+        """SIGCONT the rendezvous service."""
+        self._service.resume()
+
+    async def kill_service(self) -> None:
+        """SIGKILL the rendezvous service; returns when it is gone."""
+        await self._service.kill()
+
+    async def restart_service(self) -> None:
+        """Start the rendezvous service again, with its journal; returns once it serves."""
+        self._spawn_service()
+        await until("the service to be ready", self._service_missing, PATIENCE)
+
+    async def wait_for_spares(self, count: int) -> None:
+        """Wait until so many nodes are spares."""
+
+        async def look() -> str:
+            run = await self.get_run()
+            found = sum(node.state == pb.NODE_STATE_SPARE for node in run.nodes)
+            return "" if found == count else f"{found} of {count}"
+
+        await until("spares", look, PATIENCE)
+
+    async def finish(self) -> dict[str, int]:
+        """Let the workers succeed; the exit codes of the agents that were not lost."""
+        (self._folder / "finish").touch()
+        survivors = [host for host in self.plan.hosts if host not in self.lost]
+        codes = await asyncio.gather(*(self._agents[host].ended(PATIENCE) for host in survivors))
+        return dict(zip(survivors, codes, strict=True))
+
+    async def get_run(self) -> pb.Run:
+        """The run as the service knows it."""
+        stub = pb_grpc.RendezvousServiceStub(self._channel)
+        return (await stub.GetRun(pb.GetRunRequest(run_id=RUN), timeout=PATIENCE)).run
+
+    async def events(self) -> list[pb.Event]:
+        """All that happened to the run."""
+        stub = pb_grpc.RendezvousServiceStub(self._channel)
+        request = pb.ListEventsRequest(run_id=RUN, page_size=10_000)
+        return list((await stub.ListEvents(request, timeout=PATIENCE)).events)
+
+    async def rounds(self) -> list[Round]:
+        """What `rallypoint rounds` shows."""
+        return rounds_of(await self.events()).rounds
+
+    async def story(self) -> str:
+        """What happened to the run, a line for each event, and the last of what each agent wrote."""
+        lines = [f"{event.time.ToJsonString()} {event.detail}" for event in await self.events()]
+        return "\n".join([*lines, self.logs()])
+
+    def logs(self) -> str:
+        """The last of what each agent wrote."""
+        return "\n".join(
+            f"--- {host}\n" + "".join(agent.log().splitlines(keepends=True)[-15:])
+            for host, agent in self._agents.items()
+            if agent.starts
+        )
+
+    async def close(self) -> None:
+        """Leave no process behind."""
+        if hasattr(self, "watch"):
+            await self.watch.close()
+            await self._channel.close()
+        for agent in self._agents.values():
+            agent.close()
+        self._service.close()
+
+    def _mark(self, host: str) -> str:
+        """What all processes of a host, and no others, have in their environment."""
+        return f"{self._marker}-{host}."
+
+    def check_survivors(self) -> None:
+        """Whether no agent has ended that was not lost.
+
+        Raises:
+            ProcessError: One has.
+        """
+        for host in self.plan.hosts:
+            if host not in self.lost:
+                self._agents[host].check_alive()
+
+    def _spawn_service(self) -> None:
+        self._service.spawn(
+            [
+                *[str(RALLYPOINT), "serve", "rendezvous", "--log-format", "json", "--insecure"],
+                *["--host", self._network.address(_SERVICE), "--port", str(_PORT)],
+                *["--journal", f"sqlite:{self._folder / 'rendezvous.db'}"],
+            ]
+        )
+
+    async def _service_missing(self) -> str:
+        self._service.check_alive()
+        log = self._service.log()
+        return "" if any(record.get("event") == "ready" for record in records(log)) else log or "no word"
+
+    async def _joined_missing(self) -> str:
+        self.check_survivors()
+        return "" if any(map(self.has_joined, self.plan.hosts)) else "no node has joined"
+
+    def has_joined(self, host: str) -> bool:
+        """Whether the present agent of a host says that it has joined."""
+        agent = self._agents[host]
+        return agent.starts > 0 and any(record.get("event") == "joined" for record in records(agent.log()))
+
+    def started_round(self, host: str) -> int:
+        """The last round of which the present agent of a host has started workers; 0: none."""
+        started = [
+            line for line in records(self._agents[host].log()) if line.get("event") == "starting workers"
+        ]
+        return int(started[-1]["round"]) if started else 0
+
+    async def start_agent(self, host: str) -> None:
+        """Start the agent of a host, or start it again; don't wait until it has joined."""
+        plan, address = self.plan, self._network.address(host)
+        conf = ",".join(f"{key}={value}" for key, value in plan.conf.items())
+        endpoint = await self._network.reach(host, _SERVICE, _PORT)
+        self._agents[host].spawn(
+            [
+                *[str(RALLYPOINT), "run", "--nnodes", plan.nodes, "--nproc-per-node", str(plan.workers)],
+                *["--rdzv-endpoint", endpoint, "--rdzv-id", RUN, "--rdzv-conf", conf],
+                *["--node-id", host, "--local-addr", address, "--max-restarts", str(plan.max_restarts)],
+                *["--log-dir", str(self._folder / f"logs-{host}")],
+                *[str(WORKER), str(self._folder), plan.kind, f"{plan.timeout:g}"],
+            ],
+            SCENE_MARKER=self._mark(host),
+            HOST_ADDRESS=address,
+            GLOO_SOCKET_IFNAME="eth0" if self._network.parts else "lo",
+        )
+
+
+@asynccontextmanager
+async def hosted_job(plan: Plan, folder: Path, *, parts: bool = False) -> AsyncIterator[HostedJob]:
+    """A job whose workers are in touch; afterwards no process and no network of it is left.
+
+    Args:
+        plan: What runs.
+        folder: For logs and what workers write; it is made.
+        parts: Whether hosts are to be parted: the test is skipped on a machine where they can't.
+    """
+    folder.mkdir(parents=True)  # noqa: ASYNC240 (before anything runs)
+    async with network_of((_SERVICE, *plan.hosts, *plan.later)) as network:
+        if parts and not network.parts:
+            pytest.skip(network.why_not)
+        with fresh_marker() as marker:
+            job = HostedJob(plan, network, folder, marker)
+            try:
+                await job.start()
+                yield job
+            finally:
+                await job.close()
