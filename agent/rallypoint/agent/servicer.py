@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import Message
 
 from rallypoint.agent.bounds import MOST_SECONDS
 from rallypoint.agent.job import Job
@@ -22,7 +21,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.serving.errors import ServiceError, invalid
 from rallypoint.serving.fields import NAME_BYTES, SENTENCE_BYTES, text
-from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
+from rallypoint.serving.patience import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
@@ -73,12 +72,13 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         """A job's states as they come, the latest only."""
         taken = self._jobs.find(_run_id(request.run_id))
         told: pb.Job | None = None
+        watcher = Subscriber(context, self._write_timeout)
         with self._stream(), taken.job.changed.watch() as changed:
             while True:
                 changed.clear()
                 job = job_message(taken)
                 if job != told:
-                    await self._write(context, pb.WatchJobResponse(job=job))
+                    await watcher.tell(pb.WatchJobResponse(job=job))
                     told = job
                 if job.state == pb.JOB_STATE_ENDED:
                     return
@@ -102,10 +102,11 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         job = self._jobs.find(_run_id(request.run_id)).job
         workers = len(set(request.ranks)) or job.config.local_world_size
         of_each = len(LOG_STREAMS) if request.stream == pb.LOG_STREAM_UNSPECIFIED else 1
+        reader = Subscriber(context, self._write_timeout)
         with self._stream(), self._open_files(of_each * workers):
             async with aclosing(stream_logs(job, request)) as pieces:
                 async for piece in pieces:
-                    await self._write(context, piece)
+                    await reader.tell(piece)
 
     async def StopJob(self, request: pb.StopJobRequest, context: _Context) -> pb.StopJobResponse:
         """Leave the run in good order, or at once."""
@@ -200,9 +201,6 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             yield
         finally:
             self._files -= count
-
-    async def _write(self, context: _Context, message: Message) -> None:
-        await in_time(context.write(message), self._write_timeout)
 
 
 def _run_id(value: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from rallypoint.rendezvous.core.refusals import RunNotFound
 from rallypoint.rendezvous.engine import RendezvousEngine
@@ -14,6 +14,7 @@ from rallypoint.rendezvous.reader import RunsReader
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.fields import count, name
+from rallypoint.serving.patience import Subscriber
 
 _MOST_EVENTS = 10_000
 _DEFAULT_EVENTS = 1_000
@@ -77,13 +78,13 @@ class EventServicer:
     async def watch(
         self,
         request: pb.WatchEventsRequest,
-        write: Callable[[pb.WatchEventsResponse], Awaitable[None]],
+        watcher: Subscriber,
     ) -> None:
         """Tell what happened after a revision, and then what happens; returns when the run is closed.
 
         Args:
             request: The request.
-            write: Sends a message, and raises if the watcher does not take it in time.
+            watcher: Who asked.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, naming the field.
@@ -106,7 +107,7 @@ class EventServicer:
         )
         revisions = engine.follow(request.run_id, request.revision)
         try:
-            await self._tell(engine, request.run_id, reader, revisions, write)
+            await self._tell(engine, request.run_id, reader, revisions, watcher)
         finally:
             engine.unfollow(request.run_id, revisions)
 
@@ -116,7 +117,7 @@ class EventServicer:
         run_id: str,
         reader: Reader,
         revisions: Slot[int],
-        write: Callable[[pb.WatchEventsResponse], Awaitable[None]],
+        watcher: Subscriber,
     ) -> None:
         first, told = True, 0
         while (latest := await revisions.take()) is not None:
@@ -133,7 +134,7 @@ class EventServicer:
                 )
                 response.revision = reader.cursor
                 if first or response.events or reader.cursor - told >= _MOST_UNTOLD:
-                    await write(response)
+                    await watcher.tell(response)
                     told = reader.cursor
                 first = False
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.engine import RendezvousEngine
@@ -25,7 +23,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.serving.errors import invalid
 from rallypoint.serving.fields import SENTENCE_BYTES, count, name, text
 from rallypoint.serving.openings import Openings, ServerGoes
-from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
+from rallypoint.serving.patience import WRITE_TIMEOUT, Subscriber
 
 # How long a stream may take to say what it is for, seconds.
 _FIRST_MESSAGE_TIMEOUT = 10.0
@@ -70,6 +68,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         listener = asyncio.create_task(_listen(engine, member, request_iterator))
         revision = member.lease.revision
         lease: pb.Lease | None = member.lease
+        node = Subscriber(context, self._write_timeout)
         try:
             while True:
                 update = await member.updates.take_or_wake()
@@ -77,11 +76,11 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                     break
                 if update is None and lease is None:
                     continue  # it was woken for a lease that has gone out with its place
-                await self._write(context, pb.JoinResponse(lease=lease, update=update))
+                await node.tell(pb.JoinResponse(lease=lease, update=update))
                 lease = None
                 revision = update.revision if update is not None else revision
         except Draining:
-            await self._write(context, pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
+            await node.tell(pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
         finally:
             listener.cancel()
             engine.disconnect(member)
@@ -151,9 +150,10 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         engine = self._home.shard(request.run_id).engine
         states = await engine.watch(request.run_id, request.revision)
         self._end_if_draining(states)
+        watcher = Subscriber(context, self._write_timeout)
         try:
             while (run := await states.take()) is not None:
-                await self._write(context, pb.WatchRunResponse(run=run))
+                await watcher.tell(pb.WatchRunResponse(run=run))
         finally:
             engine.unwatch(request.run_id, states)
 
@@ -215,7 +215,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         context: grpc.aio.ServicerContext[pb.WatchEventsRequest, pb.WatchEventsResponse],
     ) -> None:
         """What happens to a run."""
-        await self._events.watch(request, partial(self._write, context))
+        await self._events.watch(request, Subscriber(context, self._write_timeout))
 
     async def ListReplicas(
         self,
@@ -226,9 +226,6 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         if request.run_id:
             name("run_id", request.run_id)
         return self._list_replicas(request.run_id)
-
-    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], message: Message) -> None:
-        await in_time(context.write(message), self._write_timeout)
 
     def _check_not_draining(self) -> None:
         if self._draining:

@@ -12,7 +12,7 @@ from rallypoint.rendezvous.fenced_state.requests import check_run_id, set_state
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
-from rallypoint.serving.patience import WRITE_TIMEOUT, in_time
+from rallypoint.serving.patience import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
@@ -58,11 +58,11 @@ class StateServicer(rpc.StateServiceServicer):
         token = request.token if request.HasField("token") else None
         states = self._home.shard(request.run_id).states
         views = states.watch(request.run_id, token)
+        watcher = Subscriber(context, self._write_timeout)
         try:
-            await in_time(context.send_initial_metadata(()), self._write_timeout)
+            await watcher.greet()
             while (view := await views.take()) is not None:
-                response = pb.WatchStateResponse(current=_message(view.current))
-                await in_time(context.write(response), self._write_timeout)
+                await watcher.tell(pb.WatchStateResponse(current=_message(view.current)))
         finally:
             states.unwatch(request.run_id, views)
 
