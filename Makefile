@@ -69,6 +69,10 @@ simulate-replicas: $(VENV)/.ready ## simulated replicas over a simulated etcd, w
 simulate-timers: $(VENV)/.ready ## simulated watchdogs, agents and workers that hang: SEEDS=10000, or SEED=123 to replay one
 	PYTHONPATH=tests $(BIN)/python -m simulation --of timers $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
 
+.PHONY: planted
+planted: $(VENV)/.ready ## plant bugs in the product, and say which seed of the simulations shows each; OF=timers: those of one kind
+	for kind in $(or $(OF),clusters herds joiners timers replicas); do PYTHONPATH=tests $(BIN)/python -m simulation --of $$kind --planted; done
+
 # SEED=7 sends others; SEED=7 ONLY=1234 sends that one alone, and shows what comes (docs/limits.md).
 .PHONY: hostile
 hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a rendezvous service; COUNT=10000 sends fewer

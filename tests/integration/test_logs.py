@@ -122,7 +122,6 @@ import os, signal, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
 os.write(1, b"begun\\n")
-(folder / "begun").touch()
 while not (folder / "go").exists():
     pass
 os.write(1, b"last words\\n" * 1000)
@@ -141,7 +140,8 @@ signal.pause()
             env=clean_environment(MARKER=marker),
         )
         try:
-            wait_until((tmp_path / "begun").exists, "the worker to begin")
+            # By then the copier ignores SIGHUP, which the kernel sends to a stopped group that is orphaned.
+            wait_until(lambda: _written(tmp_path) == b"begun\n", "the worker's first words to be in the file")
             (copier,) = [pid for pid in living(marker) if b"log_copier" in _command(pid)]
             os.kill(copier, signal.SIGSTOP)
             (tmp_path / "go").touch()
@@ -153,8 +153,11 @@ signal.pause()
         with suppress(ProcessLookupError):
             os.kill(copier, signal.SIGCONT)
         wait_until(lambda: gone(marker), "the worker to be dead and the copier to be done")
-    (log,) = tmp_path.glob("logs/*/attempt_0/0/stdout.log")
-    assert log.read_bytes() == b"begun\n" + b"last words\n" * 1000
+    assert _written(tmp_path) == b"begun\n" + b"last words\n" * 1000
+
+
+def _written(folder: Path) -> bytes:
+    return b"".join(log.read_bytes() for log in folder.glob("logs/*/attempt_0/0/stdout.log"))
 
 
 def _command(pid: int) -> bytes:

@@ -7,11 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 
 import click
 
 from simulation.blocks import KINDS, leave_interrupts, play_block, scenario_of
+from simulation.planted import PLANTED, search_by_name
 
 # Seeds of one errand of a process.
 _BLOCK = 50
@@ -28,13 +29,14 @@ _MOST_FAILURES = 5
 @click.option("--seed", type=int, help="Play this seed and show all that happens.")
 @click.option("--seeds", type=click.IntRange(1), default=1000, show_default=True, help="Play so many seeds.")
 @click.option("--first", type=int, default=0, show_default=True, help="The first of them.")
+@click.option("--planted", is_flag=True, help="Plant each bug, and say which seed shows it.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count(), show_default=True, help="Processes.")
-def main(of: str, seed: int | None, seeds: int, first: int, jobs: int) -> None:
+def main(*, of: str, seed: int | None, seeds: int, first: int, planted: bool, jobs: int) -> None:
     """Play simulations; exit code 1 if one breaks an invariant, 130 after Ctrl-C."""
     if seed is not None:
         sys.exit(_replay(of, seed))
     try:
-        failures = _play_range(of, range(first, first + seeds), jobs)
+        failures = _find_planted(of, jobs) if planted else _play_range(of, range(first, first + seeds), jobs)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(130)
@@ -54,8 +56,7 @@ def _play_range(kind: str, seeds: range, jobs: int) -> int:
     begun = said = time.monotonic()
     played = failures = 0
     blocks = iter([seeds[at : at + _BLOCK] for at in range(0, len(seeds), _BLOCK)])
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=leave_interrupts) as pool:
+    with _processes(jobs) as pool:
         under_way: set[Future[list[str]]] = set()
         try:
             while _fill(pool, kind, under_way, blocks, 2 * jobs) and failures < _MOST_FAILURES:
@@ -72,6 +73,29 @@ def _play_range(kind: str, seeds: range, jobs: int) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
     _say(min(played, len(seeds)), len(seeds), failures, time.monotonic() - begun)
     return failures
+
+
+def _find_planted(kind: str, jobs: int) -> int:
+    """Search for every planted bug of a kind; returns how many are not found."""
+    missed = 0
+    with _processes(jobs) as pool:
+        searches = {
+            pool.submit(search_by_name, kind, plant.__name__): plant.__name__ for plant in PLANTED[kind]
+        }
+        try:
+            for search in as_completed(searches):
+                found = search.result()
+                missed += found is None
+                said = "not found" if found is None else f"seed {found.seed}, {found.seconds:.1f} s"
+                click.echo(f"{searches[search]}: {said}")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return missed
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=context, initializer=leave_interrupts)
 
 
 def _fill(
