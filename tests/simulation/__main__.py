@@ -84,9 +84,12 @@ def _find_planted(kind: str, jobs: int) -> int:
         }
         try:
             for search in as_completed(searches):
-                found = search.result()
+                try:
+                    found = search.result()
+                    said = f"seed {found.seed}, {found.seconds:.1f} s" if found else "not found"
+                except AssertionError as error:
+                    found, said = None, str(error)
                 missed += found is None
-                said = "not found" if found is None else f"seed {found.seed}, {found.seconds:.1f} s"
                 click.echo(f"{searches[search]}: {said}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -357,6 +357,9 @@ class ServerCall:
         decode = self._handler.request_deserializer
         return decode(data) if decode is not None else data
 
+    async def send_initial_metadata(self, _metadata: object) -> None:
+        """Headers wait for nobody, and tell nobody anything."""
+
     async def write(self, message: Any) -> None:
         """Send a message, as soon as the client has room for it."""
         self._observer.told(self, message)
