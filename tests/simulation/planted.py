@@ -44,6 +44,8 @@ _FOUND_AT: Mapping[str, Mapping[str, int]] = {
         "set_a_state_whatever_its_token": 62,
         "end_a_run_while_participants_are_silent": 182,
     },
+    "replicas": {"commit_whoever_owns_the_shard": 69, "believe_in_a_lease_for_ever": 59},
+    "herds": {"give_no_time_after_a_pause": 2},
     "timers": {
         "measure_elapsed_before_connecting": 255,
         "keep_expiries_from_a_new_stream": 210,
