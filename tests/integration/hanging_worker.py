@@ -121,8 +121,9 @@ def hang() -> None:
     else:
         from rallypoint.timer import expires
 
+        begun = time.time()
         with expires(after=AFTER, scope="step", signal=int(SIGNAL) if SIGNAL else None):
-            say("hanging", after=AFTER)
+            say("hanging", after=AFTER, at=begun)
             WAYS[WAY]()
 
 

@@ -277,15 +277,17 @@ async def test_of_a_long_history_no_more_is_told(end: str) -> None:
             await scene.shard.engine.execute(RUN, commands.Readmit("elsewhere", "to and fro"))
         told: list[pb.WatchEventsResponse] = []
 
-        async def write(response: pb.WatchEventsResponse) -> None:
-            told.append(response)
-            if end == "halt":
-                scene.shard.halt(elsewhere)
-            else:
-                scene.shard.end_streams(elsewhere)
+        class Watcher:
+            async def tell(self, response: pb.WatchEventsResponse) -> None:
+                told.append(response)
+                if end == "halt":
+                    scene.shard.halt(elsewhere)
+                else:
+                    scene.shard.end_streams(elsewhere)
 
         events = EventServicer(OneShard(scene.shard), lambda: None)
-        assert_refused(await refusal_of(events.watch(pb.WatchEventsRequest(run_id=RUN), write)))
+        watcher: Any = Watcher()
+        assert_refused(await refusal_of(events.watch(pb.WatchEventsRequest(run_id=RUN), watcher)))
         assert len(told) == 1
 
 

@@ -1,0 +1,10 @@
+"""What holds for all tests."""
+
+from __future__ import annotations
+
+import signal
+
+# A suite that was started in the background is to ignore Ctrl-C, and so would every process that it tests.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
