@@ -77,11 +77,16 @@ class RendezvousEngine(DurableRuns):
         # A sign of life counts from when it came until it is answered, however long the commits under way take.
         self._renew(run, node_id)
         run.state.returned_at = self._now()
-        run.returning.add((node_id, lease))
+        run.returning[node_id, lease] += 1
         try:
             return await self._submit(enrol, run_id, undo=self.disconnect)
         finally:
-            run.returning.discard((node_id, lease))
+            run.returning[node_id, lease] -= 1
+            if not run.returning[node_id, lease]:
+                del run.returning[node_id, lease]
+                if run.holds_lease(node_id, lease) and node_id not in run.members:
+                    # Its stream broke before it was let in. It keeps its term: it is the service that was slow.
+                    leases.note_broken(run.state, node_id, self._now())
 
     def renew(self, member: Member, watchdog_trouble: str | None = None) -> None:
         """Take a sign of life of a member.

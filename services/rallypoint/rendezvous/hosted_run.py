@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,8 +51,8 @@ class HostedRun:
     writable_round: int | None = None  # see `RendezvousEngine.writable_round`
     ended: bool = False  # whether it is durable that the run is closed
     members: dict[str, Member] = field(default_factory=dict)
-    # Nodes that ask to be taken in again, with the leases that they show.
-    returning: set[tuple[str, int]] = field(default_factory=set)
+    # Nodes that ask to be taken in again, with the leases that they show, and on how many streams they ask.
+    returning: Counter[tuple[str, int]] = field(default_factory=Counter)
     arrivals: Arrivals = field(default_factory=Arrivals)
     watchers: set[Slot[pb.Run]] = field(default_factory=set)
     followers: set[Slot[int]] = field(default_factory=set)

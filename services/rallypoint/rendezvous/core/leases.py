@@ -51,11 +51,16 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
     return nearer or was_missed
 
 
+def note_broken(state: RunState, node_id: str, now: float) -> None:
+    """Note that a node has no stream, and leave it what is left of its lease."""
+    state.nodes[node_id].broken_at = now
+    state.disconnected.add(node_id)
+
+
 def disconnect(state: RunState, node_id: str, now: float) -> None:
     """Note that a node's stream broke: what is left of its lease shrinks to the disconnect grace."""
+    note_broken(state, node_id, now)
     node = state.nodes[node_id]
-    node.broken_at = now
-    state.disconnected.add(node_id)
     node.loss_if_expired = LossReason.DISCONNECTED
     node.lease_deadline = min(node.lease_deadline, now + state.settings.disconnect_grace)
     enqueue(state, node)
