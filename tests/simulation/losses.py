@@ -50,7 +50,8 @@ class RoundTruth:
     """What became of a round's hosts and workers, by the world's clock."""
 
     losses: list[Loss] = field(default_factory=list)
-    # When the first worker failed that no loss made fail.
+    # When the first worker failed, and the first that no loss made fail.
+    failure_at: float = math.inf
     own_failure_at: float = math.inf
 
 
@@ -81,8 +82,9 @@ class Losses:
 
     def failed(self, group: Group, *, own: bool) -> None:
         """Note that workers fail: by themselves, or because a host is gone."""
+        truth = self.of(group.run_id, group.round)
+        truth.failure_at = min(truth.failure_at, self.now())
         if own:
-            truth = self.of(group.run_id, group.round)
             truth.own_failure_at = min(truth.own_failure_at, self.now())
 
     def peers(self, group: Group) -> list[Crew]:
@@ -176,6 +178,8 @@ class Losses:
         return any(
             formed.leases.get(loss.node_id) == loss.lease
             and loss.node_id not in formed.succeeded
+            # What failed for a host that came back may count, though another is lost by then.
+            and truth.failure_at > loss.at
             and truth.own_failure_at > loss.at + _MARGIN
             and (loss.ended or (loss.ended is None and loss.still() and not known))
             for loss in truth.losses

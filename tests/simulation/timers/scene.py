@@ -19,6 +19,9 @@ from simulation.timers.sockets import ReadingProcess
 
 # Lives that agents of one seed may have.
 _MOST_LIVES = 12
+# Seconds between two lives of a run, as a process takes to start: which of two leases is the newer can't be told from
+# their ages if these differ by less than what messages travel.
+_APART = 1.0
 
 
 class Scene:
@@ -46,6 +49,7 @@ class Scene:
         self._lives = 0
         # Lives of the run; and of each node the newest incarnation in which it was, and the next lease there.
         self._incarnations = 1
+        self._anew_at = 0.0
         self._leases: dict[str, tuple[str, int]] = {}
         # Links that are not mended before their time.
         self._stalled: set[str] = set()
@@ -187,7 +191,10 @@ class Scene:
 
     def begin_anew(self) -> None:
         """All nodes join another life of the run."""
+        if self.clockwork.now < self._anew_at + _APART:
+            return
         self._incarnations += 1
+        self._anew_at = self.clockwork.now
         self.note("begin anew", self._incarnations)
         for lease, host in enumerate(self.alive, start=2):
             self._leases[host.name] = f"run {self._incarnations}", lease + 10
@@ -195,9 +202,10 @@ class Scene:
 
     def second_job(self, host: Host) -> None:
         """A host is in another life of the run, with another agent; the one before is still there."""
-        if self._lives >= _MOST_LIVES:
+        if self._lives >= _MOST_LIVES or self.clockwork.now < self._anew_at + _APART:
             return
         self._incarnations += 1
+        self._anew_at = self.clockwork.now
         self.note("second job", host.process.name)
         self._leases[host.name] = f"run {self._incarnations}", 2
         host.outlive_its_job()
