@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -72,6 +73,7 @@ def test_a_line_of_torchs_client_is_understood() -> None:
         (line(signal=9.5), "signal"),
         (line(signal=65), "signal"),
     ],
+    ids=map(str, itertools.count()),
 )
 def test_what_is_no_request_is_named(text: bytes, says: str) -> None:
     """Which field, and what was expected."""

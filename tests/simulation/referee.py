@@ -367,7 +367,11 @@ class Referee:
             held = call.subject.lease or int(error.metadata.get("lease", "0"))
             lease = call.subject.node_id, held
             if error.reason in ("LEASE_LOST", "JOIN_TIMED_OUT"):
-                require(lease in ledger.ended, f"a lease that stands is honoured: {details}")
+                # Who was turned away as it joined was never told which lease was over.
+                over = lease in ledger.ended or (
+                    not held and any(node == lease[0] for node, _ in ledger.ended)
+                )
+                require(over, f"a lease that stands is honoured: {details}")
             if error.reason == "RUN_CLOSED":
                 require(ledger.ever_closed, "a run is closed before that is told")
             if error.reason == "NODE_EVICTED":
