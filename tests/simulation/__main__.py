@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_
 
 import click
 
-from simulation.blocks import KINDS, leave_interrupts, play_block, scenario_of
+from simulation.blocks import KINDS, begin_process, play_block, scenario_of
 from simulation.planted import PLANTED, search_by_name
 
 # Seeds of one errand of a process.
@@ -98,7 +98,7 @@ def _find_planted(kind: str, jobs: int) -> int:
 
 def _processes(count: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, mp_context=context, initializer=leave_interrupts)
+    return ProcessPoolExecutor(count, mp_context=context, initializer=begin_process)
 
 
 def _fill(

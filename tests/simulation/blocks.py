@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from importlib import import_module
 from typing import Any
 
 from simulation.seeds import Failed
 
+_PR_SET_PDEATHSIG = 1
 _SCENARIOS = {
     "clusters": "simulation.scenario",
     "herds": "simulation.herds",
@@ -24,9 +26,10 @@ def scenario_of(kind: str) -> Any:
     return import_module(_SCENARIOS[kind])
 
 
-def leave_interrupts() -> None:
-    """Ctrl-C goes to the whole process group; only the parent acts on it."""
+def begin_process() -> None:
+    """Have a process end with its parent, however that ends. Ctrl-C goes to the whole group; only the parent acts on it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def play_block(kind: str, seeds: range) -> list[str]:
