@@ -27,7 +27,7 @@ def scenario_of(kind: str) -> Any:
 
 
 def begin_process() -> None:
-    """Have a process end with its parent, however that ends; Ctrl-C, which goes to the whole group, is for the parent."""
+    """Have a process end with its parent, however that ends. Ctrl-C goes to both, and is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
