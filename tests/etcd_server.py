@@ -122,9 +122,11 @@ class EtcdMember:
             time.sleep(0.02)
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal: SIGSTOP, SIGCONT."""
+        """Send it a signal: SIGSTOP, SIGCONT; once it returns, who was to stop has stopped."""
         assert self.process is not None
         self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         """End it at once, if it runs. Its data stay."""

@@ -176,7 +176,10 @@ async def test_a_users_signal_goes_on_to_the_workers(spawner: Spawner, tmp_path:
     """Schedulers warn with it; what it means is for the workers to say, and the job goes on."""
     started = tmp_path / "started"
     job = await running(started, spawner, USR1)
-    signal.raise_signal(signal.SIGUSR1)
+    # The worker may have begun before its agent has heard so.
+    while not job.done():
+        signal.raise_signal(signal.SIGUSR1)
+        await asyncio.wait({job}, timeout=1.0)
     assert (await job).exit_code == 0
     assert started.read_text() == "USR1\n"
 
