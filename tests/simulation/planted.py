@@ -33,6 +33,7 @@ _SEEDS = {"clusters": 2000, "herds": 20, "joiners": 20, "timers": 2000, "replica
 # that is out of date costs time and nothing else.
 _FOUND_AT: Mapping[str, Mapping[str, int]] = {
     "clusters": {
+        "forget_restarts_in_a_checkpoint": 237,
         "keep_the_oldest_state": 106,
         "count_restarts_for_ever": 1471,
         "refuse_a_late_first_message": 47,
