@@ -72,9 +72,11 @@ class Pipe:
         """Let nothing that is sent from now on arrive for so long."""
         self._last = max(self._last, self._network.clockwork.now + seconds)
 
-    def cut(self) -> None:
-        """Lose the end of what is under way."""
+    def cut(self, *, powerless: bool = False) -> None:
+        """Lose the end of what is under way; `powerless`: nobody sends again what a blocked link lost."""
         keep = self._network.random.randint(0, len(self._flight))
+        if powerless and (self._link.up_blocked if self._up else self._link.down_blocked):
+            keep = 0
         while len(self._flight) > keep:
             self._flight.pop()
 
@@ -337,7 +339,7 @@ class Network:
             connection.ended("client" if client_died else "server")
             pipe = connection.up if client_died else connection.down
             if silently:
-                pipe.cut()
+                pipe.cut(powerless=True)
                 self._notice(connection, lambda: True, client=not client_died, server=client_died)
             else:
                 if self.random.random() < 0.5:
