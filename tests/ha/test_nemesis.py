@@ -15,7 +15,7 @@ from ha.nemesis import play
 
 pytestmark = pytest.mark.integration
 
-MINUTES = float(os.environ.get("RALLYPOINT_HA_MINUTES", ordinarily(2.0, in_full=30.0)))
+MINUTES = float(os.environ.get("RALLYPOINT_HA_MINUTES", ordinarily(5.0, in_full=30.0)))
 
 
 @pytest.mark.timeout(60 * MINUTES + 8 * PATIENCE)
