@@ -60,6 +60,7 @@ class Cluster:
             plan.fates,
             self._writable_round,
             self.to_service,
+            self.links_to_service,
         )
         self.processes: list[Process] = []
         self.nodes: list[Node] = []
@@ -118,6 +119,10 @@ class Cluster:
     def to_service(self, process: Process, link: Link) -> Any:
         """How a process reaches the service: a channel, or a switchboard."""
         return Channel(process, link, self.network)
+
+    def links_to_service(self, process: Process, link: Link) -> list[Link]:
+        """The links a process may reach the service by."""
+        return [link]
 
     # ---- the service
 

@@ -85,7 +85,7 @@ def lose_host(cluster: Cluster) -> None:
 def cut_host(cluster: Cluster) -> None:
     """A host is cut off from the service and from its peers for a while."""
     node = _some(cluster)
-    if node is not None and node.link.whole:
+    if node is not None and node.whole:
         cluster.note("cut host", node.process.name)
         node.cut_off(cluster.chance.choice([0.5, 3.0, 12.0, 35.0]))
 

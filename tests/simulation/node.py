@@ -42,6 +42,8 @@ class Surroundings:
     writable_round: Callable[[str], int | None]
     # How a process on a host, with its link, reaches the service.
     connect: Callable[[Process, Link], Any]
+    # The links of a process on a host, with its link, to the service: all of them.
+    links: Callable[[Process, Link], list[Link]]
 
 
 class Node:
@@ -85,6 +87,15 @@ class Node:
     def live(self) -> bool:
         """Whether it is a node that means to stay."""
         return self.process.alive and self.state.leaving is None and not (self.state.left or self.state.out)
+
+    @property
+    def _links(self) -> list[Link]:
+        return self._around.links(self.process, self.link)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no link of its host to the service is cut."""
+        return all(link.whole for link in self._links)
 
     @property
     def runs(self) -> int:
@@ -248,14 +259,18 @@ class Node:
 
     def cut_off(self, seconds: float) -> None:
         """The host reaches neither the service nor its peers for a while, and no connection is closed."""
-        around, link = self._around, self.link
-        around.network.block(link, up=True, down=True)
-        epoch = link.epoch
-        self._lost(after=around.chance.uniform(*TIMEOUT), still=lambda: link.epoch == epoch)
+        around, links = self._around, self._links
+        for link in links:
+            around.network.block(link, up=True, down=True)
+        epochs = [link.epoch for link in links]
+        self._lost(
+            after=around.chance.uniform(*TIMEOUT), still=lambda: [link.epoch for link in links] == epochs
+        )
 
         def back() -> None:
-            if link.epoch == epoch:
-                around.network.heal(link)
+            for link, epoch in zip(links, epochs, strict=True):
+                if link.epoch == epoch:
+                    around.network.heal(link)
 
         around.clockwork.after(seconds, back)
 
@@ -287,7 +302,7 @@ class Node:
         if seat is None or state.confirmed != seat.round or state.succeeded == seat.round:
             return
         losses, round_ = around.referee.losses, seat.round
-        if silent or (self.link.whole and self.link.latency <= _PROMPT):
+        if silent or (self.whole and all(link.latency <= _PROMPT for link in self._links)):
             # Otherwise the service may learn of its end long after its peers' failures, and can't tell which was first.
             loss = Loss(self.node_id, self._lease, around.clockwork.now, still)
             losses.host_lost(self.run_id, round_, loss)

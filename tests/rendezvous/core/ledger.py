@@ -236,7 +236,8 @@ class Ledger:
         require(bool(current.succeeded), "somebody waits at an exit barrier")
         require(not current.barrier_passed, "an exit barrier passes once")
         waited = self._now - current.first_success_at
-        require(waited >= self.settings.exit_barrier_timeout, "an exit barrier holds for its timeout")
+        timeout = self.settings.exit_barrier_timeout * (1 - self.inexact)
+        require(waited >= timeout, "an exit barrier holds for its timeout")
         current.barrier_passed = True
 
     def _RoundFrozen(self, fact: facts.RoundFrozen) -> None:

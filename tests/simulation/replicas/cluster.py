@@ -66,8 +66,10 @@ class ReplicaCluster(Cluster):
 
     def dial(self, process: Process, target: str) -> Channel:
         """A channel of a process to an address."""
-        host = self.hosts.get(process, process.name.partition("#")[0].partition(".")[0])
-        return Channel(process, self.pair(host, target), self.network, target)
+        return Channel(process, self.pair(self._host(process), target), self.network, target)
+
+    def _host(self, process: Process) -> str:
+        return self.hosts.get(process, process.name.partition("#")[0].partition(".")[0])
 
     def pair(self, host: str, target: str) -> Link:
         """The link between a host and an address."""
@@ -81,6 +83,10 @@ class ReplicaCluster(Cluster):
         chance = self._stream(f"route/{process.name}")
         pace = Pace(process.time, asyncio.sleep, chance.random)
         return Switchboard(",".join(_REPLICA_ADDRESSES), pace=pace)
+
+    def links_to_service(self, process: Process, _: Link) -> list[Link]:
+        """See `Cluster`: those of its host to each replica."""
+        return [self.pair(self._host(process), target) for target in _REPLICA_ADDRESSES]
 
     # ---- etcd and the replicas
 

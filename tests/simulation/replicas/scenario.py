@@ -39,7 +39,10 @@ class Scenario(OneService):
 
     def build(self) -> Cluster:
         """The cluster of the plan."""
-        self.plan: Plan = replace(self.plan, store_clients=max(1, self.plan.store_clients))
+        # Three replicas and three members of etcd take some 450 steps a second.
+        self.plan: Plan = replace(
+            self.plan, store_clients=max(1, self.plan.store_clients), most_steps=1_000_000
+        )
         ReplicaCluster.judged_by = ReplicaReferee
         cluster = ReplicaCluster(self.plan)
         network: Any = cluster.network
