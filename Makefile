@@ -50,7 +50,12 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	$(BIN)/mypy examples docker tests
 	cd protos && ../$(BIN)/buf lint
 	.ci/check-drift
-	$(BIN)/pytest -q tests/test_house.py
+	$(BIN)/pytest -q tests/house
+
+.PHONY: house
+# ONLY=cycles shows the rules of which the name matches, with the files behind them.
+house: $(VENV)/.ready ## figures of the code's shape beside their limits and targets
+	PYTHONPATH=tests $(BIN)/python -m house $(if $(ONLY),--only "$(ONLY)")
 
 test: $(VENV)/.ready ## the whole suite, with what it needs
 	.ci/install-etcd
