@@ -52,7 +52,10 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	.ci/check-drift
 	$(BIN)/pytest -q tests/house
 
-.PHONY: house
+.PHONY: golden house
+golden: $(VENV)/.ready ## rewrite tests/golden: help texts, contract, metrics, exit codes, public imports
+	PYTHONPATH=tests $(BIN)/python -m golden
+
 # ONLY=cycles shows the rules of which the name matches, with the files behind them.
 house: $(VENV)/.ready ## figures of the code's shape beside their limits and targets
 	PYTHONPATH=tests $(BIN)/python -m house $(if $(ONLY),--only "$(ONLY)")
