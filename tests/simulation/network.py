@@ -122,6 +122,8 @@ class Connection:
     window: int
     untaken: int = 0
     starved: bool = False
+    # Whether it is broken, though an end may not know yet and hear the rest of what was under way.
+    broken: bool = False
     server_end: End | None = None
     up: Pipe = field(init=False)
     down: Pipe = field(init=False)
@@ -146,6 +148,7 @@ class Connection:
 
     def client_gives_up(self) -> None:
         """The client holds the connection for broken."""
+        self.broken = True
         self.client.call_soon(self.client_end.receive, ("gone", "keep-alive ping timed out"))
         self.up.cut()
         if self.network.random.random() < 0.5:
@@ -161,6 +164,7 @@ class Connection:
 
     def reset(self) -> None:
         """It breaks, and both ends learn of it."""
+        self.broken = True
         for pipe in (self.up, self.down):
             pipe.cut()
             pipe.send(("gone", "connection reset"))

@@ -282,6 +282,11 @@ class ServerCall:
         self._trailing: tuple[Any, ...] = ()
         self._task = self.process.create_task(self._serve())
 
+    @property
+    def broken(self) -> bool:
+        """Whether its connection is broken, known here or not."""
+        return self._connection.broken
+
     def receive(self, item: Item) -> None:
         """Take what arrives."""
         kind, value = item

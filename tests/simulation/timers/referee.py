@@ -190,7 +190,7 @@ class Referee:
             if kind == "subscribe":
                 call.subject = action.subscribe.node_id
                 self._subscribed[call] = action.subscribe
-            elif kind == "registered" and (host := self._holder(call)) is not None:
+            elif kind == "registered" and not call.broken and (host := self._holder(call)) is not None:
                 host.registered_at = self._now()
 
     def told(self, call: ServerCall, message: Any) -> None:
