@@ -15,7 +15,7 @@ GENERATOR := $(VENV)/generator
 GENERATOR_PACKAGES := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
 PROTOS := $(shell cd protos && find rallypoint -name '*.proto' | sort)
 
-.PHONY: help setup protos run demo lint test test-torch wheel
+.PHONY: help setup protos run demo lint test test-slow test-all test-torch wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -52,9 +52,21 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	.ci/check-drift
 	$(BIN)/pytest -q tests/test_house.py
 
-test: $(VENV)/.ready ## the whole suite, with what it needs
+# Four at a time, because tests mostly wait. WORKERS=1 runs them one after the other; ONLY=drain those whose names
+# match. Without make: `.venv/bin/pytest tests/agent -m "not slow"`.
+test: $(VENV)/.ready ## each property of the product, with short settings: some 4 minutes on two cores
 	.ci/install-etcd
-	.ci/test
+	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m "not slow" $(if $(ONLY),-k "$(ONLY)")
+
+# Fewer at a time: these tests load the machine themselves, and some measure how long a step takes.
+test-slow: $(VENV)/.ready ## what `make test` leaves out: long scenes, many seeds
+	.ci/install-etcd
+	$(BIN)/pytest -n $(or $(WORKERS),3) --dist worksteal -m slow $(if $(ONLY),-k "$(ONLY)")
+
+test-all: ## test, test-slow and test-torch, one after the other
+	$(MAKE) test
+	$(MAKE) test-slow
+	$(MAKE) test-torch
 
 # SEED=123 replays one with its whole trace; SEEDS=10000 [FIRST=0] plays a range (docs/simulation.md).
 .PHONY: simulate
