@@ -118,6 +118,7 @@ def agent(where: Path, *endpoints: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_an_agents_run_survives_the_death_of_its_owner(
     etcd: EtcdCluster, serve: Serve, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ async def test_a_user_may_do_what_its_role_says(
     assert list(await me.versions()) == [guarded.endpoints]
 
 
+@pytest.mark.slow
 async def test_a_token_that_died_is_replaced(
     connect: Callable[..., EtcdClient], guarded: EtcdCluster
 ) -> None:

@@ -68,6 +68,7 @@ def joined(said: str) -> tuple[int, str]:
     return lease, node
 
 
+@pytest.mark.slow
 def test_the_second_job_of_a_host_is_guarded(tmp_path: Path, start: Start, port: int) -> None:
     """A static rendezvous begins again from low numbers, and the timer service remembers high ones."""
     with service("timer") as timers:
@@ -96,6 +97,7 @@ def test_a_job_that_requires_a_watchdog_starts_no_worker_without(tmp_path: Path,
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.slow
 async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path) -> None:
     """In the status of the run, in the agent's own and in its events; and that there is one again."""
     events = tmp_path / "events"

@@ -23,7 +23,10 @@ from rallypoint.launcher import (
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-FRESH = ["spawn", "forkserver"]  # methods that work whatever this process has loaded
+FRESH = [
+    "spawn",
+    pytest.param("forkserver", marks=pytest.mark.slow),
+]  # methods that work whatever this process has loaded
 
 
 def config(tmp_path: Path, **more: Any) -> LaunchConfig:

@@ -489,5 +489,10 @@ class Against(RuleBasedStateMachine):
             assert wake in (None, self.model.now), "wakes for nothing"
 
 
-TestAgainst = Against.TestCase
-TestAgainst.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+class TestAgainst(Against.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestAgainstLonger(Against.TestCase):  # type: ignore[misc]
+    settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

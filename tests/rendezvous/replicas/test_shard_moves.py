@@ -107,6 +107,7 @@ async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _T
             assert (taken["shards"], taken["before"], taken["how"]) == (count, "a", "it handed them over")
 
 
+@pytest.mark.slow
 async def test_the_loss_of_all_shards_is_a_warning_with_its_cause(address: EtcdAddress, told: _Told) -> None:
     """One line; and one when there is a session again."""
     async with CutProxy(str(address.endpoints[0])) as proxy:
