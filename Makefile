@@ -52,6 +52,9 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	.ci/check-drift
 	$(BIN)/pytest -q tests/test_house.py
 
+# Tests start hundreds of processes, and each would compile all sources anew in an environment that forbids bytecode.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
 # Four at a time, because tests mostly wait. WORKERS=1 runs them one after the other; ONLY=drain those whose names
 # match. Without make: `.venv/bin/pytest tests/agent -m "not slow"`.
 test: $(VENV)/.ready ## each property of the product, with short settings: some 4 minutes on two cores
