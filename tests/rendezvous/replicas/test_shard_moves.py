@@ -78,6 +78,7 @@ async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None
             await _joined(a, run_in(shard))
         async with served(address, "b") as b:
             await until(lambda: "b" in _live(a), "a to know of b")
+            await until(lambda: len(b.known_owners) == SHARDS, "b to know whose the shards are")
             told.forget()
             await a.services.end()  # as one that vanishes, but that its lease ends at once
             fields = await told.once("took shards over")
