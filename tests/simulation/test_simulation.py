@@ -21,7 +21,7 @@ from simulation.faults import ACTIONS
 from simulation.scenario import fingerprint, play, shown
 
 BLOCKS = 20
-QUICK_BLOCKS = 4  # the others are for make test-slow
+QUICK_BLOCKS = 2  # the others are for make test-slow
 SIMULATIONS = int(os.environ.get("RALLYPOINT_SIMULATIONS", "1000"))
 TESTS = Path(__file__).parent.parent
 
