@@ -61,10 +61,10 @@ test: $(VENV)/.ready ## each property of the product, with short settings: some 
 	.ci/install-etcd
 	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m "not slow" $(if $(ONLY),-k "$(ONLY)")
 
-# Fewer at a time: these tests load the machine themselves, and some measure how long a step takes.
+# They wait even more than the others do.
 test-slow: $(VENV)/.ready ## what `make test` leaves out: long scenes, many seeds
 	.ci/install-etcd
-	$(BIN)/pytest -n $(or $(WORKERS),3) --dist worksteal -m slow $(if $(ONLY),-k "$(ONLY)")
+	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m slow $(if $(ONLY),-k "$(ONLY)")
 
 test-all: ## test, test-slow and test-torch, one after the other
 	$(MAKE) test

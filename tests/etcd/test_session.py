@@ -193,6 +193,7 @@ async def test_a_session_survives_the_members_that_it_talks_to(
     await session.close()
 
 
+@pytest.mark.slow
 async def test_a_session_is_lost_with_the_majority(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:

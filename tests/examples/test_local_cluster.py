@@ -63,6 +63,7 @@ def refused(endpoint: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 async def test_a_job_runs_to_its_end(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of the surroundings are not the cluster's; after the job, neither a process nor a port is left."""
     monkeypatch.setenv("RALLYPOINT_TLS_CERT", "/nowhere.pem")

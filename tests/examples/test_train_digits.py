@@ -399,6 +399,7 @@ def test_alone_it_trains_from_one_command(tmp_path: Path) -> None:
     assert (tmp_path / "var" / "digits.npz").exists()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_resumes_from_a_whole_checkpoint(tmp_path: Path) -> None:
     """After each of several SIGKILLs the checkpoint is whole, and only the epoch under way is lost."""
     path, random = tmp_path / "digits.npz", np.random.default_rng(0)

@@ -54,6 +54,7 @@ async def test_parted_members_elect_another_leader_and_agree_when_healed(tmp_pat
         await cluster.etcd.serve()
 
 
+@pytest.mark.slow
 async def test_a_host_parted_from_the_agents_is_not_reached(tmp_path: Path) -> None:
     """What is parted from this host does not answer it, and still answers the others; healed, it does."""
     async with running_cluster(tmp_path, replicas=False) as cluster:

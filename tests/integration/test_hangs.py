@@ -92,7 +92,10 @@ async def reaped(stage: Scene, function: str) -> str:
             *("lock", "in wait_in_a_lock", "it waits for a lock or another thread"), marks=pytest.mark.slow
         ),
         ("stop", "in stop_itself", "it was stopped by a signal"),
-        ("others", "in sleep_beside_others", "other threads compute while its main thread"),
+        pytest.param(
+            *("others", "in sleep_beside_others", "other threads compute while its main thread"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(

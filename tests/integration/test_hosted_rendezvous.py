@@ -103,6 +103,7 @@ def test_a_second_node_of_a_rank_is_refused(tmp_path: Path, start: Start, port: 
     assert [ended(agent)[0] for agent in agents] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_killed_takes_its_place_back(tmp_path: Path, start: Start, port: int) -> None:
     """With the same rank, in the next round."""
     agents = [start(*static(port, rank)) for rank in (0, 1)]

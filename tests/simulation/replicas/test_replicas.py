@@ -40,6 +40,7 @@ def test_no_seed_breaks_an_invariant(seeds: range) -> None:
         play(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_seed_is_one_history() -> None:
     """The same seed is the same history, to the last message, and in a process that hashes differently too."""
