@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rendezvous.journal.files import killed, recover
 
 LIFE = """
