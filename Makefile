@@ -52,17 +52,17 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint, generat
 	.ci/check-drift
 	$(BIN)/pytest -q tests/test_house.py
 
-# Tests start hundreds of processes, and each would compile all sources anew in an environment that forbids bytecode.
+# Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each of them would compile all sources again.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
-# Four at a time, because tests mostly wait. WORKERS=1 runs them one after the other; ONLY=drain those whose names
+# Four tests run at a time, because most of them wait; WORKERS=1 runs one at a time. ONLY=drain runs the tests whose names
 # match. Without make: `.venv/bin/pytest tests/agent -m "not slow"`.
 test: $(VENV)/.ready ## each property of the product, with short settings: some 4 minutes on two cores
 	.ci/install-etcd
 	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m "not slow" $(if $(ONLY),-k "$(ONLY)")
 
-# They wait even more than the others do.
-test-slow: $(VENV)/.ready ## what `make test` leaves out: long scenes, many seeds
+# Four at a time here too: these tests wait for most of their time.
+test-slow: $(VENV)/.ready ## the tests that `make test` leaves out: long scenes and many seeds
 	.ci/install-etcd
 	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m slow $(if $(ONLY),-k "$(ONLY)")
 

@@ -7,7 +7,7 @@ import pytest
 from simulation.planted import PLANTED, search
 from simulation.plants import Plant
 
-# Those that are searched for in `make test` too, by kind of simulation.
+# The bugs that `make test` searches for, by kind of simulation; `make test-slow` searches for the others.
 QUICK = {
     "clusters": {
         "lose_a_value_in_a_crash",
