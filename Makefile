@@ -15,7 +15,7 @@ GENERATOR := $(VENV)/generator
 GENERATOR_PACKAGES := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 protobuf==6.33.6
 PROTOS := $(shell cd protos && find rallypoint -name '*.proto' | sort)
 
-.PHONY: help setup protos run demo lint test test-torch wheel
+.PHONY: help setup protos run demo lint test test-slow test-all test-torch wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -60,9 +60,24 @@ golden: $(VENV)/.ready ## rewrite tests/golden: help texts, contract, metrics, e
 house: $(VENV)/.ready ## figures of the code's shape beside their limits and targets
 	PYTHONPATH=tests $(BIN)/python -m house $(if $(ONLY),--only "$(ONLY)")
 
-test: $(VENV)/.ready ## the whole suite, with what it needs
+# Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each of them would compile all sources again.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
+
+# Four tests run at a time, because most of them wait; WORKERS=1 runs one at a time. ONLY=drain runs the tests whose names
+# match. Without make: `.venv/bin/pytest tests/agent -m "not slow"`.
+test: $(VENV)/.ready ## each property of the product, with short settings: some 4 minutes on two cores
 	.ci/install-etcd
-	.ci/test
+	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m "not slow" $(if $(ONLY),-k "$(ONLY)")
+
+# Four at a time here too: these tests wait for most of their time.
+test-slow: $(VENV)/.ready ## the tests that `make test` leaves out: long scenes and many seeds
+	.ci/install-etcd
+	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m slow $(if $(ONLY),-k "$(ONLY)")
+
+test-all: ## test, test-slow and test-torch, one after the other
+	$(MAKE) test
+	$(MAKE) test-slow
+	$(MAKE) test-torch
 
 # SEED=123 replays one with its whole trace; SEEDS=10000 [FIRST=0] plays a range (docs/simulation.md).
 .PHONY: simulate

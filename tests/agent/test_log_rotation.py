@@ -96,6 +96,7 @@ async def test_files_are_complete_to_the_byte(rotate: Callable[..., Rotation], a
     assert rotation.is_complete(0)
 
 
+@pytest.mark.slow
 async def test_a_copier_that_is_killed_loses_nothing(
     rotate: Callable[..., Rotation], attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

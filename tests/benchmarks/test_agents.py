@@ -29,6 +29,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     return Session(tmp_path, (), 1, None, lambda line: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("benchmark", "names"),
     [

@@ -81,7 +81,9 @@ def _figures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.integration
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "expires" else [pytest.mark.slow]) for name in FIGURES]
+)
 def test_each_benchmark_measures_ours_beside_its_floor(name: str, tmp_path: Path) -> None:
     """Every figure is there, is a number, and has a floor; no call is lost."""
     done = subprocess.run(
@@ -169,7 +171,7 @@ def test_what_failed_is_in_the_exit_code_and_what_was_measured_is_kept(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_no_process_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
     """Whoever interrupts a benchmark is not left with its servers; after Ctrl-C the figures so far are kept."""
     with fresh_marker() as marker:

@@ -184,6 +184,7 @@ def test_what_happens_is_shown_as_it_happens(rendezvous: str) -> None:
         assert (process.returncode, out, err) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_a_pipe_that_closes_ends_it(rendezvous: str) -> None:
     """`rallypoint events … -f | head`: no traceback."""
     asyncio.run(play(rendezvous, "piped", until="ROUND_FINALIZED"))

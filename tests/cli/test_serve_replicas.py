@@ -118,6 +118,7 @@ def agent(where: Path, *endpoints: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_an_agents_run_survives_the_death_of_its_owner(
     etcd: EtcdCluster, serve: Serve, tmp_path: Path
 ) -> None:
@@ -220,31 +221,34 @@ def test_the_default_that_is_shown_is_the_one_that_counts() -> None:
     assert f"default: ({Replicas().lease_ttl})" in " ".join(shown.split())
 
 
+MISTAKES: list[tuple[Any, str]] = [
+    (["--journal", "etcd://"], "--journal: etcd URL 'etcd://' has an empty host"),
+    (
+        ["--journal", "etcd://127.0.0.1:1/x?shards=0"],
+        "--journal: shards='0', expected one number from 1 to 4096",
+    ),
+    (
+        ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "0.0.0.0:1"],
+        "--advertise 0.0.0.0:1 is no address",
+    ),
+    (
+        ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "nonsense"],
+        "--advertise: endpoint 'nonsense' has no port",
+    ),
+    (["--journal", "etcd://127.0.0.1:1/x", "--replica-name", "a/b"], "--replica-name 'a/b' is no name"),
+    (
+        ["--journal", "memory", "--replica-name", "a"],
+        "--replica-name is for replicas over --journal etcd://",
+    ),
+    (["--journal", "memory", "--lease-ttl", "10"], "--lease-ttl is for replicas over --journal etcd://"),
+    (["--journal", "etcd:/me:hidden@a"], "--journal: 'etcd:***@a' is not the URL of an etcd cluster"),
+    (["--journal", "memory", "--advertise", "a:1"], "--advertise is for replicas over --journal etcd://"),
+]
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
-    [
-        (["--journal", "etcd://"], "--journal: etcd URL 'etcd://' has an empty host"),
-        (
-            ["--journal", "etcd://127.0.0.1:1/x?shards=0"],
-            "--journal: shards='0', expected one number from 1 to 4096",
-        ),
-        (
-            ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "0.0.0.0:1"],
-            "--advertise 0.0.0.0:1 is no address",
-        ),
-        (
-            ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "nonsense"],
-            "--advertise: endpoint 'nonsense' has no port",
-        ),
-        (["--journal", "etcd://127.0.0.1:1/x", "--replica-name", "a/b"], "--replica-name 'a/b' is no name"),
-        (
-            ["--journal", "memory", "--replica-name", "a"],
-            "--replica-name is for replicas over --journal etcd://",
-        ),
-        (["--journal", "memory", "--lease-ttl", "10"], "--lease-ttl is for replicas over --journal etcd://"),
-        (["--journal", "etcd:/me:hidden@a"], "--journal: 'etcd:***@a' is not the URL of an etcd cluster"),
-        (["--journal", "memory", "--advertise", "a:1"], "--advertise is for replicas over --journal etcd://"),
-    ],
+    [*MISTAKES[:3], *(pytest.param(*mistake, marks=pytest.mark.slow) for mistake in MISTAKES[3:])],
 )
 def test_flags_that_make_no_sense_are_refused(flags: list[str], told: str) -> None:
     """In one line, with exit code 2."""

@@ -118,27 +118,30 @@ def test_programs_are_started_as_by_run(
     assert not spec.rendezvous_endpoint  # the only agent's own, which it knows best itself
 
 
+MISTAKES: list[tuple[Any, str]] = [
+    (("train.py",), "Missing option '--agents'"),
+    (("--agents", "", "train.py"), "names no agent"),
+    (("--agents", "a", "train.py"), "endpoint 'a' has no port"),
+    (("--agents", "a:1,a:1", "train.py"), "'a:1' is there twice"),
+    (("--agents", "127.0.0.1:1,b:1", "train.py"), "b:1 can't reach the first agent at 127.0.0.1:1"),
+    (("--agents", "a:1", "--nnodes", "2", "train.py"), "2 nodes are more than the 1 agents"),
+    (("--agents", "a:1", "--nproc-per-node", "0", "train.py"), "'0' is not a number of workers"),
+    (("--agents", "a:1", "--nproc-per-node", "tpu", "train.py"), "none of auto, cpu, gpu, xpu"),
+    (("--agents", "a:1", "--env", "=1", "train.py"), "is not of the form NAME=VALUE"),
+    (("--agents", "a:1", "--env", "NOT_SET_ANYWHERE", "train.py"), "NOT_SET_ANYWHERE is not set here"),
+    (("--agents", "a:1", "--tee", "9", "train.py"), "'9' names no stream"),
+    (("--agents", "a:1", "--rdzv-conf", "join=1", "train.py"), "'join' is no setting"),
+    (("--agents", "a:1", "--rdzv-endpoint", "r", "train.py"), "endpoint 'r' has no port"),
+    (("--agents", "a:1", "-m", "--no-python", "train.py"), "contradict each other"),
+    (("--agents", "a:1", "--standalone", "train.py"), "No such option"),
+    (("--agents", "a:1", "--node-rank", "1", "train.py"), "No such option"),
+    (("--agents", "a:1"), "Missing argument 'PROGRAM'"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [
-        (("train.py",), "Missing option '--agents'"),
-        (("--agents", "", "train.py"), "names no agent"),
-        (("--agents", "a", "train.py"), "endpoint 'a' has no port"),
-        (("--agents", "a:1,a:1", "train.py"), "'a:1' is there twice"),
-        (("--agents", "127.0.0.1:1,b:1", "train.py"), "b:1 can't reach the first agent at 127.0.0.1:1"),
-        (("--agents", "a:1", "--nnodes", "2", "train.py"), "2 nodes are more than the 1 agents"),
-        (("--agents", "a:1", "--nproc-per-node", "0", "train.py"), "'0' is not a number of workers"),
-        (("--agents", "a:1", "--nproc-per-node", "tpu", "train.py"), "none of auto, cpu, gpu, xpu"),
-        (("--agents", "a:1", "--env", "=1", "train.py"), "is not of the form NAME=VALUE"),
-        (("--agents", "a:1", "--env", "NOT_SET_ANYWHERE", "train.py"), "NOT_SET_ANYWHERE is not set here"),
-        (("--agents", "a:1", "--tee", "9", "train.py"), "'9' names no stream"),
-        (("--agents", "a:1", "--rdzv-conf", "join=1", "train.py"), "'join' is no setting"),
-        (("--agents", "a:1", "--rdzv-endpoint", "r", "train.py"), "endpoint 'r' has no port"),
-        (("--agents", "a:1", "-m", "--no-python", "train.py"), "contradict each other"),
-        (("--agents", "a:1", "--standalone", "train.py"), "No such option"),
-        (("--agents", "a:1", "--node-rank", "1", "train.py"), "No such option"),
-        (("--agents", "a:1"), "Missing argument 'PROGRAM'"),
-    ],
+    [*MISTAKES[:3], *(pytest.param(*mistake, marks=pytest.mark.slow) for mistake in MISTAKES[3:])],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(arguments: tuple[str, ...], told: str) -> None:
     """Before any agent is asked."""

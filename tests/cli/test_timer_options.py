@@ -152,6 +152,7 @@ async def scopes(address: str) -> list[pb.Scope]:
         return list(answer.scopes)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 async def test_what_is_learned_outlives_the_process_that_learned_it(tmp_path: Path) -> None:
     """In the file that the flag names; a second service at the same file is refused."""

@@ -126,6 +126,7 @@ async def test_without_any_member_the_wait_is_bounded(
         assert time.monotonic() - began < PATIENCE
 
 
+@pytest.mark.slow
 async def test_a_member_without_a_leader_refuses_at_once(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:

@@ -77,7 +77,10 @@ async def fill(client: EtcdClient, prefix: bytes, *groups: tuple[int, int]) -> N
         number += keys
 
 
-@pytest.mark.parametrize("carries", [6 * MIB, 1 * MIB, 150 * KIB])
+@pytest.mark.parametrize(
+    "carries",
+    [pytest.param(6 * MIB, marks=pytest.mark.slow), 1 * MIB, pytest.param(150 * KIB, marks=pytest.mark.slow)],
+)
 async def test_large_values_after_many_small_ones_come_over_any_link(
     connect: Callable[..., EtcdClient], client: EtcdClient, shared_etcd: EtcdCluster, carries: int
 ) -> None:

@@ -165,6 +165,7 @@ async def test_a_session_is_lost_before_its_keys_are(
         assert time.monotonic() - began < PATIENCE / 2
 
 
+@pytest.mark.slow
 async def test_a_session_survives_the_members_that_it_talks_to(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
@@ -192,6 +193,7 @@ async def test_a_session_survives_the_members_that_it_talks_to(
     await session.close()
 
 
+@pytest.mark.slow
 async def test_a_session_is_lost_with_the_majority(
     connect: Callable[..., EtcdClient], trio: EtcdCluster
 ) -> None:
@@ -211,6 +213,7 @@ async def test_a_session_is_lost_with_the_majority(
     await again.close()
 
 
+@pytest.mark.slow
 async def test_a_session_survives_many_members_that_hang(
     connect: Callable[..., EtcdClient], shared_etcd: EtcdCluster
 ) -> None:
@@ -236,6 +239,7 @@ class MovedOnMeanwhile(EtcdClient):
         return await super().term(at=at, timeout=timeout)
 
 
+@pytest.mark.slow
 async def test_a_session_asks_no_other_member_than_the_one_that_prolonged_it(
     shared_etcd: EtcdCluster,
 ) -> None:

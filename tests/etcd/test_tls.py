@@ -47,6 +47,7 @@ async def test_whoever_shows_a_certificate_is_let_in(
     assert (await connect(by_name + files).get(b"/tls/a")).pairs
 
 
+@pytest.mark.slow
 async def test_whoever_shows_none_is_not(
     connect: Callable[..., EtcdClient], strict: EtcdCluster, certificates: Certificates, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ async def test_a_user_may_do_what_its_role_says(
     assert list(await me.versions()) == [guarded.endpoints]
 
 
+@pytest.mark.slow
 async def test_a_token_that_died_is_replaced(
     connect: Callable[..., EtcdClient], guarded: EtcdCluster
 ) -> None:
@@ -165,6 +166,7 @@ async def test_users_can_be_turned_on_and_off_under_a_client(
         assert (await connect(of_me(cluster)).get(PREFIX + b"a")).pairs[0].version == 3
 
 
+@pytest.mark.slow
 async def test_a_member_that_hangs_while_it_checks_passwords_holds_nobody_for_long(
     connect: Callable[..., EtcdClient], tmp_path: Path
 ) -> None:

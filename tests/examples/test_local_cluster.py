@@ -63,6 +63,7 @@ def refused(endpoint: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 async def test_a_job_runs_to_its_end(tmp_path: Path, marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings of the surroundings are not the cluster's; after the job, neither a process nor a port is left."""
     monkeypatch.setenv("RALLYPOINT_TLS_CERT", "/nowhere.pem")
@@ -85,6 +86,7 @@ async def test_a_job_runs_to_its_end(tmp_path: Path, marker: str, monkeypatch: p
     assert all(refused(endpoint) for endpoint in endpoints)
 
 
+@pytest.mark.slow
 async def test_an_agent_is_killed_and_started_again(tmp_path: Path, marker: str) -> None:
     """Its workers die with it; it is missed, and taken in again; its name is free only once it is dead."""
     async with LocalCluster(tmp_path) as cluster:
@@ -135,7 +137,14 @@ async def test_the_rendezvous_service_is_killed_and_started_again(tmp_path: Path
     assert gone(marker)
 
 
-@pytest.mark.parametrize("how", ["failing", "cancelled", "cancelled twice"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "failing",
+        pytest.param("cancelled", marks=pytest.mark.slow),
+        pytest.param("cancelled twice", marks=pytest.mark.slow),
+    ],
+)
 async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path, marker: str) -> None:
     """An exception, Ctrl-C, and Ctrl-C once more while everything is being stopped."""
     started = asyncio.Event()
@@ -167,7 +176,7 @@ async def test_however_its_block_is_left_nothing_stays(how: str, tmp_path: Path,
         assert '"node left"' in (tmp_path / "rendezvous.log").read_text()  # in good order
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGTERM])
 async def test_a_service_that_ends_unasked_ends_the_work(
     number: signal.Signals, tmp_path: Path, marker: str
 ) -> None:
@@ -187,6 +196,7 @@ async def test_a_service_that_ends_unasked_ends_the_work(
     assert gone(marker)
 
 
+@pytest.mark.slow
 async def test_clusters_can_run_side_by_side(tmp_path: Path, marker: str) -> None:
     """Ports are of the kernel's choice; one cluster's folder is not for two."""
     async with LocalCluster(tmp_path / "one") as one, LocalCluster(tmp_path / "two") as two:

@@ -144,7 +144,7 @@ def test_three_workers_that_average_each_step_learn_what_one_learns(tmp_path: Pa
     np.testing.assert_allclose(three, one, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_several_workers_learn_to_read(size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Workers that average now and then pass the bar, end with one model, and only rank 0 speaks."""
     options = parse(["--checkpoint", str(tmp_path / "digits.npz")])
@@ -399,6 +399,7 @@ def test_alone_it_trains_from_one_command(tmp_path: Path) -> None:
     assert (tmp_path / "var" / "digits.npz").exists()
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_resumes_from_a_whole_checkpoint(tmp_path: Path) -> None:
     """After each of several SIGKILLs the checkpoint is whole, and only the epoch under way is lost."""
     path, random = tmp_path / "digits.npz", np.random.default_rng(0)

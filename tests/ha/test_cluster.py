@@ -36,6 +36,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_parted_members_elect_another_leader_and_agree_when_healed(tmp_path: Path) -> None:
     """A leader without its majority leads nobody; after healing all three answer again."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
@@ -53,6 +54,7 @@ async def test_parted_members_elect_another_leader_and_agree_when_healed(tmp_pat
         await cluster.etcd.serve()
 
 
+@pytest.mark.slow
 async def test_a_host_parted_from_the_agents_is_not_reached(tmp_path: Path) -> None:
     """What is parted from this host does not answer it, and still answers the others; healed, it does."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
@@ -66,6 +68,7 @@ async def test_a_host_parted_from_the_agents_is_not_reached(tmp_path: Path) -> N
         await ask(endpoint, "maintenance/status", PATIENCE)
 
 
+@pytest.mark.slow
 async def test_a_slow_link_is_slow_and_becomes_fast_again(tmp_path: Path) -> None:
     """Answers of a quarter of a megabyte take seconds over a link of 512 kbit/s."""
     async with running_cluster(tmp_path, replicas=False) as cluster:
@@ -77,6 +80,7 @@ async def test_a_slow_link_is_slow_and_becomes_fast_again(tmp_path: Path) -> Non
         assert await _seconds_to_read(endpoint) < PATIENCE
 
 
+@pytest.mark.slow
 async def test_a_member_comes_back_with_its_data_and_outlives_compaction(tmp_path: Path) -> None:
     """Killed, paused, compacted and defragmented, the members have what was written."""
     async with running_cluster(tmp_path, replicas=False) as cluster:

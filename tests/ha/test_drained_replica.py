@@ -15,7 +15,7 @@ from ha.runs import run_everywhere
 from ha.steady_writer import SteadyWriter
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 RUN = "drained"
 NODES = 64

@@ -18,7 +18,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.serving.channel import open_channel
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 RUN, NEW_RUN = "lost-majority", "joined-meanwhile"
 NODES = ordinarily(32, in_full=256)

@@ -13,7 +13,7 @@ from ha.cluster import PATIENCE
 from ha.length import ordinarily
 from ha.nemesis import play
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 MINUTES = float(os.environ.get("RALLYPOINT_HA_MINUTES", ordinarily(5.0, in_full=30.0)))
 

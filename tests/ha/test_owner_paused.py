@@ -27,7 +27,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.serving.errors import decode
 from rallypoint.serving.switchboard import Switchboard
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 RUN = "paused-owners"
 NODES = 8

@@ -23,7 +23,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.serving.channel import open_channel
 from rallypoint.serving.errors import decode
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(8 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(8 * PATIENCE)]
 
 RUN = "parted"
 NODES = 32

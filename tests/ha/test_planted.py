@@ -23,7 +23,7 @@ from ha.scene import RUN, Scene, scene
 from ha.waiting import until
 from ha.writers import StateClient, read_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(6 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(6 * PATIENCE)]
 
 # How long something is waited for that does not come where nothing is planted, seconds.
 _IN_VAIN = 3.0

@@ -15,7 +15,7 @@ from ha.length import ordinarily
 from ha.runs import run_everywhere
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 RUN = "rolling"
 NODES = 32

@@ -53,6 +53,7 @@ def refused(host: Cluster, command: str, *arguments: str) -> str:
     return program.said
 
 
+@pytest.mark.slow
 def test_a_job_is_looked_at_steered_and_ended(host: Cluster, tmp_path: Path) -> None:
     """Its state, its workers, what they are doing; one is killed, all are restarted, all are stopped."""
     assert agent(host, "jobs").printed == "no jobs\n"
@@ -107,6 +108,7 @@ def test_a_host_is_drained(host: Cluster, tmp_path: Path) -> None:
     assert agent(host, "drain").printed == "the host has no job that it could leave\n"
 
 
+@pytest.mark.slow
 def test_logs_are_followed_over_a_restart_complete_and_in_order(host: Cluster) -> None:
     """Every line of every attempt, once; followed from before the first worker to the end of the job."""
     launch(host, "count", "20000")
@@ -127,6 +129,7 @@ def test_logs_are_followed_over_a_restart_complete_and_in_order(host: Cluster) -
     assert tail == ["[1]: 1 19998", "[1]: 1 19999"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_holds_nobody_up(host: Cluster, tmp_path: Path) -> None:
     """Neither the workers, which come to their end, nor the agent; and it still gets everything when it reads."""
     script = tmp_path / "flood.py"

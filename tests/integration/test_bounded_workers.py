@@ -76,7 +76,14 @@ def heard(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("SIG*"))
 
 
-@pytest.mark.parametrize("binding", ["node", "socket", "core-complex"])
+@pytest.mark.parametrize(
+    "binding",
+    [
+        pytest.param("node", marks=pytest.mark.slow),
+        "socket",
+        pytest.param("core-complex", marks=pytest.mark.slow),
+    ],
+)
 def test_workers_run_where_they_are_bound(tmp_path: Path, binding: str) -> None:
     """The mask that the kernel shows a worker is the one that was decided on, within the agent's own."""
     allowed = {max(os.sched_getaffinity(0))}
@@ -105,6 +112,7 @@ def test_workers_run_where_they_are_bound(tmp_path: Path, binding: str) -> None:
         assert json.loads((tmp_path / str(rank)).read_text())["cpus"] == sorted(cpus) == sorted(allowed)
 
 
+@pytest.mark.slow
 def test_more_workers_than_cores_can_not_have_some_each(tmp_path: Path) -> None:
     """It is refused before anything starts, and says so: no restart would mend it."""
     many = str(len(os.sched_getaffinity(0)) + 1)
@@ -160,7 +168,12 @@ def test_users_signals_reach_those_workers_that_expect_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("sent", "expected"), [(signal.SIGTERM, "SIGUSR2"), (signal.SIGHUP, "SIGUSR2"), (signal.SIGINT, "SIGINT")]
+    ("sent", "expected"),
+    [
+        (signal.SIGTERM, "SIGUSR2"),
+        pytest.param(signal.SIGHUP, "SIGUSR2", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "SIGINT", marks=pytest.mark.slow),
+    ],
 )
 def test_workers_are_stopped_by_the_signal_of_the_users_choice(
     tmp_path: Path, sent: signal.Signals, expected: str

@@ -49,6 +49,7 @@ async def goes_on_without(stage: Scene, name: str, other: str, exit_code: int) -
     return run
 
 
+@pytest.mark.slow
 async def test_a_drained_host_leaves_once_its_workers_have_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ async def test_a_drained_host_leaves_once_its_workers_have_saved(
         assert "Error: left the run: drained: rack 7 is serviced" in stage.report("a")
 
 
+@pytest.mark.slow
 async def test_an_announced_maintenance_does_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ async def test_an_announced_maintenance_does_the_same(
         assert "drained: TERMINATE" in run.last_round_end.detail
 
 
+@pytest.mark.slow
 async def test_a_host_that_turns_sick_leaves_when_a_worker_of_it_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ async def test_a_host_that_turns_sick_leaves_when_a_worker_of_it_has_failed(
         assert f"this host is not fit to run workers: {check}: fan 3 stands still" in stage.report("a")
 
 
+@pytest.mark.slow
 async def test_the_watch_for_maintenance_dies_with_a_killed_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_ctrl_c_interrupts_the_workers_and_kills_those_that_ignore_it(tmp_path: 
         assert killed["local_ranks"] == [1]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Whoever presses it again does not want to wait for the timeout."""
     order = ["--shutdown-timeout", "300", str(WORKER), str(tmp_path), "ignore-interrupt"]

@@ -157,6 +157,7 @@ def test_torchruns_flags_and_torchs_url_lead_to_one_run(
     assert "run 'two' is closed (SUCCEEDED: all 2 workers of round 1 succeeded)" in said
 
 
+@pytest.mark.slow
 def test_the_host_that_serves_may_vanish(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
     """Another one takes the run over, and the job goes on with the nodes that are left, as with any lost host."""
     url = f"{etcd.url}/vanish?min_workers=2&max_workers=3&last_call_timeout=3&etcd_prefix=/jobs"
@@ -173,6 +174,7 @@ def test_the_host_that_serves_may_vanish(tmp_path: Path, start: Start, etcd: Etc
     assert len(rounds) == len(set(rounds)), "no round number is given out twice"
 
 
+@pytest.mark.slow
 def test_the_host_that_serves_may_leave(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
     """It hands the run over first. With c10d this would end the job."""
     flags = ["--nnodes=1:2", "--rdzv-backend=etcd-v2", f"--rdzv-endpoint={etcd.endpoints}", "--rdzv-id=leave"]
@@ -188,6 +190,7 @@ def test_the_host_that_serves_may_leave(tmp_path: Path, start: Start, etcd: Etcd
     assert ended(other)[0] == 0
 
 
+@pytest.mark.slow
 def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: EtcdCluster) -> None:
     """The others go on with another one; when it runs again, it has lost its place and joins them as a newcomer."""
     url = f"{etcd.url}/pause?min_workers=2&max_workers=3&last_call_timeout=3"
@@ -208,6 +211,7 @@ def test_the_host_that_serves_may_be_paused(tmp_path: Path, start: Start, etcd: 
     assert "lease lost, joining anew" in said[owner.pid]
 
 
+@pytest.mark.slow
 def test_a_run_that_etcd_dropped_goes_on_above_all_its_numbers(
     tmp_path: Path, start: Start, etcd: EtcdCluster
 ) -> None:
@@ -228,6 +232,7 @@ def test_a_run_that_etcd_dropped_goes_on_above_all_its_numbers(
     assert list(worlds(tmp_path)) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_etcd_may_be_restarted_under_a_job(tmp_path: Path, start: Start) -> None:
     """Workers neither stop nor start again, however long it was away; the job ends as it would have."""
     with etcd_cluster(tmp_path / "own") as etcd:
@@ -262,6 +267,7 @@ def test_all_of_it_may_be_tls(tmp_path: Path, start: Start, certificates: Certif
         assert [ended(agent)[0] for agent in agents] == [0, 0]
 
 
+@pytest.mark.slow
 def test_an_etcd_that_is_not_there_is_told(tmp_path: Path, start: Start) -> None:
     """In one line, before anything has started; on the way at most that it is asked again."""
     agent = start(

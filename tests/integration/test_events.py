@@ -135,6 +135,7 @@ def _assert_story(told: list[dict[str, Any]], parts: tuple[str, ...]) -> None:
     assert all(each.get("duration", 0) >= 0 for each in told)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_job_does_not_care_that_the_disk_of_its_events_is_full(tmp_path: Path) -> None:
     """It is told once, and the job succeeds."""
@@ -145,6 +146,7 @@ def test_a_job_does_not_care_that_the_disk_of_its_events_is_full(tmp_path: Path)
     assert (tmp_path / "agent.log").read_text().count("an event is lost") == 1
 
 
+@pytest.mark.slow
 def test_events_on_the_console_are_lines_of_the_agents_log(tmp_path: Path) -> None:
     """As torchrun's `--event-log-handler console`."""
     with _agent(tmp_path, "--event-log-handler", "console") as agent:
@@ -157,6 +159,7 @@ def test_events_on_the_console_are_lines_of_the_agents_log(tmp_path: Path) -> No
     assert {"event START", "event FAILED", "event RENDEZVOUS"} <= {line["event"] for line in lines}
 
 
+@pytest.mark.slow
 def test_a_daemon_shows_what_became_of_its_jobs_and_forgets_their_workers(tmp_path: Path) -> None:
     """Who scrapes it sees counts of all jobs, and workers of those that run."""
     with _running(tmp_path, "serve", "agent", "--port", "0", "--metrics-address", "127.0.0.1:0"):
@@ -179,6 +182,7 @@ def test_a_daemon_shows_what_became_of_its_jobs_and_forgets_their_workers(tmp_pa
         assert not any(name.startswith("rallypoint_agent_workers{") for name in figures)
 
 
+@pytest.mark.slow
 def test_without_anybody_to_tell_workers_are_not_asked_to_measure(tmp_path: Path) -> None:
     """No socket, no variable, no thread."""
     with _agent(tmp_path) as agent:

@@ -52,7 +52,11 @@ def agent(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("agent", [(), ("--log-max-size", "1MiB", "--log-keep-files", "100")], indirect=True)
+@pytest.mark.parametrize(
+    "agent",
+    [(), pytest.param(("--log-max-size", "1MiB", "--log-keep-files", "100"), marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_a_flood_is_complete_and_costs_no_memory(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """With a console that stands still until all is written, and then gets every line, of each worker in order."""
     assert agent.stdout is not None

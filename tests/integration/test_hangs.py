@@ -84,11 +84,18 @@ async def reaped(stage: Scene, function: str) -> str:
 @pytest.mark.parametrize(
     ("way", "function", "state"),
     [
-        ("gil", "in sleep_with_the_gil", "it sleeps for a time it chose"),
-        ("regex", "in match_catastrophically", "it computes"),
-        ("lock", "in wait_in_a_lock", "it waits for a lock or another thread"),
+        pytest.param(
+            *("gil", "in sleep_with_the_gil", "it sleeps for a time it chose"), marks=pytest.mark.slow
+        ),
+        pytest.param(*("regex", "in match_catastrophically", "it computes"), marks=pytest.mark.slow),
+        pytest.param(
+            *("lock", "in wait_in_a_lock", "it waits for a lock or another thread"), marks=pytest.mark.slow
+        ),
         ("stop", "in stop_itself", "it was stopped by a signal"),
-        ("others", "in sleep_beside_others", "other threads compute while its main thread"),
+        pytest.param(
+            *("others", "in sleep_beside_others", "other threads compute while its main thread"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(
@@ -104,6 +111,7 @@ async def test_a_hung_worker_dies_soon_and_its_report_says_where_it_was(
     assert re.search(r"it used \d+\.\d s of processor time in the \d\.\d s since it began$", summary)
 
 
+@pytest.mark.slow
 async def test_the_report_of_a_run_that_ends_has_the_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +142,7 @@ async def test_what_a_hung_worker_has_started_dies_with_it(
         await childs_death
 
 
+@pytest.mark.slow
 async def test_a_chosen_signal_comes_before_the_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that listens can still say, or write down, what it was at."""
     async with hanging(tmp_path, monkeypatch, "child", str(int(signal.SIGTERM))) as stage:
@@ -145,6 +154,7 @@ async def test_a_chosen_signal_comes_before_the_kill(tmp_path: Path, monkeypatch
         await stage.finish()
 
 
+@pytest.mark.slow
 async def test_a_timer_that_only_reports_kills_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +174,7 @@ async def test_a_timer_that_only_reports_kills_nobody(
         assert (run.round, run.phase) == (1, pb.PHASE_FINAL)
 
 
+@pytest.mark.slow
 async def test_a_timer_set_by_somebody_else_guards_any_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_static_nodes_have_the_ranks_and_the_master_that_were_given(
     assert seen == [f"{rank} {rank} 127.0.0.1 {port}" for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_second_node_of_a_rank_is_refused(tmp_path: Path, start: Start, port: int) -> None:
     """In one line; the first is not disturbed."""
     agents = [start(*static(port, rank)) for rank in (0, 1)]
@@ -102,6 +103,7 @@ def test_a_second_node_of_a_rank_is_refused(tmp_path: Path, start: Start, port: 
     assert [ended(agent)[0] for agent in agents] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_node_that_was_killed_takes_its_place_back(tmp_path: Path, start: Start, port: int) -> None:
     """With the same rank, in the next round."""
     agents = [start(*static(port, rank)) for rank in (0, 1)]
@@ -128,6 +130,7 @@ def test_the_host_of_the_rendezvous_that_leaves_ends_the_job(tmp_path: Path, sta
     assert "the host that served the run's rendezvous is gone: left the run: got SIGTERM" in said
 
 
+@pytest.mark.slow
 def test_the_host_of_the_rendezvous_that_vanishes_ends_the_job(
     tmp_path: Path, start: Start, port: int
 ) -> None:
@@ -142,6 +145,7 @@ def test_the_host_of_the_rendezvous_that_vanishes_ends_the_job(
     assert f"the rendezvous service is gone, none answered at 127.0.0.1:{port + 1} within 5 s" in said
 
 
+@pytest.mark.slow
 def test_the_host_of_the_rendezvous_may_be_started_again(tmp_path: Path, start: Start, port: int) -> None:
     """Its service is new then, and the others join it."""
     agents = [start(*static(port, rank, "--rdzv-conf=read_timeout=60")) for rank in (0, 1)]

@@ -53,6 +53,7 @@ def test_the_report_has_the_last_words_of_a_rotated_log(tmp_path: Path) -> None:
     assert kept.startswith(b"line ")
 
 
+@pytest.mark.slow
 def test_only_the_latest_attempts_are_kept(tmp_path: Path) -> None:
     """The last one and the one in which a worker failed; names of attempts don't change."""
     program = """
@@ -89,6 +90,7 @@ def test_bytes_that_are_no_text_are_kept(tmp_path: Path) -> None:
         assert content == b"\xff\xfe\x00 \r half a line"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of its own needs root")
 def test_a_full_disk_stops_no_worker(tmp_path: Path) -> None:
     """Rotated logs that have no room are dropped; the worker goes on, and the log says so, once."""

@@ -58,6 +58,7 @@ def test_no_other_program_is_given_the_workers_port(tmp_path: Path) -> None:
     assert int(taken[1]) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["plain", pytest.param("torch", marks=pytest.mark.torch)])
 def test_a_port_that_was_taken_costs_no_restart(tmp_path: Path, how: str) -> None:

@@ -16,7 +16,7 @@ from integration.scene import PATIENCE, RUN, scene
 from rallypoint.agent.v1 import supervisor_service_pb2 as agent_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 async def test_survivors_of_a_lost_host_form_a_smaller_world_and_grow_again(

@@ -34,6 +34,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(120)
 async def test_a_stream_to_a_paused_server_ends(server: tuple[subprocess.Popen[str], str]) -> None:

@@ -53,6 +53,7 @@ def test_it_trains_to_the_end_and_says_how_to_look_at_it(tmp_path: Path) -> None
     assert float(last[1]) >= 0.92
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     """In the middle of the training: a clear message, the code of a program that Ctrl-C ended, nothing left."""
     with started(tmp_path) as process:
@@ -65,6 +66,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     assert errors.split("\n")[-2] == "Stopped by SIGINT; nothing that was started is left."
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported(tmp_path: Path) -> None:
     """A job that can't be done ends with exit code 1 and the reason, not with a traceback of ours."""
     (tmp_path / "runs").write_text("in the way of a folder")

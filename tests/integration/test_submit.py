@@ -37,6 +37,7 @@ def test_a_job_runs_on_all_hosts_and_its_output_is_told_apart(two_hosts: Cluster
     assert "round 1 runs: 4 workers" in submitted.said
 
 
+@pytest.mark.slow
 def test_restarts_are_told_and_the_job_goes_on(two_hosts: Cluster) -> None:
     """With the traceback of the worker that failed."""
     submitted = two_hosts.submit("fail-once", flags=("--max-restarts", "2"))
@@ -46,6 +47,7 @@ def test_restarts_are_told_and_the_job_goes_on(two_hosts: Cluster) -> None:
     assert submitted.printed.count("rank 1 of 2") == 2  # the other one may be stopped before it says anything
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_has_the_exit_code_of_run_and_its_report(two_hosts: Cluster) -> None:
     """On whichever host it was."""
     submitted = two_hosts.submit("fail")
@@ -66,6 +68,7 @@ def test_ctrl_c_stops_the_job_everywhere_in_good_order(two_hosts: Cluster, tmp_p
     assert submitted.printed.count("saves") == 2
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_the_workers_everywhere(two_hosts: Cluster) -> None:
     """Those of the test ignore the first for half an hour; nobody waits for them."""
     submitted = two_hosts.submit("ignore", flags=("--shutdown-timeout", "1800"))
@@ -80,6 +83,7 @@ def test_a_second_ctrl_c_kills_the_workers_everywhere(two_hosts: Cluster) -> Non
     assert [host.job().state for host in two_hosts.hosts] == [pb.JOB_STATE_ENDED] * 2
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_is_told_and_the_others_go_on(two_hosts: Cluster, tmp_path: Path) -> None:
     """The run decides: this one goes on with one host. It is followed to its end, and has succeeded."""
     flags = (
@@ -102,6 +106,7 @@ def test_a_host_that_dies_is_told_and_the_others_go_on(two_hosts: Cluster, tmp_p
     assert f"{dead.address} is lost: it has not answered" in submitted.said
 
 
+@pytest.mark.slow
 def test_a_job_runs_on_all_hosts_or_on_none(two_hosts: Cluster) -> None:
     """An agent that has a job already refuses; the others are told to stop, and one line says who and why."""
     busy = two_hosts.hosts[1]
@@ -120,6 +125,7 @@ def test_a_job_runs_on_all_hosts_or_on_none(two_hosts: Cluster) -> None:
     assert busy.job().state == pb.JOB_STATE_RUNNING
 
 
+@pytest.mark.slow
 def test_a_script_that_is_not_there_is_told_by_its_host(two_hosts: Cluster) -> None:
     """It must be on the hosts, and nobody looks for it here."""
     agents = ",".join(host.address for host in two_hosts.hosts)
@@ -129,6 +135,7 @@ def test_a_script_that_is_not_there_is_told_by_its_host(two_hosts: Cluster) -> N
     assert "No such file or directory" in submitted.said
 
 
+@pytest.mark.slow
 def test_with_tls_only_who_has_a_certificate_may_submit(tmp_path: Path) -> None:
     """The job's hosts meet at the first daemon by the same certificates, that of each daemon being its client's too."""
     if shutil.which("openssl") is None:

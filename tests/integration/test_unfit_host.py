@@ -15,6 +15,7 @@ from integration.scene import PATIENCE, Scene, scene
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.timeout(180),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may freeze a file system"),

@@ -14,7 +14,7 @@ from cli.cli_process import rallypoint
 from integration.scene import PATIENCE, RUN
 from local_cluster import Job, LocalCluster
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 WORKER = Path(__file__).with_name("watched_worker.py")
 

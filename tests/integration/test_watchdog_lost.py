@@ -22,6 +22,8 @@ WORKER = Path(__file__).with_name("second_worker.py")
 OBEDIENT = Path(__file__).with_name("obedient_worker.py")
 # Seconds for which the worker of the second job hangs; then it ends with success, which it must not come to.
 HANGS = "40"
+# Seconds without a watchdog after which a host leaves: an agent connects in less, and a service starts again in less.
+SOON, IN_TIME = 5.0, 20.0
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -68,6 +70,7 @@ def joined(said: str) -> tuple[int, str]:
     return lease, node
 
 
+@pytest.mark.slow
 def test_the_second_job_of_a_host_is_guarded(tmp_path: Path, start: Start, port: int) -> None:
     """A static rendezvous begins again from low numbers, and the timer service remembers high ones."""
     with service("timer") as timers:
@@ -96,6 +99,7 @@ def test_a_job_that_requires_a_watchdog_starts_no_worker_without(tmp_path: Path,
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.slow
 async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path) -> None:
     """In the status of the run, in the agent's own and in its events; and that there is one again."""
     events = tmp_path / "events"
@@ -131,18 +135,38 @@ async def test_a_watchdog_that_is_gone_is_seen_wherever_one_looks(tmp_path: Path
     assert told[1]["reason"]
 
 
+def requires_a_watchdog(cluster: LocalCluster, folder: Path, timeout: float) -> Job:
+    """A job whose worker waits to be stopped or finished, on hosts that leave without a watchdog."""
+    cluster._environment |= {
+        "RALLYPOINT_REQUIRE_WATCHDOG": "1",
+        "RALLYPOINT_WATCHDOG_TIMEOUT": f"{timeout:g}",
+    }
+    return Job(RUN, (str(OBEDIENT), str(folder), "wait"), workers=1, log_dir=folder / "logs")
+
+
 async def test_a_host_that_lost_its_watchdog_leaves_a_job_that_requires_one(tmp_path: Path) -> None:
-    """Its workers are stopped in good order, and it says why; a restart of the service in time is no reason."""
+    """Its workers are stopped in good order, and it says why."""
     async with LocalCluster(tmp_path / "cluster") as cluster:
         await cluster.start_rendezvous()
         timer = await cluster.start_timer()
-        cluster._environment |= {"RALLYPOINT_REQUIRE_WATCHDOG": "1", "RALLYPOINT_WATCHDOG_TIMEOUT": "0.5"}
-        job = Job(RUN, (str(OBEDIENT), str(tmp_path), "wait"), workers=1, log_dir=tmp_path / "logs")
-        agent = await cluster.start_agent("a", job)
+        agent = await cluster.start_agent("a", requires_a_watchdog(cluster, tmp_path, SOON))
+        await cluster.output.first("its worker to start", lambda line: line.event == "started")
+        await timer.kill()
+        assert await agent.ended(PATIENCE) == 3
+        assert f"no watchdog has guarded its workers for {SOON:g} s" in agent.report
+
+
+@pytest.mark.slow
+async def test_a_watchdog_that_is_back_in_time_is_no_reason_to_leave(tmp_path: Path) -> None:
+    """The time without one ends with the restart of the service."""
+    async with LocalCluster(tmp_path / "cluster") as cluster:
+        await cluster.start_rendezvous()
+        timer = await cluster.start_timer()
+        agent = await cluster.start_agent("a", requires_a_watchdog(cluster, tmp_path, IN_TIME))
         await cluster.output.first("its worker to start", lambda line: line.event == "started")
         await timer.kill()
         timer = await cluster.start_timer()
         await timer.log.first("the agent again", lambda line: line.event == "agent subscribed")
-        await timer.kill()
-        assert await agent.ended(PATIENCE) == 3
-        assert "no watchdog has guarded its workers for 0.5 s" in agent.report
+        await asyncio.sleep(IN_TIME)
+        (tmp_path / "finish").touch()
+        assert await agent.ended(PATIENCE) == 0

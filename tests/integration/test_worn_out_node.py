@@ -12,7 +12,7 @@ import pytest
 from integration.scene import PATIENCE, scene
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 def runs_after(round_: int, run: pb.Run) -> bool:

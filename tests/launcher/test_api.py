@@ -23,7 +23,10 @@ from rallypoint.launcher import (
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-FRESH = ["spawn", "forkserver"]  # methods that work whatever this process has loaded
+FRESH = [
+    "spawn",
+    pytest.param("forkserver", marks=pytest.mark.slow),
+]  # methods that work whatever this process has loaded
 
 
 def config(tmp_path: Path, **more: Any) -> LaunchConfig:
@@ -122,6 +125,7 @@ def test_programs_are_run_as_they_are(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert caught.value.failure.exit_code == 9
 
 
+@pytest.mark.slow
 async def test_an_event_loop_that_runs_here_is_no_trouble(tmp_path: Path) -> None:
     """As in a notebook: the call blocks the loop, and returns."""
     assert elastic_launch(config(tmp_path), calls.leave)(0) == {0: None, 1: None}

@@ -19,7 +19,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = TESTS / "launcher" / "launching.py"
-METHODS = ["spawn", "fork", "forkserver"]
+METHODS = [
+    pytest.param("spawn", marks=pytest.mark.slow),
+    pytest.param("fork", marks=pytest.mark.slow),
+    "forkserver",
+]
 
 
 def start(mode: str, folder: Path, method: str, **environment: str) -> subprocess.Popen[str]:
@@ -75,11 +79,13 @@ def test_a_fork_calls_what_nobody_could_pickle(tmp_path: Path) -> None:
     assert ran("closure", tmp_path, "fork") == "not to be printed twice {0: 1, 1: 1}\n[]\n"
 
 
+@pytest.mark.slow
 def test_forking_beside_threads_is_warned_of(tmp_path: Path) -> None:
     """Once, and where the program calls."""
     assert ran("threads", tmp_path, "fork").splitlines()[-1] == "[('RuntimeWarning', 'launching.py')]"
 
 
+@pytest.mark.slow
 def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
     """A worker that imports it does not launch in its turn."""
     with start("unguarded", tmp_path, "spawn") as program:
@@ -88,6 +94,7 @@ def test_a_main_module_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert "put the launch under `if __name__ == '__main__':`" in err
 
 
+@pytest.mark.slow
 def test_a_program_from_standard_input_launches_what_it_imports(tmp_path: Path) -> None:
     """There is no file of it that workers could import; what is defined there is refused where it can't work."""
     program = (
@@ -133,6 +140,7 @@ def test_ctrl_c_stops_the_workers_and_is_raised(tmp_path: Path, method: str, mar
     assert gone(marker)
 
 
+@pytest.mark.slow
 def test_a_signal_without_a_handler_ends_the_program_in_good_order(tmp_path: Path, marker: str) -> None:
     """The workers get SIGTERM; what the program has to clear up it clears up."""
     with start("linger", tmp_path, "spawn", MARKER=marker) as program:

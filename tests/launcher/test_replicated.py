@@ -301,6 +301,7 @@ class Node:
         await self._call.write(pb.JoinRequest(worker_failed=pb.WorkerFailure(round=round_, exit_code=1)))
 
 
+@pytest.mark.slow
 async def test_no_number_goes_back_when_the_lease_of_a_run_ends_under_it(
     place: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

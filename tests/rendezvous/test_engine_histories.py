@@ -271,6 +271,7 @@ async def test_an_engine_misses_nothing(seed: int) -> None:
         await story.play()
 
 
+@pytest.mark.slow
 async def test_engines_reach_every_corner() -> None:
     """A property that no history reaches would hold of anything."""
     kinds: Counter[str] = Counter()

@@ -406,6 +406,7 @@ async def test_stopping_what_was_not_started_does_nothing() -> None:
     await server.drain()
 
 
+@pytest.mark.slow
 async def test_a_storm_of_streams_loses_none(serve: Start, connect: Start) -> None:
     """With gRPC's own limits, 20 to 120 of 2,000 streams opened at once end as CANCELLED."""
     hall = Hall()

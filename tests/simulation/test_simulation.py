@@ -21,13 +21,21 @@ from simulation.faults import ACTIONS
 from simulation.scenario import fingerprint, play, shown
 
 BLOCKS = 20
+QUICK_BLOCKS = 2  # the others are for make test-slow
 SIMULATIONS = int(os.environ.get("RALLYPOINT_SIMULATIONS", "1000"))
 TESTS = Path(__file__).parent.parent
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "seeds", [range(block, SIMULATIONS, BLOCKS) for block in range(min(BLOCKS, SIMULATIONS))], ids=str
+    "seeds",
+    [
+        pytest.param(
+            range(block, SIMULATIONS, BLOCKS), marks=[pytest.mark.slow] if block >= QUICK_BLOCKS else []
+        )
+        for block in range(min(BLOCKS, SIMULATIONS))
+    ],
+    ids=str,
 )
 def test_no_seed_breaks_an_invariant(seeds: range) -> None:
     """No seed breaks an invariant, and each ends with a round that all live nodes run, or a run that is closed."""
@@ -54,6 +62,7 @@ def test_a_seed_is_one_history() -> None:
     assert len(set(prints[0])) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_seeds_reach_every_corner() -> None:
     """A few hundred seeds have every fact, every loss, every end of a round and of a run, and every kind of trouble.

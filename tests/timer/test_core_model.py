@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from rallypoint.timer.core import TimerTable
@@ -489,5 +490,9 @@ class Against(RuleBasedStateMachine):
             assert wake in (None, self.model.now), "wakes for nothing"
 
 
-TestAgainst = Against.TestCase
-TestAgainst.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+@pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_table_does_what_its_model_does(examples: int) -> None:
+    """Whatever is called, in whatever order."""
+    run_state_machine_as_test(
+        Against, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None)
+    )

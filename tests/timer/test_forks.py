@@ -52,7 +52,7 @@ ready, tell_ready = os.pipe()
 go, tell_go = os.pipe()
 outliving, child = [], None
 with expires(60, "outer"):
-    for number in range(180):
+    for number in range(FORKS):
         child = os.fork()
         if child == 0:
             break
@@ -61,7 +61,7 @@ with expires(60, "outer"):
         else:
             reap(child)
     else:
-        loaders = [multiprocessing.get_context("fork").Process(target=load, args=(n,)) for n in range(20)]
+        loaders = [multiprocessing.get_context("fork").Process(target=load, args=(n,)) for n in range(FORKS // 9)]
         for loader in loaders:
             loader.start()
         for loader in loaders:
@@ -162,13 +162,14 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     await host.close()
 
 
-async def test_two_hundred_forks_inside_a_block(host: Host) -> None:
+@pytest.mark.parametrize("forks", [36, pytest.param(180, marks=pytest.mark.slow)])
+async def test_many_forks_inside_a_block(host: Host, forks: int) -> None:
     """Children that exit in the middle, that leave the block that they never entered, that have blocks and
     children of their own, that outlive the block, and loaders of multiprocessing; threads go on meanwhile."""
     timers = host.timers
-    await host.run(FORKS)
+    await host.run(f"FORKS = {forks}\n{FORKS}")
     await host.asked("forked")
-    outliving = sorted(f"outliving {number}" for number in range(2, 180, 3))
+    outliving = sorted(f"outliving {number}" for number in range(2, forks, 3))
     await eventually(lambda: timers.scopes() == ["outer", *outliving])
     host.answer()
     await host.asked("left")

@@ -183,7 +183,9 @@ class History:
             self.wait(0.5)
 
 
-@pytest.mark.parametrize("first", range(0, 10_000, 1250))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1250, 10_000, 1250))]
+)
 def test_only_who_hangs_is_reaped(first: int) -> None:
     """10,000 random histories; the seed is in the assertion's message."""
     reaped, spared = 0, 0

@@ -86,6 +86,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
     await process.communicate()
 
 
+@pytest.mark.slow
 async def test_a_host_that_was_paused_costs_no_worker_that_runs(service: Service, tmp_path: Path) -> None:
     """Agent and workers are stopped for longer than their timers, and the service is not: one goes on and
     releases right after, and lives. The other hangs, and is reaped after all."""

@@ -283,11 +283,12 @@ async def test_a_run_that_stalls_is_told_to_its_agents_and_shown(service: Servic
     assert over.idle.ToNanoseconds() >= stalled.idle.ToNanoseconds()
 
 
-async def test_random_streams_are_answered_in_kind(service: Service) -> None:
+@pytest.mark.parametrize("streams", [100, pytest.param(300, marks=pytest.mark.slow)])
+async def test_random_streams_are_answered_in_kind(service: Service, streams: int) -> None:
     """Whatever the actions hold, the stream goes on or ends with a refusal, never UNKNOWN or INTERNAL."""
     dice = random.Random(11)
     answers = set()
-    for number in range(300):
+    for number in range(streams):
         stream = Stream(service)
         first = subscribe(f"node-{number % 3}", stall_after=dice.choice([None, 0, 0.01]))
         actions = [random_message(pb.SuperviseAction, dice) for _ in range(dice.randrange(6))]

@@ -1,4 +1,4 @@
-"""How long the torture lasts: seconds in the ordinary suite, a minute by `make torture`."""
+"""How long the torture lasts: seconds by `make test-slow`, a minute by `make torture`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ FULL_LENGTH = os.environ.get("RALLYPOINT_TORTURE") == "full"
 
 
 def ordinarily(short: _T, *, in_full: _T) -> _T:
-    """A figure of a test: what it is in the ordinary suite, and what it is in full."""
+    """A figure of a test: what it is by `make test-slow`, and what it is in full."""
     return in_full if FULL_LENGTH else short

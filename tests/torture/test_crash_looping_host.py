@@ -18,7 +18,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from torture.length import ordinarily
 from torture.lost_hosts import PATIENCE, Plan, hosted_job
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 JOINER = "joiner"
 PLAN = Plan(

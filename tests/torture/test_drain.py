@@ -20,7 +20,7 @@ from torture.stalled_subscriber import EventWatcher, RunWatcher, Spare, our_chan
 from torture.tormented_node import RUN
 from torture.writers import Writers
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 
 NODES = 200
 RESTARTS = ordinarily(2, in_full=10)

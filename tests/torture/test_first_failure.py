@@ -20,7 +20,7 @@ from mortal import mortal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from torture.length import ordinarily
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 WORKER = Path(__file__).with_name("chained_worker.py")
 PATIENCE = 60.0

@@ -15,7 +15,7 @@ from process_probe import fresh_marker, gone
 from torture.herd import Herd
 from torture.length import ordinarily
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 AGENTS = ordinarily(6, in_full=100)
 KILLS = ordinarily(4, in_full=50)

@@ -30,6 +30,7 @@ PATIENCE = ordinarily(60.0, in_full=300.0)
 _HIGHER = 5
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.integration,
     pytest.mark.timeout(sum(PAUSES) + 2 * (len(PAUSES) + 1) * PATIENCE),
 ]

@@ -20,7 +20,7 @@ from torture.mortal_server import PATIENCE, MortalServer, QuickServer, serving
 from torture.tormented_node import RUN, TormentedNode
 from torture.writers import Writers
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 DURATION = ordinarily(10.0, in_full=60.0)  # seconds of killing
 NODES = 200

@@ -28,7 +28,7 @@ KINDS = ["sockets", pytest.param("gloo", marks=pytest.mark.torch)]
 # many restarts are allowed.
 SCENES = [
     pytest.param(Way.AGENT_KILLED, 30.0, 0, id="agent-killed"),
-    pytest.param(Way.TREE_KILLED, 30.0, 0, id="tree-killed"),
+    pytest.param(Way.TREE_KILLED, 30.0, 0, id="tree-killed", marks=pytest.mark.slow),
     pytest.param(Way.CUT, 30.0, 0, id="cut-unnoticed"),
     pytest.param(Way.CUT, 5.0, 0, id="cut-noticed"),
     pytest.param(Way.CUT, 5.0, 3, id="cut-noticed-budget"),
@@ -74,6 +74,7 @@ async def test_the_others_go_on_without_a_restart(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(REPEATS * 6 * PATIENCE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ async def victim(endpoint: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
 
 
-@pytest.mark.parametrize("spares", [0, 1], ids=["no spare", "a spare"])
+@pytest.mark.parametrize(
+    "spares", [pytest.param(0, id="no spare", marks=pytest.mark.slow), pytest.param(1, id="a spare")]
+)
 async def test_every_survivor_is_told_who_was_lost(tmp_path: Path, spares: int) -> None:
     """With a spare the next round forms at once, as large as before; without one, after the last call."""
     server = MortalServer(tmp_path)

@@ -24,7 +24,7 @@ from torture.stalled_subscriber import CHANNELS, KINDS, Subscriber
 from torture.stopped_follower import following
 from torture.tormented_node import RUN
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 STALL = ordinarily(10.0, in_full=60.0)  # seconds in which nothing is read
 NODES = 48  # of the round

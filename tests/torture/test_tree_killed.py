@@ -87,7 +87,15 @@ def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
 
 
 @pytest.mark.timeout(60 + REPEATS * 3 * PATIENCE)
-@pytest.mark.parametrize("victims", [("agent",), ("spawner",), ("agent", "spawner")], ids="+".join)
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param(("agent",), marks=pytest.mark.slow),
+        pytest.param(("spawner",), marks=pytest.mark.slow),
+        ("agent", "spawner"),
+    ],
+    ids="+".join,
+)
 def test_nobody_outlives_agent_and_spawner(tmp_path: Path, victims: tuple[str, ...]) -> None:
     """Workers that ignore SIGTERM, fork, daemonise and hop are all gone, and so are the agent's temporary folders."""
     took = sorted(_kill_once(tmp_path / str(number), victims) for number in range(REPEATS))

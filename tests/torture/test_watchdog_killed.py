@@ -16,7 +16,7 @@ from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, serving
 from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until, until_listed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 
 NODES = ordinarily(10, in_full=50)
 TIMERS = 1000  # those of all nodes

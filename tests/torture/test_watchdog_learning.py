@@ -17,7 +17,7 @@ from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, serving
 from torture.mortal_watchdog import RUN, GuardedNode, MortalWatchdog, until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 
 SCOPE = "step"
 WARM_UP = 10

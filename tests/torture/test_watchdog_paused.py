@@ -14,7 +14,7 @@ from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, serving
 from torture.mortal_watchdog import GuardedNode, MortalWatchdog, until, until_listed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * PATIENCE)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3 * PATIENCE)]
 
 NODES = 25
 TIMERS = 1000

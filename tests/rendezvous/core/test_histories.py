@@ -45,15 +45,21 @@ from rendezvous.core.history import RUN, History, play
 from rendezvous.core.ledger import Violation
 
 BLOCKS = 20
+QUICK_BLOCKS = 5  # the others are for make test-slow
 HISTORIES = int(os.environ.get("RALLYPOINT_HISTORIES", "1000"))
 SEED = os.environ.get("RALLYPOINT_HISTORY_SEED")
 
 
-def blocks() -> list[range]:
+def blocks() -> list[Any]:
     """The seeds to play, a test for every block of them."""
     if SEED is not None:
         return [range(int(SEED), int(SEED) + 1)]
-    return [range(block, HISTORIES, BLOCKS) for block in range(BLOCKS)]
+    return [
+        pytest.param(
+            range(block, HISTORIES, BLOCKS), marks=[pytest.mark.slow] if block >= QUICK_BLOCKS else []
+        )
+        for block in range(BLOCKS)
+    ]
 
 
 def play_all(seeds: range) -> History:
@@ -78,6 +84,7 @@ def test_a_seed_is_one_history() -> None:
     assert first.journal == second.journal
 
 
+@pytest.mark.slow
 def test_histories_reach_every_corner() -> None:
     """A few histories have every fact, every reason for a loss, every end of a round and of a run, and spares."""
     seen: set[str] = set()
@@ -408,7 +415,10 @@ def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:
         (take_a_node_out_for_its_first_failure, "a node has the whole of its budget"),
         (hold_nothing_back, "a restart is held back where rounds fail soon"),
         (hold_every_round_back, "restarts that come soon are counted in a row"),
-        (forget_how_long_ago_restarts_were, "a checkpoint is the fold of what came before it"),
+        pytest.param(
+            *(forget_how_long_ago_restarts_were, "a checkpoint is the fold of what came before it"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_planted_bug_is_caught(

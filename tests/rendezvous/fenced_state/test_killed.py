@@ -13,6 +13,7 @@ from rendezvous.fenced_state.state_fakes import RUN, channel_to
 from rendezvous.victim import victim_of
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 async def test_a_killed_service_loses_and_repeats_nothing(tmp_path: Path) -> None:
     """Writers increment one state, each by replacing what it knows; every value is won by exactly one of them."""

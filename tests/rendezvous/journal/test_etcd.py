@@ -146,6 +146,7 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EtcdClus
         yield started
 
 
+@pytest.mark.slow
 async def test_closing_ends_though_etcd_is_away(cluster: EtcdCluster) -> None:
     """In a bounded time; and whoever waits for an append is told that its outcome is unknown."""
     async with etcd_shelf(cluster.url) as shelf:
@@ -230,6 +231,7 @@ async def test_what_etcd_refuses_is_said_in_one_line_with_what_to_do(
         assert await shelf.owner() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [["--quota-backend-bytes", "4000000"]], indirect=True)
 async def test_a_full_etcd_is_waited_for(cluster: EtcdCluster) -> None:
     """The journal stays ours meanwhile. Once it is closed, who waits knows no outcome, and another can have it."""

@@ -128,6 +128,7 @@ def test_kill_9_loses_nothing_acknowledged(path: Path, acks: int) -> None:
     assert int(entry.value) == revisions[-1] - 2, "a record and its store entries are kept together"
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_loses_nothing_acknowledged(path: Path) -> None:
     """Each time at another moment of appending, compacting, forgetting and sweeping; each life goes on from the last.
 

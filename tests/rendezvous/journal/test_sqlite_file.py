@@ -130,7 +130,10 @@ async def test_a_count_that_lags_behind_is_no_damage(path: Path) -> None:
 # ---- a log that grows
 
 
-@pytest.mark.parametrize(("runs", "commits", "bound"), [(1, 1500, 18 << 20), (100, 200, 24 << 20)])
+@pytest.mark.parametrize(
+    ("runs", "commits", "bound"),
+    [pytest.param(1, 1500, 18 << 20, marks=pytest.mark.slow), (100, 200, 24 << 20)],
+)
 async def test_the_log_is_bounded(path: Path, runs: int, commits: int, bound: int) -> None:
     """Whether many commits change one page each, or a few of them many."""
     journal = SqliteJournal(path)

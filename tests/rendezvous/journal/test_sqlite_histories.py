@@ -135,7 +135,14 @@ class History:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seeds", [range(block, HISTORIES, BLOCKS) for block in range(BLOCKS)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(block, HISTORIES, BLOCKS), marks=[pytest.mark.slow] if block else [])
+        for block in range(BLOCKS)
+    ],
+    ids=str,
+)
 def test_a_journal_holds_what_was_acknowledged(seeds: range, tmp_path: Path) -> None:
     """Killed, without power, torn, full, lied to, or failed: what was acknowledged is there, each call whole."""
     play(seeds, tmp_path)

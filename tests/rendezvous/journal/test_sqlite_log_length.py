@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rendezvous.journal.files import killed, recover
 
 LIFE = """
@@ -17,6 +19,7 @@ LIFE = """
 """
 
 
+@pytest.mark.slow
 def test_servers_that_never_live_long_keep_the_log_short(path: Path) -> None:
     """None of them writes enough to shorten it by itself; each takes over what the one before has left."""
     for _ in range(5):

@@ -29,6 +29,7 @@ def test_a_truncated_file_is_refused(path: Path, size: int) -> None:
     assert "is damaged (" in refused(path)
 
 
+@pytest.mark.slow
 def test_a_file_with_flipped_bytes_is_refused_or_makes_no_difference(path: Path) -> None:
     """Flip any byte: either it is noticed and nothing is touched, or it was one that means nothing."""
     fill(path)

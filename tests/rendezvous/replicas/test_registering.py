@@ -24,6 +24,7 @@ OTHERS = Registration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)
 OURS = Registration("10.9.9.8:29400", "ours", 0.0, lease_ttl=0.5)
 
 
+@pytest.mark.slow
 async def test_an_election_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives the lease of a dead one its full time anew; only one that outlives that time without one is alive."""
     monkeypatch.setattr(registering, "_ENDING", 0.5)
@@ -79,6 +80,7 @@ async def test_a_pause_of_ours_is_no_sign_of_life_either(
         await waiting
 
 
+@pytest.mark.slow
 async def test_whoever_was_paused_gives_the_dead_one_its_time_anew(
     client: EtcdClient, address: EtcdAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

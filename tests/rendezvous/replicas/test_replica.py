@@ -292,6 +292,7 @@ async def test_runs_of_all_replicas_are_listed_by_each(address: EtcdAddress) -> 
             stream.cancel()
 
 
+@pytest.mark.slow
 async def test_a_second_replica_of_the_same_name_is_refused(address: EtcdAddress) -> None:
     """With the address of the one that has it; the first one is not disturbed."""
     async with AsyncExitStack() as stack:

@@ -78,6 +78,7 @@ async def test_a_takeover_is_one_line(address: EtcdAddress, told: _Told) -> None
             await _joined(a, run_in(shard))
         async with served(address, "b") as b:
             await until(lambda: "b" in _live(a), "a to know of b")
+            await until(lambda: len(b.known_owners) == SHARDS, "b to know whose the shards are")
             told.forget()
             await a.services.end()  # as one that vanishes, but that its lease ends at once
             fields = await told.once("took shards over")
@@ -107,6 +108,7 @@ async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _T
             assert (taken["shards"], taken["before"], taken["how"]) == (count, "a", "it handed them over")
 
 
+@pytest.mark.slow
 async def test_the_loss_of_all_shards_is_a_warning_with_its_cause(address: EtcdAddress, told: _Told) -> None:
     """One line; and one when there is a session again."""
     async with CutProxy(str(address.endpoints[0])) as proxy:

@@ -18,13 +18,21 @@ from simulation.replicas.faults import ACTIONS
 from simulation.replicas.scenario import fingerprint, play
 
 BLOCKS = 6
+QUICK_BLOCKS = 3  # the others are for make test-slow
 SIMULATIONS = int(os.environ.get("RALLYPOINT_REPLICA_SIMULATIONS", "15"))
 TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "seeds", [range(block, SIMULATIONS, BLOCKS) for block in range(min(BLOCKS, SIMULATIONS))], ids=str
+    "seeds",
+    [
+        pytest.param(
+            range(block, SIMULATIONS, BLOCKS), marks=[pytest.mark.slow] if block >= QUICK_BLOCKS else []
+        )
+        for block in range(min(BLOCKS, SIMULATIONS))
+    ],
+    ids=str,
 )
 def test_no_seed_breaks_an_invariant(seeds: range) -> None:
     """No seed breaks an invariant, and each ends with a round that all live nodes run, or a run that is closed."""
@@ -32,6 +40,7 @@ def test_no_seed_breaks_an_invariant(seeds: range) -> None:
         play(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_seed_is_one_history() -> None:
     """The same seed is the same history, to the last message, and in a process that hashes differently too."""
@@ -51,6 +60,7 @@ def test_a_seed_is_one_history() -> None:
     assert prints[0] == prints[1] == [fingerprint(play(seed)) for seed in (3, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_seeds_reach_every_kind_of_trouble() -> None:
     """A few dozen seeds have elections, leases that end, take-overs, and all that may befall."""

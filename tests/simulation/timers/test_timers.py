@@ -21,13 +21,21 @@ from simulation.timers.faults import ACTIONS
 from simulation.timers.scenario import fingerprint, play, shown
 
 BLOCKS = 10
+QUICK_BLOCKS = 2  # the others are for make test-slow
 SIMULATIONS = int(os.environ.get("RALLYPOINT_TIMER_SIMULATIONS", "300"))
 TESTS = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "seeds", [range(block, SIMULATIONS, BLOCKS) for block in range(min(BLOCKS, SIMULATIONS))], ids=str
+    "seeds",
+    [
+        pytest.param(
+            range(block, SIMULATIONS, BLOCKS), marks=[pytest.mark.slow] if block >= QUICK_BLOCKS else []
+        )
+        for block in range(min(BLOCKS, SIMULATIONS))
+    ],
+    ids=str,
 )
 def test_no_seed_breaks_an_invariant(seeds: range) -> None:
     """No seed breaks an invariant, and each ends with nobody in a scope who is to be out of it or reaped."""
@@ -56,6 +64,7 @@ def test_a_seed_is_one_history() -> None:
     assert len(set(prints[0])) == 3
 
 
+@pytest.mark.slow
 def test_seeds_reach_every_corner() -> None:
     """A few dozen seeds have every action, reapings by every kind of timer, and every message of agent and service."""
     seen: set[str] = set()
