@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 
 _PAGE = 1_000  # the most that a page may have
 
-RAN_OUT = (pb.TIMER_STATE_UNCLAIMED, pb.TIMER_STATE_OFFERED)
-_RUNNING = (pb.TIMER_STATE_COUNTING, pb.TIMER_STATE_LEARNING)
+RAN_OUT = (timer_pb.TIMER_STATE_UNCLAIMED, timer_pb.TIMER_STATE_OFFERED)
+_RUNNING = (timer_pb.TIMER_STATE_COUNTING, timer_pb.TIMER_STATE_LEARNING)
 
 
 async def most_urgent(
-    run_id: str, node_id: str, most: int, *, expired_only: bool, stub: pb_grpc.TimerServiceAsyncStub
-) -> tuple[list[pb.Timer], bool]:
+    run_id: str, node_id: str, most: int, *, expired_only: bool, stub: timer_grpc.TimerServiceAsyncStub
+) -> tuple[list[timer_pb.Timer], bool]:
     """Timers of a run and a node ("": of all), the most urgent first, and whether there are more.
 
     First those that ran out, the longest ago first, then those that will, the soonest first, then those that
     can't yet. If there are more than `most`, some that will are left out: those whose names come last.
     """
-    timers: list[pb.Timer] = []
+    timers: list[timer_pb.Timer] = []
     # In this order: one that runs out in between is in both answers, rather than in none.
     if not expired_only:
         timers += await _listed(run_id, node_id, most, _RUNNING, stub)
@@ -36,14 +36,14 @@ async def _listed(
     run_id: str,
     node_id: str,
     most: int,
-    states: Sequence[pb.TimerState.ValueType],
-    stub: pb_grpc.TimerServiceAsyncStub,
-) -> list[pb.Timer]:
+    states: Sequence[timer_pb.TimerState.ValueType],
+    stub: timer_grpc.TimerServiceAsyncStub,
+) -> list[timer_pb.Timer]:
     """Timers in those states; one more than `most` tells that there are more."""
-    timers: list[pb.Timer] = []
+    timers: list[timer_pb.Timer] = []
     token = ""
     while len(timers) <= most:
-        request = pb.ListTimersRequest(
+        request = timer_pb.ListTimersRequest(
             run_id=run_id,
             node_id=node_id,
             states=states,
@@ -58,20 +58,20 @@ async def _listed(
     return timers
 
 
-def _name(timer: pb.Timer) -> tuple[str, str, str, str]:
+def _name(timer: timer_pb.Timer) -> tuple[str, str, str, str]:
     return timer.run_id, timer.node_id, timer.worker_id, timer.scope
 
 
-def _urgency(timer: pb.Timer) -> tuple[bool, bool, int]:
-    learning = timer.state == pb.TIMER_STATE_LEARNING
+def _urgency(timer: timer_pb.Timer) -> tuple[bool, bool, int]:
+    learning = timer.state == timer_pb.TIMER_STATE_LEARNING
     return timer.state not in RAN_OUT, learning, timer.remaining.ToNanoseconds()
 
 
-async def all_scopes(run_id: str, stub: pb_grpc.TimerServiceAsyncStub) -> pb.ListScopesResponse:
+async def all_scopes(run_id: str, stub: timer_grpc.TimerServiceAsyncStub) -> timer_pb.ListScopesResponse:
     """Every scope of a run ("": of all)."""
-    whole = page = await stub.ListScopes(pb.ListScopesRequest(run_id=run_id))
+    whole = page = await stub.ListScopes(timer_pb.ListScopesRequest(run_id=run_id))
     while page.next_page_token:
-        page = await stub.ListScopes(pb.ListScopesRequest(run_id=run_id, page_token=page.next_page_token))
+        page = await stub.ListScopes(timer_pb.ListScopesRequest(run_id=run_id, page_token=page.next_page_token))
         whole.scopes.extend(page.scopes)
     whole.next_page_token = ""
     return whole

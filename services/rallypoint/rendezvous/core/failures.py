@@ -142,7 +142,7 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
         # No worker did anything wrong. The next round has another port; should that be taken too, back-off bounds it.
         return ended(state, breach, now)
     if state.permanent_failure is None and not worn_out and used < settings.max_restarts:
-        return ended(state, breach, now, counted=1)
+        return ended(state, breach, now, cost=1)
     if not is_settled(state, now):
         return None
     if state.permanent_failure is not None:
@@ -156,16 +156,16 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
     return facts.RunClosed(RunEnd(Outcome.FAILED, f"{explain_failure(failure)}; {spent}", failure))
 
 
-def ended(state: RunState, end: RoundEnd, now: float, counted: int = 0) -> facts.RoundEnded:
-    """Return the fact that the present round ends so, which counts as so many restarts."""
+def ended(state: RunState, end: RoundEnd, now: float, cost: int = 0) -> facts.RoundEnded:
+    """Return the fact that the present round ends so, which costs so many restarts."""
     failed_scale_ups, passed = newcomers.count_after(state, end, now)
     quick = restarts.quick_restarts_after(state, end.cause, now)
-    if counted and failed_scale_ups > state.failed_scale_ups:
+    if cost and failed_scale_ups > state.failed_scale_ups:
         quick -= 1  # the others need not wait: they restart without it
     return facts.RoundEnded(
         end,
-        restart_count=state.restart_count + counted,
-        counted_restarts=restarts.counted(state) + counted,
+        restart_count=state.restart_count + cost,
+        counted_restarts=restarts.counted(state) + cost,
         quick_restarts=quick,
         failed_scale_ups=failed_scale_ups,
         newcomers_passed=passed,
