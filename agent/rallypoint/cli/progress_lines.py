@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from google.protobuf.duration_pb2 import Duration
+from typing import TYPE_CHECKING
 
 from rallypoint.cli.console import printable
 from rallypoint.cli.moments import show_span
-from rallypoint.timer.v1 import timer_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+
+    from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 
 
-def progress_lines(run_id: str, answer: pb.GetProgressResponse) -> list[str]:
+def progress_lines(run_id: str, answer: timer_pb.GetProgressResponse) -> list[str]:
     """How far the run is, and whether it stalls; of a run that tells progress."""
     lines = [
         f"run {run_id}: {_workers(answer.workers)} at {_steps(answer)}, "
@@ -24,7 +28,7 @@ def progress_lines(run_id: str, answer: pb.GetProgressResponse) -> list[str]:
     return lines
 
 
-def slowest_line(answer: pb.GetProgressResponse) -> str:
+def slowest_line(answer: timer_pb.GetProgressResponse) -> str:
     """The slowest worker, for who looks at the run as a whole; of a run that tells progress."""
     if not answer.slowest:
         return f"{_workers(answer.workers)} at {_steps(answer)}"
@@ -34,7 +38,7 @@ def slowest_line(answer: pb.GetProgressResponse) -> str:
     return f"slowest worker: {_worker(slowest)}, at step {slowest.step} for {_span(slowest.idle)} ({where})"
 
 
-def stall_line(stalled: pb.Stalled) -> str:
+def stall_line(stalled: timer_pb.Stalled) -> str:
     """That no worker advances, and who stopped first."""
     told = f"the run STALLS: no worker has advanced for {_span(stalled.idle)}"
     if not stalled.HasField("first"):
@@ -46,7 +50,7 @@ def stall_line(stalled: pb.Stalled) -> str:
     )
 
 
-def _worker(worker: pb.WorkerProgress) -> str:
+def _worker(worker: timer_pb.WorkerProgress) -> str:
     return printable(f"rank {worker.rank} on node {worker.node_id} (worker {worker.worker_id})")
 
 
@@ -54,7 +58,7 @@ def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
-def _steps(answer: pb.GetProgressResponse) -> str:
+def _steps(answer: timer_pb.GetProgressResponse) -> str:
     if answer.lowest_step == answer.highest_step:
         return f"step {answer.lowest_step}"
     return f"steps {answer.lowest_step} to {answer.highest_step}"
