@@ -15,7 +15,8 @@ import pytest
 
 from process_probe import until
 from rallypoint.agent.console import Console, OutputThread
-from rallypoint.agent.logs import ConsoleCopy, Streams
+from rallypoint.agent.logs import ConsoleCopy
+from rallypoint.agent.streams import Streams
 
 
 def _append(path: Path, data: bytes) -> None:

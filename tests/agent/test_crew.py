@@ -24,13 +24,14 @@ from rallypoint.agent.console import Console
 from rallypoint.agent.core import Assignment
 from rallypoint.agent.crew import Crew
 from rallypoint.agent.errors import COULD_NOT_START, FailureKind, WorkerFailure
-from rallypoint.agent.events import JobEvents
+from rallypoint.agent.events import JobEvents, Subject
 from rallypoint.agent.hang import Hang
-from rallypoint.agent.logs import LogDirectory, Redirect, Streams
+from rallypoint.agent.logs import LogDirectory
 from rallypoint.agent.numa import Cpus
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.spawn_protocol import Killed
 from rallypoint.agent.spawner import look_up
+from rallypoint.agent.streams import Redirect, Streams
 from rallypoint.agent.workers import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
@@ -102,7 +103,7 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]
                 log_directory=logs,
                 sockets={"RALLYPOINT_STORE_SOCKET": "/run/store"},
                 stacks=tmp_path,
-                events=JobEvents(config),
+                events=JobEvents(Subject(config.run_id, config.node_id, config.role, config.max_restarts)),
                 on_failure=told.failures.append,
                 on_success=told.success,
                 on_unfit=told.unfit.append,

@@ -24,8 +24,8 @@ from rallypoint.agent.crew import Crew
 from rallypoint.agent.errors import failure_to_start
 from rallypoint.agent.job import Job
 from rallypoint.agent.job_result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobResult
-from rallypoint.agent.logs import LogError, Redirect, Streams
 from rallypoint.agent.processes import Spawner
+from rallypoint.agent.streams import LogError, Redirect, Streams
 from rallypoint.agent.workers import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

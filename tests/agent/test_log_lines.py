@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.agent.log_lines import LineFilter, check_line_prefix, line_prefix
-from rallypoint.agent.logs import LogError
+from rallypoint.agent.streams import LogError
 
 
 @pytest.mark.parametrize(

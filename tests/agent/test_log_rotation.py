@@ -21,7 +21,8 @@ from rallypoint.agent import log_copier
 from rallypoint.agent import log_rotation as module
 from rallypoint.agent.log_file import LogFile, rotated_files
 from rallypoint.agent.log_rotation import Rotation
-from rallypoint.agent.logs import Attempt, LogDirectory, LogError, Streams
+from rallypoint.agent.logs import Attempt, LogDirectory
+from rallypoint.agent.streams import LogError, Streams
 
 _PRINT = """
 import os, sys

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.config import JobConfig
-from rallypoint.agent.logs import Redirect, Streams
 from rallypoint.agent.options import OPTIONS, OptionError, job_fields, parse_signal, split_commas
+from rallypoint.agent.streams import Redirect, Streams
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.config import JobConfig, Peer
 from rallypoint.agent.console import Console
 from rallypoint.agent.log_file import rotated_files
-from rallypoint.agent.logs import Attempt, LogDirectory, LogError, Redirect, Streams
+from rallypoint.agent.logs import Attempt, LogDirectory
+from rallypoint.agent.streams import LogError, OutputOptions, Redirect, Streams
 from rallypoint.agent.worker_output import WorkerOutput
-from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
 
 class Shown:
@@ -72,18 +71,7 @@ def attempt(tmp_path: Path) -> Attempt:
     return LogDirectory.create(tmp_path / "logs", "run").new_attempt(range(4), base_rank=4)
 
 
-CONFIG = JobConfig(
-    run_id="run",
-    node_id="node",
-    address="127.0.0.1",
-    settings=RunSettings(min_nodes=1, max_nodes=1),
-    command=("true",),
-    environment={},
-    rendezvous=Peer("127.0.0.1:1"),
-    timer=Peer("127.0.0.1:1"),
-    local_world_size=4,
-    role="trainer",
-)
+OPTIONS = OutputOptions(role="trainer")
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -93,7 +81,7 @@ def _append(path: Path, data: bytes) -> None:
 
 async def _run(shown: Shown, attempt: Attempt, tmp_path: Path, **options: Any) -> None:
     """Four workers that each print two lines to each stream."""
-    output = WorkerOutput(replace(CONFIG, **options), attempt, shown.console, tmp_path)
+    output = WorkerOutput(replace(OPTIONS, **options), attempt, shown.console, tmp_path)
     output.open()
     output.start()
     for local_rank in range(4):
@@ -213,12 +201,12 @@ async def test_a_file_that_can_not_be_made_is_one_clear_line(
 ) -> None:
     """And what was made until then is cleaned up by finish."""
     (attempt.folder / "filtered_stdout.log").mkdir()
-    config = replace(CONFIG, duplicate_stdout_filters=("apple",))
-    output = WorkerOutput(config, attempt, shown.console, tmp_path)
+    options = replace(OPTIONS, duplicate_stdout_filters=("apple",))
+    output = WorkerOutput(options, attempt, shown.console, tmp_path)
     with pytest.raises(LogError, match=r"^cannot make .*/filtered_stdout.log: Is a directory$"):
         output.open()
     assert await output.finish(20.0)
-    output = WorkerOutput(replace(CONFIG, log_max_bytes=4096), attempt, shown.console, tmp_path / "nowhere")
+    output = WorkerOutput(replace(OPTIONS, log_max_bytes=4096), attempt, shown.console, tmp_path / "nowhere")
     with pytest.raises(LogError, match=r"^can't rotate the log files of workers: No such file or directory$"):
         output.open()
     assert await output.finish(20.0)

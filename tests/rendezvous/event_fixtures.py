@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -21,7 +21,7 @@ from rallypoint.rendezvous.client import (
     RendezvousUnreachable,
     Updated,
 )
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import Journal
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal

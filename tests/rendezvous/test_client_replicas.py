@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from log_events import log_events
 from rallypoint.rendezvous import client
 from rallypoint.rendezvous.client import Admitted, Event, Membership, RendezvousUnreachable
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.store.client import StoreClient

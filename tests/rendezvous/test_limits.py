@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 import pytest
 
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.limits import RendezvousLimits

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from rallypoint.rendezvous.core.refusals import LeaseLost, RunIsClosed, RunNotFound
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.journal.memory import MemoryJournal

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.home import OneShard
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.limits import RendezvousLimits

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallypoint.agent.event_sinks import EventSink
-from rallypoint.agent.logs import Redirect
 from rallypoint.agent.settings import (
     DRAIN_GRACE,
     EVIDENCE_TIMEOUT,
@@ -20,6 +19,7 @@ from rallypoint.agent.settings import (
     SHUTDOWN_TIMEOUT,
     WATCHDOG_TIMEOUT,
 )
+from rallypoint.agent.streams import OutputOptions, Redirect
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.serving.channel import ClientTLS
 
@@ -142,6 +142,27 @@ class JobConfig:
     failure_file: Path | None = None
     event_log: str = "null"
     event_sinks: tuple[EventSink, ...] = ()
+
+    @property
+    def max_restarts(self) -> int | None:
+        """Restarts that the whole run may have; None: they are counted in a window."""
+        settings = self.settings
+        return None if settings.restart_window.ToNanoseconds() else settings.max_restarts
+
+    @property
+    def output(self) -> OutputOptions:
+        """What becomes of the output of its workers."""
+        return OutputOptions(
+            role=self.role,
+            redirects=self.redirects,
+            tee=self.tee,
+            local_ranks_filter=self.local_ranks_filter,
+            duplicate_stdout_filters=self.duplicate_stdout_filters,
+            duplicate_stderr_filters=self.duplicate_stderr_filters,
+            line_prefix=self.line_prefix,
+            log_max_bytes=self.log_max_bytes,
+            log_keep_files=self.log_keep_files,
+        )
 
 
 def new_node_id() -> str:

@@ -19,7 +19,8 @@ import threading
 
 from rallypoint.agent.file_watch import FileWatch
 from rallypoint.agent.follower import Follower
-from rallypoint.agent.logs import ConsoleCopy, Streams
+from rallypoint.agent.logs import ConsoleCopy
+from rallypoint.agent.streams import Streams
 from rallypoint.serving.logs import get_logger
 
 MOST_FOLLOWERS = 1024

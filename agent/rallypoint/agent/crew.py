@@ -28,7 +28,7 @@ from rallypoint.agent.errors import (
 from rallypoint.agent.events import JobEvents
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.local_failures import LocalFailures
-from rallypoint.agent.logs import LogDirectory, LogError, Streams, WorkerLogs, remove_attempts
+from rallypoint.agent.logs import LogDirectory, WorkerLogs, remove_attempts
 from rallypoint.agent.numa import Cpus, NumaError, bind
 from rallypoint.agent.post_mortem import PostMortem
 from rallypoint.agent.processes import Spawner
@@ -36,6 +36,7 @@ from rallypoint.agent.python_stacks import StackPipe
 from rallypoint.agent.reaping import Case, Reaping, Victim, describe_left, who_outlives
 from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner import look_up
+from rallypoint.agent.streams import LogError, Streams
 from rallypoint.agent.topology import read_topology
 from rallypoint.agent.usage import worker_of
 from rallypoint.agent.user_signals import would_end
@@ -155,7 +156,7 @@ class Crew:
             self._on_change()
             self._make_pipes()
             self._post_mortem.begin(self._logs)
-            self._output = WorkerOutput(self._config, attempt, self._console, self._stacks)
+            self._output = WorkerOutput(self._config.output, attempt, self._console, self._stacks)
             self._group = WorkerGroup(self._spawner, self._exited, [self._output])
             self._output.open()
             self._started_at = time.monotonic()

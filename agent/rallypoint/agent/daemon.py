@@ -16,10 +16,10 @@ from rallypoint.agent.job import Job
 from rallypoint.agent.job_result import FAILED, REFUSED, JobResult
 from rallypoint.agent.job_spec import Host, job_config
 from rallypoint.agent.jobs import Jobs, TakenJob
-from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
 from rallypoint.agent.spawn_protocol import SpawnError
+from rallypoint.agent.streams import LogError
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.serving.errors import ServiceError, invalid
 from rallypoint.serving.fields import name

@@ -18,7 +18,6 @@ from rallypoint.agent.chronicle import (
     Subject,
     restart_line,
 )
-from rallypoint.agent.config import JobConfig
 from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.event_sinks import EventDelivery, EventSink, open_event_log
 from rallypoint.agent.spawn_protocol import WorkerExit
@@ -45,29 +44,30 @@ class JobEvents:
 
     def __init__(
         self,
-        config: JobConfig,
+        subject: Subject,
         *,
+        event_log: str = "null",
+        sinks: Sequence[EventSink] = (),
         clock: Callable[[], Moment] = _now,
         deliver: EventDelivery | None = None,
     ) -> None:
         """Open the sinks.
 
         Args:
-            config: The job.
+            subject: The job and this host's part in it.
+            event_log: A file or a name, as of --event-log.
+            sinks: Called with each event.
             clock: What time it is.
-            deliver: In place of the sinks that the job's config names.
+            deliver: In place of event log and sinks.
 
         Raises:
             SettingError: The event log can't be had; one line.
         """
         if deliver is None:
-            log = open_event_log(config.event_log)
-            deliver = EventDelivery([*([log] if log is not None else []), *config.event_sinks])
+            log = open_event_log(event_log)
+            deliver = EventDelivery([*([log] if log is not None else []), *sinks])
         self._clock = clock
         self._deliver = deliver
-        settings = config.settings
-        most = None if settings.restart_window.ToNanoseconds() else settings.max_restarts
-        subject = Subject(config.run_id, config.node_id, config.role, most)
         self._chronicle = Chronicle(subject, clock())
 
     @property

@@ -21,7 +21,7 @@ from rallypoint.agent.crew import Crew, Worker
 from rallypoint.agent.crews import Callbacks, Crews, Equipment
 from rallypoint.agent.draining import Drain, Draining
 from rallypoint.agent.errors import WorkerFailure
-from rallypoint.agent.events import JobEvents
+from rallypoint.agent.events import JobEvents, Subject
 from rallypoint.agent.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.host_care import HostCare
 from rallypoint.agent.host_watchdog import HostWatchdog
@@ -152,7 +152,8 @@ class Job:
         async with AsyncExitStack() as stack:
             stack.callback(self._master_port.close)
             stack.push_async_callback(lambda: self._crews.close(unfit=self._state.unfit is not None))
-            self._history = JobEvents(config)
+            subject = Subject(config.run_id, config.node_id, config.role, config.max_restarts)
+            self._history = JobEvents(subject, event_log=config.event_log, sinks=config.event_sinks)
             stack.push_async_callback(self._history.close)
             logs = self._log_directory = LogDirectory.create(
                 config.log_dir, config.run_id, config.keep_attempts

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from string import Template
 
-from rallypoint.agent.logs import LogError
+from rallypoint.agent.streams import LogError
 
 _VARIABLES = ("role_name", "local_rank", "rank")
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rallypoint.agent import log_copier as program
-from rallypoint.agent.logs import LEAST_ROTATED, LogError, Streams, WorkerLogs
+from rallypoint.agent.logs import WorkerLogs
+from rallypoint.agent.streams import LEAST_ROTATED, LogError, Streams
 from rallypoint.serving.logs import get_logger
 
 PIPE_BYTES = 256 * 1024

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from rallypoint.agent.bounds import MOST_SECONDS
 from rallypoint.agent.log_lines import check_line_prefix
-from rallypoint.agent.logs import LEAST_ROTATED, LogError, Redirect
+from rallypoint.agent.streams import LEAST_ROTATED, LogError, Redirect
 from rallypoint.serving.settings import SettingError
 
 Value: TypeAlias = "str | bool | int | float | Path | Sequence[str]"

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rallypoint.agent.config import JobConfig
 from rallypoint.agent.console import Console, OutputThread
 from rallypoint.agent.file_watch import FileWatch
 from rallypoint.agent.follower import Follower
@@ -19,10 +18,8 @@ from rallypoint.agent.logs import (
     FILTERED_STDOUT_FILE,
     Attempt,
     ConsoleCopy,
-    LogError,
-    Redirect,
-    Streams,
 )
+from rallypoint.agent.streams import LogError, OutputOptions, Redirect, Streams
 from rallypoint.serving.logs import get_logger
 
 ROTATION_TIMEOUT = 2.0
@@ -46,16 +43,16 @@ class _Stream:
 class WorkerOutput:
     """Copies the output of one attempt for as long as its workers run (an OutputCopy of rallypoint.agent.workers)."""
 
-    def __init__(self, config: JobConfig, attempt: Attempt, console: Console, pipes: Path) -> None:
+    def __init__(self, options: OutputOptions, attempt: Attempt, console: Console, pipes: Path) -> None:
         """Makes nothing yet; see `open`.
 
         Args:
-            config: the job.
+            options: what becomes of the output.
             attempt: its files.
             console: shows what it is to show.
             pipes: folder for the names of pipes, where logs are rotated.
         """
-        self._config = config
+        self._options = options
         self._attempt = attempt
         self._console = console
         self._folder_of_pipes = pipes
@@ -71,17 +68,17 @@ class WorkerOutput:
         Raises:
             LogError: a file or pipe can't be made.
         """
-        config = self._config
-        streams = _streams(config, self._attempt)
-        self._followers = [self._console.follow(copy) for copy in console_copies(streams, config)]
-        if config.duplicate_stdout_filters or config.duplicate_stderr_filters:
+        options = self._options
+        streams = _streams(options, self._attempt)
+        self._followers = [self._console.follow(copy) for copy in console_copies(streams, options)]
+        if options.duplicate_stdout_filters or options.duplicate_stderr_filters:
             self._make_filters(streams)
-        if config.log_max_bytes is not None:
+        if options.log_max_bytes is not None:
             self._rotation = Rotation(
                 self._attempt.workers,
                 self._folder_of_pipes,
-                max_bytes=config.log_max_bytes,
-                keep_files=config.log_keep_files,
+                max_bytes=options.log_max_bytes,
+                keep_files=options.log_keep_files,
             )
 
     def target(self, local_rank: int, stream: Streams) -> Path:
@@ -130,10 +127,10 @@ class WorkerOutput:
         return complete and all(shown)
 
     def _make_filters(self, streams: Iterable[_Stream]) -> None:
-        self._watch, config = FileWatch(), self._config
+        self._watch, options = FileWatch(), self._options
         for stream, texts, name in (
-            (Streams.STDOUT, config.duplicate_stdout_filters, FILTERED_STDOUT_FILE),
-            (Streams.STDERR, config.duplicate_stderr_filters, FILTERED_STDERR_FILE),
+            (Streams.STDOUT, options.duplicate_stdout_filters, FILTERED_STDOUT_FILE),
+            (Streams.STDERR, options.duplicate_stderr_filters, FILTERED_STDERR_FILE),
         ):
             if not texts:
                 continue
@@ -145,11 +142,11 @@ class WorkerOutput:
             output = OutputThread(fd)
             self._filtered.append((output, fd))
             choose = LineFilter(texts)
-            for source in filtered_streams(streams, stream, config.tee):
+            for source in filtered_streams(streams, stream, options.tee):
                 self._filters.append(Follower(source.path, output, self._watch, source.prefix, choose=choose))
 
 
-def console_copies(streams: Iterable[_Stream], config: JobConfig) -> list[ConsoleCopy]:
+def console_copies(streams: Iterable[_Stream], options: OutputOptions) -> list[ConsoleCopy]:
     """Decides what the console shows: all that isn't redirected, and what is teed, with a prefix.
 
     A stream both redirected and teed is teed. (Unlike torchrun, the files have every stream anyway: the report of a
@@ -157,13 +154,13 @@ def console_copies(streams: Iterable[_Stream], config: JobConfig) -> list[Consol
 
     Args:
         streams: of the workers whose output it may show.
-        config: says what is redirected and what is teed.
+        options: says what is redirected and what is teed.
     """
     copies: list[ConsoleCopy] = []
     for source in streams:
-        if source.stream in config.tee.of(source.local_rank):
+        if source.stream in options.tee.of(source.local_rank):
             copies.append(ConsoleCopy(source.path, source.stream, source.prefix))
-        elif source.stream not in config.redirects.of(source.local_rank):
+        elif source.stream not in options.redirects.of(source.local_rank):
             copies.append(ConsoleCopy(source.path, source.stream))
     return copies
 
@@ -183,13 +180,13 @@ def filtered_streams(streams: Iterable[_Stream], stream: Streams, tee: Redirect)
     return teed or candidates
 
 
-def _streams(config: JobConfig, attempt: Attempt) -> list[_Stream]:
+def _streams(options: OutputOptions, attempt: Attempt) -> list[_Stream]:
     """The streams of those workers that the filter of local ranks lets through."""
     found: list[_Stream] = []
     for local_rank, logs in attempt.workers.items():
-        if config.local_ranks_filter is None or local_rank in config.local_ranks_filter:
+        if options.local_ranks_filter is None or local_rank in options.local_ranks_filter:
             rank = attempt.base_rank + local_rank
-            prefix = line_prefix(config.line_prefix, role=config.role, local_rank=local_rank, rank=rank)
+            prefix = line_prefix(options.line_prefix, role=options.role, local_rank=local_rank, rank=rank)
             found.append(_Stream(local_rank, Streams.STDOUT, logs.stdout, prefix))
             found.append(_Stream(local_rank, Streams.STDERR, logs.stderr, prefix))
     return found

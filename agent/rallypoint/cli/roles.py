@@ -15,7 +15,7 @@ from rallypoint.agent.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.limit_options import Limits
 from rallypoint.launcher.services import embedded_timer
-from rallypoint.rendezvous.errors import translate as translate_rendezvous
+from rallypoint.rendezvous.error_table import translate as translate_rendezvous
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.only_replica import OnlyReplica

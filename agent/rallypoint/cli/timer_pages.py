@@ -71,7 +71,9 @@ async def all_scopes(run_id: str, stub: timer_grpc.TimerServiceAsyncStub) -> tim
     """Every scope of a run ("": of all)."""
     whole = page = await stub.ListScopes(timer_pb.ListScopesRequest(run_id=run_id))
     while page.next_page_token:
-        page = await stub.ListScopes(timer_pb.ListScopesRequest(run_id=run_id, page_token=page.next_page_token))
+        page = await stub.ListScopes(
+            timer_pb.ListScopesRequest(run_id=run_id, page_token=page.next_page_token)
+        )
         whole.scopes.extend(page.scopes)
     whole.next_page_token = ""
     return whole

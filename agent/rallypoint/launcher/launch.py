@@ -18,10 +18,10 @@ from rallypoint.agent.environment import check_devices
 from rallypoint.agent.job import Job
 from rallypoint.agent.job_result import SUCCEEDED, JobResult
 from rallypoint.agent.jobs import Jobs
-from rallypoint.agent.logs import LogError
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.servicer import supervisor_registration
 from rallypoint.agent.settings import SHUTDOWN_TIMEOUT, RendezvousConf, RunSettingError, rendezvous_conf
+from rallypoint.agent.streams import LogError
 from rallypoint.launcher.own_address import own_address_towards
 from rallypoint.launcher.plan import Embedded, LaunchPlan, Replicated, Standing
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer

@@ -24,7 +24,7 @@ from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, r
 from rallypoint.launcher.seats import SEAT_TTL, seat
 from rallypoint.launcher.signpost import Signpost
 from rallypoint.rendezvous.core.state import Phase
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.replicas.address import replica_name
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.replicas.replica import Replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from rallypoint.rendezvous.errors import translate as translate_rendezvous
+from rallypoint.rendezvous.error_table import translate as translate_rendezvous
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.serving.server import Server

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import islice
-from weakref import WeakSet
 
 from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.limits import KeptEvents
 
 # Past its bound, all of them are brought down to this share of it: looking for the largest must not come often.
 _ROOM = 0.9
-
-
-@dataclass(slots=True)
-class KeptEvents:
-    """What several histories keep together.
-
-    Attributes:
-        bytes: Bytes of all of them.
-        histories: All of them.
-    """
-
-    bytes: int = 0
-    histories: WeakSet[History] = field(default_factory=WeakSet)
 
 
 class Histories:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakSet
 
 from rallypoint.rendezvous.core.refusals import Refused
 
@@ -45,3 +47,27 @@ class LimitReached(Refused):
 
     def __str__(self) -> str:
         return f"{self.detail} (the limit is {self.limit})"
+
+
+class EventHistory(Protocol):
+    """The events of one run that are kept."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+
+    def shorten(self, most_bytes: int) -> None:
+        """Drop the oldest, until at most so many bytes are kept."""
+
+
+@dataclass(slots=True)
+class KeptEvents:
+    """What several histories keep together.
+
+    Attributes:
+        bytes: Bytes of all of them.
+        histories: All of them.
+    """
+
+    bytes: int = 0
+    histories: WeakSet[EventHistory] = field(default_factory=WeakSet)

@@ -26,7 +26,7 @@ from rallypoint.rendezvous.errors import Draining, NotOwner, Refusal, RunBroken
 from rallypoint.rendezvous.fact_log import log_fact
 from rallypoint.rendezvous.gradual import Work, finish
 from rallypoint.rendezvous.guard import CheckOwned, always_owned
-from rallypoint.rendezvous.history import Histories, KeptEvents
+from rallypoint.rendezvous.history import Histories
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import (
     MARK,
@@ -40,7 +40,7 @@ from rallypoint.rendezvous.journal.journal import (
     Recovered,
 )
 from rallypoint.rendezvous.lease_clock import LeaseClock
-from rallypoint.rendezvous.limits import LimitReached, RendezvousLimits
+from rallypoint.rendezvous.limits import KeptEvents, LimitReached, RendezvousLimits
 from rallypoint.rendezvous.recovery import Numbers, recover_runs
 from rallypoint.rendezvous.schedule import Schedule
 from rallypoint.rendezvous.shares import Share, Totals

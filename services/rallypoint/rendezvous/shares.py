@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rallypoint.rendezvous.history import KeptEvents
+from rallypoint.rendezvous.limits import KeptEvents
 
 
 @dataclass(slots=True)

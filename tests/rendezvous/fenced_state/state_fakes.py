@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.core import SetState, StateLimits
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration

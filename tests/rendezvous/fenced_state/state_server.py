@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.core import SPACE
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.client import FencedStateClient
 from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.fenced_state.service import FencedStateService

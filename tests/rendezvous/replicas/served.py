@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from rallypoint.etcd.address import EtcdAddress
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.replicas.placement import by_preference, shard_of

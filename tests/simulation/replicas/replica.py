@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from rallypoint.etcd.address import EtcdAddress
-from rallypoint.rendezvous.errors import translate
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.replicas.replica import Replicas
 from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services

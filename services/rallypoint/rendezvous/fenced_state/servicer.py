@@ -23,7 +23,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 def fenced_registration(home: Home, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
     """Return what stands the fenced states of all runs up on a server; draining it drains those that are here.
 
-    The server is to be given `rallypoint.rendezvous.errors.translate`.
+    The server is to be given `rallypoint.rendezvous.error_table.translate`.
     """
     servicer = StateServicer(home, write_timeout)
 

@@ -38,7 +38,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 def store_registration(home: Home) -> Registration:
     """Return what stands the stores of all runs up on a server; draining the server drains those that are here.
 
-    The server is to be given `rallypoint.rendezvous.errors.translate`.
+    The server is to be given `rallypoint.rendezvous.error_table.translate`.
     """
     servicer = StoreServicer(home)
 
