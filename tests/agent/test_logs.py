@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from rallypoint.agent.logs import (
     LogDirectory,
-    LogError,
-    Redirect,
-    Streams,
     remove_attempts,
     safe_name,
 )
+from rallypoint.agent.streams import LogError, Redirect, Streams
 
 
 def test_the_layout_is_torchruns(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from grpc import StatusCode
 
 from rallypoint.rendezvous.core import refusals
 from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.errors import (
     Draining,
     EtcdAway,
@@ -17,7 +18,6 @@ from rallypoint.rendezvous.errors import (
     RunBroken,
     StreamReplaced,
     of_unknown_outcome,
-    translate,
 )
 from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
