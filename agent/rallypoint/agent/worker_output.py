@@ -41,7 +41,7 @@ class _Stream:
 
 
 class WorkerOutput:
-    """Copies the output of one attempt for as long as its workers run (an OutputCopy of rallypoint.agent.workers)."""
+    """Copies the output of one attempt for as long as its workers run; see OutputCopy."""
 
     def __init__(self, options: OutputOptions, attempt: Attempt, console: Console, pipes: Path) -> None:
         """Makes nothing yet; see `open`.
