@@ -14,8 +14,8 @@ from pathlib import Path
 
 import grpc
 
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 # Below the 5 s of the Dockerfile's HEALTHCHECK, so that it is this program that says what is wrong.
 TIMEOUT = 4.0

@@ -35,7 +35,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as agent_pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as agent_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 T = TypeVar("T")
 

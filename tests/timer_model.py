@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings, TimerState
 
 SETTINGS = TimerSettings(

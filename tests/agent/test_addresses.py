@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.agent import addresses
 from rallypoint.agent.addresses import MasterPort, is_taken_by_another, local_address_towards
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:29400", "localhost:1", "[::1]:29400", "unix:/run/rdzv.sock"])

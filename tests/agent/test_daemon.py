@@ -22,10 +22,10 @@ from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, ServerOptions
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, ServerOptions
 
 
 class Host:

@@ -11,7 +11,7 @@ from rallypoint.agent.config import JobConfig, Peer, new_node_id
 from rallypoint.agent.core import Assignment
 from rallypoint.agent.environment import check_devices, worker_command, worker_environment
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 CONFIG = JobConfig(
     run_id="run-7",

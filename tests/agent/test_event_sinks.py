@@ -14,7 +14,7 @@ import pytest
 from rallypoint.agent import event_sinks
 from rallypoint.agent.chronicle import AgentEvent, Source, Subject
 from rallypoint.agent.event_sinks import EventDelivery, EventFile, check_event_log, log_event, open_event_log
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 SUBJECT = Subject("run-1", "a", "trainer", 3)
 PATIENCE = 30.0

@@ -18,7 +18,7 @@ from process_probe import until
 from rallypoint.agent.config import Peer
 from rallypoint.agent.job_result import SUCCEEDED, UNFIT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 @pytest.fixture

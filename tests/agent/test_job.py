@@ -30,8 +30,8 @@ from rallypoint.agent.workers import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 PATIENCE = 30.0
 RUN = "run-1"

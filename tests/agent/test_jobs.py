@@ -7,7 +7,7 @@ import pytest
 from agent.fake_job import FakeJob, as_job, config
 from rallypoint.agent.job_result import JobResult
 from rallypoint.agent.jobs import MOST_ENDED, Jobs
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 
 def job(run_id: str, *, over: bool = False) -> FakeJob:

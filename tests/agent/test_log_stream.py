@@ -17,7 +17,7 @@ from rallypoint.agent.job_result import JobResult
 from rallypoint.agent.log_file import rotated_name
 from rallypoint.agent.log_stream import PIECE_BYTES, stream_logs
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 OUT, ERR = pb.LOG_STREAM_STDOUT, pb.LOG_STREAM_STDERR
 

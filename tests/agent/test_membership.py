@@ -16,7 +16,7 @@ from rallypoint.agent.crew import Crew
 from rallypoint.agent.membership import NodeMembership, sentence
 from rallypoint.agent.workers import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 
 @pytest.mark.parametrize(

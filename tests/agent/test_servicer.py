@@ -20,10 +20,10 @@ from rallypoint.agent.jobs import Jobs
 from rallypoint.agent.servicer import Launch, supervisor_registration
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ServerOptions
 
 
 class Agent:

@@ -11,7 +11,7 @@ import pytest
 from agent.fake_job import FakeJob, as_job, crew, ended, running
 from rallypoint.agent.core import AgentState, Workers
 from rallypoint.agent.steering import bounded, dump_stacks, restart_workers
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 RUNNING = AgentState(workers=Workers.RUNNING, started=3)
 

@@ -17,7 +17,7 @@ from rallypoint.agent.uninterruptible import (
     find_sleepers,
     uninterruptible_timeout,
 )
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 SLEEPS = Sleeper(pid=7, tid=9, switches=100)
 RAN = Sleeper(pid=7, tid=9, switches=101)

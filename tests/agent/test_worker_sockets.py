@@ -15,8 +15,8 @@ from rallypoint.agent.hang import Hang
 from rallypoint.agent.host_watchdog import HostWatchdog
 from rallypoint.agent.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import SettingError
 
 NOWHERE = Peer("127.0.0.1:1")
 

@@ -19,7 +19,7 @@ import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles wha
 import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.loop import run
+from rallypoint.rpc.loop import run
 from rallypoint.serving.server import SERVER_ARGUMENTS
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"

@@ -18,7 +18,7 @@ import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles wha
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.serving.loop import run
+from rallypoint.rpc.loop import run
 from rallypoint.serving.server import SERVER_ARGUMENTS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 

@@ -14,9 +14,9 @@ import pytest
 from rallypoint.cli.event_stream import Following, last_events
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, encode
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.errors import ServiceError, encode
 
 Code = grpc.StatusCode
 DRAINING = ServiceError(Code.UNAVAILABLE, "DRAINING", "the server is going away")

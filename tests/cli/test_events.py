@@ -19,7 +19,7 @@ from rallypoint.cli import events as events_module
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 # Nodes that go without a word are lost only after these tests.
 SETTINGS = pb.RunSettings(

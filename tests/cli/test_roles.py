@@ -14,9 +14,9 @@ from rallypoint.rendezvous.journal.journal import Entry, JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions, SettingError
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ServerOptions, SettingError
 
 
 class FullDisk(MemoryJournal):

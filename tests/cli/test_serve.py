@@ -23,9 +23,9 @@ from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import decode
-from rallypoint.serving.settings import ServerOptions
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.rpc.errors import decode
 
 KEEPING_NOTHING = {"rendezvous": ("--journal", "memory"), "timer": ("--learned", "none")}
 

@@ -8,8 +8,7 @@ import pytest
 
 from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.url import PASSWORD_VARIABLE
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError
 
 PASSWORD = "s3cret/@:x"  # noqa: S105
 QUOTED = "s3cret%2F%40%3Ax"

@@ -17,7 +17,7 @@ from rallypoint.etcd.credentials import Credentials
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import CreateRevision, Put, Txn
-from rallypoint.serving.endpoint import Endpoint
+from rallypoint.rpc.endpoint import Endpoint
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,7 +15,7 @@ from rallypoint.etcd.errors import Compacted, EtcdUnavailable
 from rallypoint.etcd.pages import PageSizes
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn, prefix_end
-from rallypoint.serving.attempts import Pace
+from rallypoint.rpc.selector import Pace
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,8 +18,8 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.connection import Connection
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.clocks import boot_time
+from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.selector import Pace
 
 pytestmark = pytest.mark.timeout(240)
 

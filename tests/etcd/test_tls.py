@@ -15,7 +15,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.serving.tls import TLSFileError
+from rallypoint.rpc.tls import TLSFileError
 from serving.conftest import Certificates, make_certificates
 
 pytestmark = pytest.mark.timeout(240)

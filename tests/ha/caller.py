@@ -11,7 +11,7 @@ import grpc
 
 from ha.doors import Door, Doors
 from ha.history import NEVER, History, Operation, Outcome
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode
 
 _Response = TypeVar("_Response")
 

@@ -11,7 +11,7 @@ import grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 
 @dataclass(frozen=True, slots=True)

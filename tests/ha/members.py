@@ -18,7 +18,7 @@ from ha.writers import StoreClient
 from rallypoint.rendezvous.client import Admitted, Event, Updated
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.errors import decode
 from torture.crowd import Crowd, seconds
 from torture.tormented_node import Place, TormentedNode
 

@@ -11,7 +11,7 @@ from ha.cluster import PATIENCE, Cluster
 from ha.waiting import until
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 _ANSWER = 5.0  # seconds for one answer
 

@@ -13,7 +13,7 @@ import pytest
 from ha.caller import Caller
 from ha.doors import Door, Doors
 from ha.history import NEVER, History, Operation, Outcome
-from rallypoint.serving.errors import ServiceError, encode
+from rallypoint.rpc.errors import ServiceError, encode
 
 _ENDPOINTS = {"one": "10.0.0.1:29400", "two": "10.0.0.2:29400"}
 

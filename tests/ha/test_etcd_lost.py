@@ -16,7 +16,7 @@ from ha.runs import run_everywhere
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

@@ -24,8 +24,8 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
-from rallypoint.serving.errors import decode
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.errors import decode
+from rallypoint.rpc.replicas import Switchboard
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

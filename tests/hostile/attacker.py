@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from hostile.requests import Request
-from rallypoint.serving.channel import CLIENT_ARGUMENTS
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.channel import CLIENT_ARGUMENTS
+from rallypoint.rpc.errors import decode
 
 # What the client's library says, with INTERNAL, when it writes to a stream that the server has just ended and it hasn't
 # read the status yet. The status itself is lost then.

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from rallypoint.rendezvous.client import Event, LeaseEnded, Membership, Updated
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 PATIENCE = 30.0
 _NODES = ("left", "right")

@@ -20,7 +20,7 @@ from hostile.requests import hostile_request
 from hostile.target import MOST_NODES, MOST_RUNS, Target
 from hostile.verdict import fault
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 _CONNECTIONS = 8
 _SENDERS = 64

@@ -9,7 +9,7 @@ import grpc
 from hostile.attacker import Outcome
 from hostile.contract import Reasons
 from hostile.requests import Request
-from rallypoint.serving.channel import MAX_MESSAGE_BYTES
+from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
 
 Code = grpc.StatusCode
 

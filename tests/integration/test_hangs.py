@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from integration.scene import PATIENCE, RUN, Scene, scene
 from programs import Deaths
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 

@@ -12,8 +12,7 @@ import pytest
 from rallypoint.etcd.address import EtcdAddress
 from rallypoint.launcher.backends import Wish, is_etcd_url, meeting
 from rallypoint.launcher.plan import Embedded, Hosted, Replicated, Standing
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import Endpoint, SettingError
 
 FIXED = {"nodes": (2, 2)}
 

@@ -11,8 +11,7 @@ import pytest
 
 from rallypoint.etcd.address import EtcdAddress
 from rallypoint.launcher.etcd_url import of_flags, of_url
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.settings import ClientTLS, FileNames, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, FileNames, SettingError
 
 HOST = Endpoint("head", 2379)
 PASSWORD = {"RALLYPOINT_ETCD_PASSWORD": "secret"}

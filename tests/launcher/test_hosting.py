@@ -19,8 +19,8 @@ from rallypoint.launcher.hosting import Host, answers, is_this_host, rendezvous_
 from rallypoint.launcher.plan import Hosted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from serving.conftest import make_certificates
 
 RUN = "run-1"

@@ -18,7 +18,7 @@ from rallypoint.agent.options import job_fields
 from rallypoint.agent.processes import Spawner
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import LaunchPlan, Standing
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rallypoint.launcher.own_address import own_address_towards
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 class Names:

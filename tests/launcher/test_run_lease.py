@@ -23,8 +23,8 @@ from rallypoint.launcher.run_lease import (
 )
 from rallypoint.rendezvous.journal.etcd_keys import HIGH_WATER
 from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.selector import Pace
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import LaunchPlan
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from serving.conftest import make_certificates
 
 WAIT = ("sh", "-c", "touch $1; exec sleep 60", "worker")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.launcher.torch_conf import TorchConf, split_conf
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 @pytest.mark.parametrize("key", ["heartbeat_timeout", "use_libuv", "rank"])

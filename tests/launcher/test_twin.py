@@ -13,8 +13,8 @@ from rallypoint.launcher.services import embedded_rendezvous
 from rallypoint.launcher.twin import refuse_twin
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import SettingError
 
 
 def node(endpoint: str, node_id: str = "rank1") -> JobConfig:

@@ -27,7 +27,7 @@ from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import run_summary
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 
 T = TypeVar("T")
 

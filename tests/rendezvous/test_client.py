@@ -28,10 +28,10 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server
-from rallypoint.serving.settings import ServerOptions
 from rendezvous.cut_proxy import CutProxy
 
 PATIENCE = 20.0

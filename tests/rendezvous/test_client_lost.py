@@ -11,8 +11,8 @@ import pytest
 from rallypoint.launcher.services import rendezvous_server
 from rallypoint.rendezvous.client import Admitted, Event, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import ServerOptions
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
 
 PATIENCE = 20.0
 JOIN = pb.JoinRun(

@@ -21,13 +21,12 @@ from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving import switchboard
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.place import Place
+from rallypoint.rpc import replicas
+from rallypoint.rpc.address import Place
+from rallypoint.rpc.endpoint import ServerOptions, parse_endpoint
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.replicas import Line, Switchboard
 from rallypoint.serving.server import Registration, Server
-from rallypoint.serving.settings import ServerOptions
-from rallypoint.serving.switchboard import Line, Switchboard
 from serving.fleet import mute, not_owner, refusing
 
 PATIENCE = 30.0
@@ -144,7 +143,7 @@ async def test_a_node_joins_at_the_owner_wherever_it_begins(
 async def test_a_node_is_resumed_by_the_next_owner(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under its lease; before there is one, it is looked for where the list says. An owner that is gone is not waited
     for, however patient one is with those that are silent."""
-    monkeypatch.setattr(switchboard, "ANSWER_PATIENCE", 3600.0)
+    monkeypatch.setattr(replicas, "ANSWER_PATIENCE", 3600.0)
     other, elsewhere = await fleet.other()
     first = await fleet.own()
     other.owner = first
@@ -164,8 +163,8 @@ async def test_a_replica_that_says_nothing_holds_nobody(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it takes streams, or as one that is stopped only connections."""
-    monkeypatch.setattr(switchboard, "ANSWER_PATIENCE", 0.3)
-    monkeypatch.setattr(switchboard, "CONNECT_PATIENCE", 0.3)
+    monkeypatch.setattr(replicas, "ANSWER_PATIENCE", 0.3)
+    monkeypatch.setattr(replicas, "CONNECT_PATIENCE", 0.3)
     other, silent = await fleet.other()
     other.silent = True
     keeper, stopped = mute()

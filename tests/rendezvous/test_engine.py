@@ -25,7 +25,7 @@ from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
 
 

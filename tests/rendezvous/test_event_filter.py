@@ -12,7 +12,7 @@ from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause
 from rallypoint.rendezvous.event_filter import wanted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 LOST = facts.NodeLost("a", LossReason.DISCONNECTED)
 ENDED = facts.RoundEnded(RoundEnd(2, RoundEndCause.NODE_LOST, "a", "it was lost"), 0)

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import WorkerFailure
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN
 from rendezvous.event_fixtures import (
     BEGINNING,

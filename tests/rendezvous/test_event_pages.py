@@ -18,7 +18,7 @@ from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 EVERYTHING = Wanted()
 NO_BOUND = 10**9

@@ -14,7 +14,7 @@ from rallypoint.rendezvous.core.state import WorkerFailure
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken
 
 

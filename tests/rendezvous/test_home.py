@@ -21,8 +21,8 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.shard_fixtures import OWNER, Scene, ShardJournal, elsewhere, opened
 from rendezvous.test_read_only import reading

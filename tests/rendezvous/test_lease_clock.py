@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rallypoint.rendezvous.lease_clock import LeaseClock
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 
 # The timer runs in real time, by the thousandth of a second; the clock is the test's.
 LAG = LagSettings(tolerance=0.1, pulse=0.001, settle=1.0)

@@ -12,9 +12,9 @@ from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import decode
-from rallypoint.serving.rate import Rate
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.errors import decode
+from rallypoint.serving.flow import Rate
 from rallypoint.serving.server import Server, ServerOptions
 
 PATIENCE = 20.0

@@ -9,7 +9,7 @@ import pytest
 
 from log_events import log_events
 from rallypoint.rendezvous.outage import Outage
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 from serving.fleet import not_owner
 
 ALL = "a:1,b:1"

@@ -31,7 +31,7 @@ from rallypoint.rendezvous.requests import (
     worker_failure,
 )
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 
 def good_join() -> pb.JoinRun:

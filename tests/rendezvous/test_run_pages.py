@@ -17,9 +17,9 @@ from rallypoint.rendezvous.requests import TRACEBACK_BYTES
 from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page, runs_page
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message, run_summary
-from rallypoint.serving.channel import MAX_MESSAGE_BYTES
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.fields import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES
+from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
 from rendezvous.homes import home_of

@@ -11,7 +11,7 @@ from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.errors import going_away
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.shard import open_shard
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 
 RUN = "run"
 

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server, ServerOptions
-from rallypoint.serving.settings import ClientTLS
 
 SERVICE = "tiny.v1.TinyService"
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Server
 
 PATIENCE = 30.0

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.advice import tls_advice
+from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.errors import tls_advice
 from rallypoint.serving.server import ServerOptions
-from rallypoint.serving.settings import ClientTLS
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any

@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 from grpc import StatusCode
 
-from rallypoint.serving.asking import Asking
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.calls import Asking
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.selector import Pace
 
 
 class Timeline:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF, Attempts, Pace
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Attempts, Pace
 
 
 class Timeline:

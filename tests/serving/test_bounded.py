@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rallypoint.serving.bounded import bounded
+from rallypoint.serving.flow import bounded
 
 
 async def test_what_comes_in_time_is_returned() -> None:
@@ -65,7 +65,7 @@ async def test_a_cancellation_from_elsewhere_stays_one() -> None:
 
 async def test_waits_that_are_over_are_not_kept() -> None:
     """Ten thousand in a row leave no queue behind."""
-    from rallypoint.serving import bounded as module
+    from rallypoint.serving import flow as module
 
     for _ in range(10_000):
         await bounded(asyncio.sleep(0), 61.0)

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.calls import CallInterceptor
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.serving.interceptor import CallInterceptor
 
 SERVICE = "tiny.v1.TinyService"
 METHOD = f"/{SERVICE}/Do"

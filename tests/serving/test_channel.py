@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.channel import CLIENT_ARGUMENTS, EndpointError, open_channel
+from rallypoint.rpc.channel import CLIENT_ARGUMENTS, EndpointError, open_channel
 from rallypoint.serving.server import SERVER_ARGUMENTS, ServerOptions
 
 Start = Callable[..., Any]

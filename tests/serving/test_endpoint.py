@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint, without_password
+from rallypoint.rpc.endpoint import EndpointError, listening_endpoint, parse_endpoint, without_password
 
 
 @pytest.mark.parametrize(

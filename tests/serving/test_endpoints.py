@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.serving.endpoint import EndpointError
-from rallypoint.serving.endpoints import parse_endpoints
+from rallypoint.rpc.endpoint import EndpointError, parse_endpoints
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.serving.errors import DOMAIN, ServiceError, decode, encode, invalid
+from rallypoint.rpc.errors import DOMAIN, ServiceError, decode, encode, invalid
 
 
 def over_the_wire(error: ServiceError) -> grpc.aio.AioRpcError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.fields import NAME_BYTES, count, name, text
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.requests import NAME_BYTES, count, name, text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.serving.lag import LagSettings, WatchClock
+from rallypoint.rpc.clock import LagSettings, WatchClock
 
 SETTINGS = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 

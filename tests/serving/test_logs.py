@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.logs import configure_logs, get_logger
+from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.serving.server import Server
 
 from .conftest import SERVICE
@@ -199,7 +199,7 @@ def test_without_set_up_events_read_well_in_any_logging(caplog: pytest.LogCaptur
 
 def test_modules_that_a_command_line_loads_first_are_light() -> None:
     program = (
-        "import sys, rallypoint.serving.logs, rallypoint.serving.options\n"
+        "import sys, rallypoint.rpc.logs, rallypoint.serving.options\n"
         "print([name for name in ('grpc', 'structlog', 'asyncio', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -14,16 +14,16 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving import loop
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc import loop
+from rallypoint.rpc.channel import open_channel
 
 pytestmark = pytest.mark.integration
 
 SERVER = """
 import asyncio, sys
 import rallypoint.serving, grpc
-from rallypoint.serving import loop
-from rallypoint.serving.logs import configure_logs, get_logger
+from rallypoint.rpc import loop
+from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.serving.server import Registration, Server, ServerOptions
 
 async def wait(request, context):
@@ -48,10 +48,10 @@ loop.run(main())
 
 FIRST_THINGS_FIRST = """
 import asyncio, sys
-from rallypoint.serving import loop
-from rallypoint.serving.logs import configure_logs, get_logger
+from rallypoint.rpc import loop
+from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ServerOptions
+from rallypoint.rpc.endpoint import ServerOptions
 
 async def first():
     get_logger("test").info("first")
@@ -68,7 +68,7 @@ loop.run(main())
 
 PLAIN = """
 import asyncio
-from rallypoint.serving import loop
+from rallypoint.rpc import loop
 
 async def main():
     print("ready", flush=True)

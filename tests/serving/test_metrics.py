@@ -8,10 +8,9 @@ import socket
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from rallypoint.rpc.endpoint import EndpointError, ServiceStartError
 from rallypoint.serving import metrics
-from rallypoint.serving.endpoint import EndpointError
 from rallypoint.serving.metrics import parse_metrics_address, serve_metrics
-from rallypoint.serving.settings import ServiceStartError
 
 PATIENCE = 30.0
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.openings import Openings, ServerGoes
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.flow import Openings, ServerGoes
 
 LONG = 600.0
 

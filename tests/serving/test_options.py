@@ -10,8 +10,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from rallypoint.rpc.endpoint import ServiceStartError
 from rallypoint.serving.options import ClientTLS, ServerOptions, Setting, client_options, server_options
-from rallypoint.serving.settings import ServiceStartError
 
 Run = Callable[..., Result]
 

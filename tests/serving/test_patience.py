@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.errors import decode
-from rallypoint.serving.patience import Subscriber
+from rallypoint.rpc.errors import decode
+from rallypoint.serving.flow import Subscriber
 
 METHOD = "/tiny.v1.TinyService/Do"
 # More than a transport takes for a client that doesn't read.

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from rallypoint.serving import place
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.endpoints import parse_endpoints
-from rallypoint.serving.place import Place, has_name, places_of
+from rallypoint.rpc import address
+from rallypoint.rpc.address import Place, has_name, places_of
+from rallypoint.rpc.endpoint import parse_endpoint, parse_endpoints
 
 PATIENCE = 20.0
 
@@ -45,7 +44,7 @@ async def test_a_name_without_addresses_stands_for_itself(error: Exception) -> N
 
 async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others of the list are there all the same."""
-    monkeypatch.setattr(place, "RESOLVE_TIMEOUT", 0.05)
+    monkeypatch.setattr(address, "RESOLVE_TIMEOUT", 0.05)
 
     async def hang(host: str, port: int) -> Sequence[str]:
         await asyncio.get_running_loop().create_future()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.serving.rate import Bucket, Buckets, Rate
+from rallypoint.serving.flow import Bucket, Buckets, Rate
 
 
 def test_a_burst_passes_and_no_more() -> None:

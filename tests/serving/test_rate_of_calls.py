@@ -10,9 +10,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from rallypoint.serving.calls import CallInterceptor
-from rallypoint.serving.errors import ServiceError, decode
-from rallypoint.serving.rate import Rate
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.serving.flow import Rate
+from rallypoint.serving.interceptor import CallInterceptor
 from rallypoint.serving.server import Registration, Server, ServerOptions
 
 SERVICE = "tiny.v1.TinyService"

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.place import Place
-from rallypoint.serving.route import ANSWER_PATIENCE, Route, Search
+from rallypoint.rpc.address import Place
+from rallypoint.rpc.endpoint import parse_endpoint
+from rallypoint.rpc.selector import ANSWER_PATIENCE, Route, Search
 
 A, B, C, FAR = (Place.of(parse_endpoint(f"{name}:1")) for name in ("a", "b", "c", "far"))
 NOW = 100.0

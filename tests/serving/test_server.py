@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Registration, Server, ServerOptions, ServiceStartError
 
 Start = Callable[..., Any]

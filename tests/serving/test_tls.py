@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, FileNames
+from rallypoint.rpc.tls import TLSFileError, transport
 from rallypoint.serving.server import Server, ServerOptions, ServiceStartError
-from rallypoint.serving.settings import ClientTLS, FileNames
-from rallypoint.serving.tls import TLSFileError, transport
 
 # The fixtures' Certificates, by its fields: ca, server, server_key, client, client_key.
 Certificates = Any

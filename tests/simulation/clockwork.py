@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rallypoint.serving import bounded
+from rallypoint.serving import flow
 
 if TYPE_CHECKING:
     from simulation.cpu import Cpu
@@ -305,7 +305,7 @@ class Process:
                 cast("Coroutine[Any, Any, Any]", coroutine).close()
         self._tasks.clear()
         # What a loop keeps there refers to it: a campaign of seeds would never let go of any.
-        bounded._waits.pop(self._loop, None)
+        flow._waits.pop(self._loop, None)
 
     def time(self) -> float:
         """Its monotonic clock."""

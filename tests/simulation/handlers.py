@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rallypoint.serving.calls import CallInterceptor
+from rallypoint.serving.interceptor import CallInterceptor
 
 
 class _Registry:

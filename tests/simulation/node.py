@@ -15,7 +15,7 @@ from rallypoint.agent import core
 from rallypoint.agent.messages import assignment_value, phase_value
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 from simulation.clockwork import Clockwork, Process
 from simulation.losses import RESET, TIMEOUT, Loss
 from simulation.network import Link, Network

@@ -11,7 +11,7 @@ import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.errors import decode
 from rendezvous.core.ledger import require
 from simulation.clockwork import Process
 from simulation.network import Link, Network

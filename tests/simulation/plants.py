@@ -29,9 +29,9 @@ from rallypoint.rendezvous.hosted_run import HostedRun, Member
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.lease_clock import LeaseClock
 from rallypoint.rendezvous.slot import Slot
-from rallypoint.serving.errors import ServiceError, invalid
-from rallypoint.serving.lag import WatchClock
-from rallypoint.serving.openings import Openings
+from rallypoint.rpc.clock import WatchClock
+from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.flow import Openings
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

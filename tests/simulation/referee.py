@@ -20,7 +20,7 @@ from rallypoint.rendezvous.core.state import Outcome, Phase
 from rallypoint.rendezvous.journal.journal import MARK, Forgotten, Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode
 from rendezvous.core.ledger import Ledger, Violation, require
 from simulation.clockwork import SKEW
 from simulation.losses import Losses

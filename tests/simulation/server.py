@@ -16,9 +16,9 @@ from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.service import registrations
 from rallypoint.rendezvous.shard import Shard, open_shard
 from rallypoint.rendezvous.slices import Slices
-from rallypoint.serving.calls import CallInterceptor
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.interceptor import CallInterceptor
 from rallypoint.serving.server import Registration
 from simulation.clockwork import Process
 from simulation.disk import Disk, DiskJournal

@@ -13,10 +13,10 @@ import grpc
 from rallypoint.agent.servicer import SERVICE_NAME
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server
-from rallypoint.serving.settings import ServerOptions
 from rallypoint.submission.remote import RemoteAgent
 
 

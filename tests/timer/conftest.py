@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions
 from rallypoint.timer.errors import translate
 from rallypoint.timer.service import registration_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
@@ -143,7 +143,7 @@ async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_pat
 
     async def serve() -> asyncio.subprocess.Process:
         script = (
-            "from rallypoint.serving import loop; from rallypoint.serving.server import Server, ServerOptions\n"
+            "from rallypoint.rpc import loop; from rallypoint.serving.server import Server, ServerOptions\n"
             "from rallypoint.timer.service import timer_registration, translate\n"
             "async def main():\n"
             f"    server = Server(ServerOptions(host={address!r}), services=[timer_registration()],"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.core import MAX_AFTER, TimerTable
 from rallypoint.timer.refusals import InvalidField, LeaseLost, Refused, StreamReplaced, TooMany
 from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings, TimerState

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import pytest
 
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.timer.learned_file import FORMAT, LearnedFile, LearnedRun
 from rallypoint.timer.values import Learned
 

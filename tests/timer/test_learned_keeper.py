@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.timer.learned_file import LearnedFile, LearnedRun
 from rallypoint.timer.learned_keeper import LearnedKeeper, keep_learned
 from rallypoint.timer.values import Learned, TimerSettings

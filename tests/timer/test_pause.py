@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 AGENT = """
 import asyncio, os, signal, sys
 from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.client import TimerClient
 
 async def reap(hang):

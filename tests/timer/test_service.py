@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.errors import decode
 from rallypoint.serving.server import Server, ServerOptions
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.service import timer_service, translate

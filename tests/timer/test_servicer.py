@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.errors import decode
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.supervision import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb

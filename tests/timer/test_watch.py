@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.watch import Watch
 
 from .conftest import Clock, eventually

@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.launcher.etcd_url import EtcdRendezvous, of_flags
 from rallypoint.launcher.torch_conf import split_conf
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 pytestmark = pytest.mark.torch
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 from torture.tormented_node import TormentedNode
 
 

@@ -28,7 +28,7 @@ from process_probe import fresh_marker, living
 from rallypoint.cli.round_history import Round, rounds_of
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 WORKER = Path(__file__).with_name("ring_worker.py")
 RUN = "run-1"

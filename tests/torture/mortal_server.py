@@ -19,8 +19,8 @@ import grpc
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from mortal import mortal
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS
 from serving.conftest import Certificates
 
 PATIENCE = 60.0

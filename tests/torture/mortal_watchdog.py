@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.client import ExpiredTimer, TimerClient
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc

@@ -11,8 +11,8 @@ import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.errors import decode
 from torture.tormented_node import RUN
 
 _HEARTBEAT = 1.0  # seconds

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.settings import ClientTLS
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.replicas import Switchboard
 
 RUN = "run-1"
 WORKERS = 2

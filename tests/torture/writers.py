@@ -12,7 +12,7 @@ import grpc
 from rallypoint.rendezvous.fenced_state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.writer import Writer
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 from torture.tormented_node import RUN, Place, TormentedNode
 
 STATE = "run-2"

@@ -12,10 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from rallypoint.agent.spawner import descendants
-from rallypoint.serving.endpoint import Endpoint, parse_endpoint
-from rallypoint.serving.endpoints import parse_endpoints
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint, parse_endpoints
+from rallypoint.rpc.logs import get_logger
 
 # Ports for workers to meet at, the best band first: above Linux's default range of ephemeral ports, where few programs
 # have a fixed one; then below it, without those of this project and of torchrun (29400 and up) and of Kubernetes'

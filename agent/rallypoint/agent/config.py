@@ -21,7 +21,7 @@ from rallypoint.agent.settings import (
 )
 from rallypoint.agent.streams import OutputOptions, Redirect
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 
 @dataclass(frozen=True, slots=True)

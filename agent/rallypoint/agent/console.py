@@ -21,7 +21,7 @@ from rallypoint.agent.file_watch import FileWatch
 from rallypoint.agent.follower import Follower
 from rallypoint.agent.logs import ConsoleCopy
 from rallypoint.agent.streams import Streams
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 MOST_FOLLOWERS = 1024
 """Streams that one console catches up with: those of a restart before last, if it is slower than the restarts."""

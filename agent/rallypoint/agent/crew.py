@@ -42,7 +42,7 @@ from rallypoint.agent.usage import worker_of
 from rallypoint.agent.user_signals import would_end
 from rallypoint.agent.worker_output import WorkerOutput
 from rallypoint.agent.workers import StopReport, WorkerGroup
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.stacks import STACKS_VARIABLE
 
 # Seconds that the report of a failure waits for a worker's last output to be in its file, where logs are rotated.

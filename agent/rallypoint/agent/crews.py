@@ -21,7 +21,7 @@ from rallypoint.agent.processes import Spawner
 from rallypoint.agent.reaping import describe_left, who_outlives
 from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.worker_sockets import WorkerSockets
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 # Seconds that the spawner gets to kill what is left, where it is known that something can't be killed.
 _VAIN_KILLING = 1.0

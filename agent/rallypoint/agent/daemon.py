@@ -21,10 +21,10 @@ from rallypoint.agent.servicer import supervisor_registration
 from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.streams import LogError
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError, invalid
-from rallypoint.serving.fields import name
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.rpc.logs import get_logger
+from rallypoint.serving.requests import name
 
 _log = get_logger("rallypoint.agent")
 

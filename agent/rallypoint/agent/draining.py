@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rallypoint.agent import core
 from rallypoint.agent.notice_board import NoticeBoard
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger("rallypoint.agent")
 

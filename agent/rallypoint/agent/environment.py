@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rallypoint.agent.config import JobConfig
 from rallypoint.agent.core import Assignment
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 def worker_environment(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rallypoint.agent.chronicle import AgentEvent
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.logs import get_logger
 
 EventSink: TypeAlias = Callable[[AgentEvent], object]
 """Takes one event. Called from one thread, one event after the other; what it raises is logged and goes no further."""

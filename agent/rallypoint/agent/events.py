@@ -21,7 +21,7 @@ from rallypoint.agent.chronicle import (
 from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.event_sinks import EventDelivery, EventSink, open_event_log
 from rallypoint.agent.spawn_protocol import WorkerExit
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 if TYPE_CHECKING:
     from rallypoint.worker.metrics import Measurement

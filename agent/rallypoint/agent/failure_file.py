@@ -15,7 +15,7 @@ from rallypoint.agent.config import JobConfig
 from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.job_result import FAILED, REFUSED, UNFIT, JobResult
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 FAILURE_FILE = "failure.json"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rallypoint.agent.amounts import Amount, AmountError, parse_amount
 from rallypoint.agent.side_programs import missing
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 ENTRY_POINTS = "rallypoint.health_checks"
 """Group of the plug-ins: each is a function of the text after the name's colon ("" without one), which returns why

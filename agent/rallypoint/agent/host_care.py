@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.agent import core
 from rallypoint.agent.config import JobConfig
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 if TYPE_CHECKING:
     from rallypoint.agent.host_health import HostHealth

@@ -10,7 +10,7 @@ from rallypoint.agent.evidence import in_background
 from rallypoint.agent.health import HealthCheck, Surroundings
 from rallypoint.agent.side_programs import ProgramTimeoutError, SidePrograms
 from rallypoint.agent.spawn_protocol import SpawnError
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 RECENT = 30.0
 """Seconds for which a host that was found healthy is taken to be so, where nothing went wrong on it since. A job that

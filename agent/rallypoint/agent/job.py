@@ -30,9 +30,9 @@ from rallypoint.agent.logs import LogDirectory
 from rallypoint.agent.membership import NodeMembership
 from rallypoint.agent.processes import Spawner
 from rallypoint.agent.worker_sockets import WorkerSockets
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import SettingError
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.replicas import Switchboard
 
 # Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
 # wrapper around this program that passes it on; that must not cost the workers their checkpoints.

@@ -14,7 +14,7 @@ from rallypoint.agent.errors import WorkerFailure
 from rallypoint.agent.exit_sentences import UNRECOVERABLE
 from rallypoint.agent.messages import failure_value
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 # Exit codes of a job, beside 128 + N for one that signal N ended.
 SUCCEEDED = 0

@@ -23,10 +23,9 @@ from rallypoint.agent.settings import (
     rendezvous_conf,
 )
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import NAME_BYTES, PATH_BYTES, count, name, text
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, SettingError, parse_endpoint
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, text
 
 AGENTS_PYTHON = "${python}"
 """As the program of a command: the Python that the agent runs on. Whoever launches a job from elsewhere can't know

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from rallypoint.agent.job import Job
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 MOST_ENDED = 100
 """Jobs that are remembered after their end. Each takes some 50 KB; a caller who comes late finds out what became of

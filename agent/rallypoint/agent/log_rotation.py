@@ -20,7 +20,7 @@ from pathlib import Path
 from rallypoint.agent import log_copier as program
 from rallypoint.agent.logs import WorkerLogs
 from rallypoint.agent.streams import LEAST_ROTATED, LogError, Streams
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 PIPE_BYTES = 256 * 1024
 """Wanted size of a worker's pipe: at 100 MB/s it gives the copier 2.6 ms before the worker has to wait."""

@@ -17,7 +17,7 @@ from rallypoint.agent.log_file import LogFile, Piece
 from rallypoint.agent.logs import STDERR_FILE, STDOUT_FILE
 from rallypoint.agent.steering import workers_of
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError, invalid
+from rallypoint.rpc.errors import ServiceError, invalid
 
 PIECE_BYTES = 256 * 1024
 """Most bytes of a message. Several streams take turns, a piece each."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rallypoint.agent.side_programs import SidePrograms
 from rallypoint.agent.spawn_protocol import SpawnError
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 FIRST_PAUSE = 1.0
 """Seconds before a program that failed is started again; doubled each time."""

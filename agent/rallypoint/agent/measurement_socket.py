@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rallypoint.agent.worker_sockets import roomy_folder
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.metrics import METRICS_VARIABLE, Measurement
 
 # Measurements that all workers of a host may have taken in a second, on average and at once. Each costs the agent some

@@ -15,11 +15,10 @@ from rallypoint.agent.job_result import refusal_of
 from rallypoint.agent.messages import assignment_value, failure_message, phase_value
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.advice import tls_advice
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.fields import SENTENCE_BYTES
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.switchboard import Where
+from rallypoint.rpc.errors import ServiceError, tls_advice
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.replicas import Where
+from rallypoint.serving.requests import SENTENCE_BYTES
 
 HEARD_TIMEOUT = 1.0
 """Seconds that a node runs on for its run to hear that it goes, which takes a millisecond where nothing is broken."""

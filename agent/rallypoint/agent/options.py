@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from rallypoint.agent.bounds import MOST_SECONDS
 from rallypoint.agent.log_lines import check_line_prefix
 from rallypoint.agent.streams import LEAST_ROTATED, LogError, Redirect
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 Value: TypeAlias = "str | bool | int | float | Path | Sequence[str]"
 """What an option may be set to. In text, the parts of a repeatable one are separated by commas; two are one comma."""

@@ -19,7 +19,7 @@ from rallypoint.agent.hang import Hang
 from rallypoint.agent.native_stacks import ProcessLook, caught_signals, look_at
 from rallypoint.agent.python_stacks import StackPipe, in_order, last_dump
 from rallypoint.agent.spawn_protocol import Killed
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 SIGNAL_PATIENCE = 5.0
 """Seconds that a worker has to end by itself of the signal it chose. Enough to write down what it was at; a

@@ -19,9 +19,9 @@ from rallypoint.agent.steering import dump_stacks, reap_worker, restart_workers
 from rallypoint.agent.usage import UsageMeter
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.serving.errors import ServiceError, invalid
-from rallypoint.serving.fields import NAME_BYTES, SENTENCE_BYTES, text
-from rallypoint.serving.patience import WRITE_TIMEOUT, Subscriber
+from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, text
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"

@@ -15,9 +15,9 @@ from rallypoint.agent.job import Job
 from rallypoint.agent.settings import EVIDENCE_TIMEOUT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.question import OUTCOME_UNKNOWN, ask_any
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.calls import OUTCOME_UNKNOWN, ask_any
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.replicas import Switchboard
 
 RENDEZVOUS_TIMEOUT = 10.0
 """Seconds in which the rendezvous service is to answer, before whoever wants a restart is told that it does not."""

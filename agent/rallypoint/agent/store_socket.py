@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rallypoint.rendezvous.store.client import StoreClient
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.logs import get_logger
 from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from typing import Any
 
 from rallypoint.agent.spawner import descendants, look_up
 from rallypoint.agent.timer_holders import LONGEST, Holder, Holders
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.wire import MAX_SCOPE_BYTES, NO_SIGNAL
 
 log = get_logger(__name__)

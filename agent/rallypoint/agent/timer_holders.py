@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rallypoint.agent.processor_time import processor_time_of
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.client import ExpiredTimer, OnExpired, OnForgotten
 from rallypoint.timer.wire import NO_SIGNAL
 

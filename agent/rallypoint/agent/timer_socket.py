@@ -21,7 +21,7 @@ from rallypoint.agent.hang import Hang
 from rallypoint.agent.timer_fifo import TimerFifo
 from rallypoint.agent.timer_holders import Holder, Holders, TimerLimits, Timers
 from rallypoint.agent.timer_tables import Table, TableRefused, Tables
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 from rallypoint.timer import wire
 from rallypoint.timer.client import ExpiredTimer
 

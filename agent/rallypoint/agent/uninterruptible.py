@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rallypoint.agent.evidence import in_background
 from rallypoint.agent.native_stacks import look_at
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 TIMEOUT_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 

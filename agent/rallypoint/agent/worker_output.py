@@ -20,7 +20,7 @@ from rallypoint.agent.logs import (
     ConsoleCopy,
 )
 from rallypoint.agent.streams import LogError, OutputOptions, Redirect, Streams
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 ROTATION_TIMEOUT = 2.0
 """Seconds that the end of an attempt waits for the pipes of rotated logs to be empty; milliseconds as a rule. A file

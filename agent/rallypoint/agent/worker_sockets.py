@@ -15,9 +15,9 @@ from rallypoint.agent.host_watchdog import HostWatchdog
 from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rendezvous.store.client import StoreClient, Writer
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.settings import SettingError
-from rallypoint.serving.switchboard import Where
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.replicas import Where
 from rallypoint.timer.client import TimerClient
 
 # A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.

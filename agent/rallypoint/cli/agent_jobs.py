@@ -11,7 +11,7 @@ import click
 from rallypoint.cli.agent_service import agent_options, run_argument, state_in_words
 from rallypoint.cli.console import plain_console, printable
 from rallypoint.cli.moments import show_moment, show_span
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     from rich.table import Table

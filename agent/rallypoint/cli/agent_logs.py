@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rallypoint.cli.agent_service import agent_options, ranks_option, run_argument
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 if TYPE_CHECKING:
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb
@@ -70,7 +70,7 @@ def logs(
     Following, it goes on where it was when the connection breaks.
     """
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.serving.loop import run  # noqa: PLC0415
+    from rallypoint.rpc.loop import run  # noqa: PLC0415
 
     request = pb.StreamLogsRequest(run_id=run_id, ranks=ranks, follow=follow, tail_bytes=tail)
     request.stream = {"stdout": pb.LOG_STREAM_STDOUT, "stderr": pb.LOG_STREAM_STDERR}.get(
@@ -84,7 +84,7 @@ async def _print_logs(
 ) -> None:
     from rallypoint.agent.console import OutputThread  # noqa: PLC0415
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
-    from rallypoint.serving.channel import open_channel  # noqa: PLC0415
+    from rallypoint.rpc.channel import open_channel  # noqa: PLC0415
     from rallypoint.submission.following import Lost, Pieces  # noqa: PLC0415
     from rallypoint.submission.lines import Lines  # noqa: PLC0415
     from rallypoint.submission.story import lost_in_words  # noqa: PLC0415

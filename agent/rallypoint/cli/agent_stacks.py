@@ -7,7 +7,7 @@ import json
 import click
 
 from rallypoint.cli.agent_service import agent_options, ranks_option, run_argument
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 
 @click.command()

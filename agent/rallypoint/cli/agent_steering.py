@@ -6,8 +6,8 @@ import click
 
 from rallypoint.agent.bounds import MOST_SECONDS
 from rallypoint.cli.agent_service import agent_options, reason_option, run_argument
+from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.serving.options import Seconds
-from rallypoint.serving.settings import ClientTLS
 
 
 @click.command()

@@ -6,7 +6,7 @@ import click
 
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.service_options import service_options
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 
 @click.command()

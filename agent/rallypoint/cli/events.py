@@ -11,7 +11,7 @@ import click
 from rallypoint.cli.moments import Moment
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.service_options import service_options
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -93,7 +93,7 @@ def events(
     from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
     from rallypoint.cli.operator import ask  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.serving.loop import run  # noqa: PLC0415
+    from rallypoint.rpc.loop import run  # noqa: PLC0415
 
     if since is not None and until is not None and since > until:
         raise click.UsageError("--since is after --until.")

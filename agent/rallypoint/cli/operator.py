@@ -12,14 +12,13 @@ import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as supervisor_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.serving.advice import tls_advice
-from rallypoint.serving.attempts import GONE
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.loop import run
-from rallypoint.serving.question import ask_any
-from rallypoint.serving.settings import ClientTLS, SettingError
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from rallypoint.rpc.errors import ServiceError, tls_advice
+from rallypoint.rpc.loop import run
+from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.selector import GONE
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 
 # Seconds for a question that is better answered, before one is asked that anybody answers.

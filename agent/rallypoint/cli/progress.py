@@ -11,7 +11,7 @@ from rallypoint.cli.console import plain_console, printable
 from rallypoint.cli.moments import show_span
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.timer_service import timer_service_options
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     from rich.table import Table

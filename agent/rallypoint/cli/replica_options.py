@@ -11,8 +11,8 @@ import click
 
 from rallypoint.cli.nodes import Text
 from rallypoint.launcher.backends import ETCD_SCHEMES
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import Seconds, Setting
-from rallypoint.serving.settings import SettingError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

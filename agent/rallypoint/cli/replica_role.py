@@ -12,10 +12,9 @@ from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.replicas.address import advertised_address, replica_name, split_shards
 from rallypoint.rendezvous.replicas.replica import Replicas
 from rallypoint.rendezvous.replicas.service import replicated_services
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.endpoint import ServerOptions, SettingError, parse_endpoint
+from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ServerOptions, SettingError
 
 _log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from rallypoint.cli.console import plain_console, printable
 from rallypoint.cli.moments import show_moment
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.service_options import service_options
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

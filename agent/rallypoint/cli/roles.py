@@ -20,8 +20,8 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.only_replica import OnlyReplica
 from rallypoint.rendezvous.service import open_journal, rendezvous_services
+from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 from rallypoint.timer.errors import translate as translate_timer
 from rallypoint.timer.service import timer_service
 from rallypoint.timer.values import TimerSettings

@@ -12,7 +12,7 @@ from rallypoint.cli.console import plain_console
 from rallypoint.cli.moments import show_moment, show_span
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.service_options import service_options
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
     from rallypoint.cli.round_history import Round, RoundHistory

@@ -20,8 +20,8 @@ from rallypoint.cli.run_command import RunCommand
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.launcher.backends import Meeting, Wish, meeting
 from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import client_options
-from rallypoint.serving.settings import SettingError
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 # What goes from a job's meeting place to its options: the backend says what they come to.
@@ -147,8 +147,8 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
     gc.disable()
     from rallypoint.cli.verdict import say_how_it_ended  # noqa: PLC0415
     from rallypoint.launcher.launch import launch  # noqa: PLC0415
-    from rallypoint.serving.logs import configure_logs  # noqa: PLC0415
-    from rallypoint.serving.loop import run as run_loop  # noqa: PLC0415
+    from rallypoint.rpc.logs import configure_logs  # noqa: PLC0415
+    from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
 
     gc.enable()
     configure_logs(log_level, log_format)

@@ -13,10 +13,10 @@ from rallypoint.cli.limit_options import Limits, limit_options
 from rallypoint.cli.replica_options import ReplicaFlags, is_etcd, replica_options
 from rallypoint.cli.roles import serve_agent_role, serve_rendezvous_role, serve_timer_role
 from rallypoint.cli.timer_options import timer_options
-from rallypoint.serving.logs import configure_logs
-from rallypoint.serving.loop import run
+from rallypoint.rpc.endpoint import ClientTLS, ServerOptions
+from rallypoint.rpc.logs import configure_logs
+from rallypoint.rpc.loop import run
 from rallypoint.serving.options import Setting, server_options
-from rallypoint.serving.settings import ClientTLS, ServerOptions
 from rallypoint.timer.values import TimerSettings
 
 

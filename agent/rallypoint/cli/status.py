@@ -11,8 +11,8 @@ import click
 from rallypoint.cli.console import plain_console
 from rallypoint.cli.nodes import Text
 from rallypoint.cli.service_options import service_options
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.serving.options import Setting
-from rallypoint.serving.settings import ClientTLS, SettingError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,10 +20,8 @@ from rallypoint.cli.nodes import NodeCount, Text
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.cli.service_options import refuse_etcd_url
-from rallypoint.serving.endpoint import EndpointError, parse_endpoint
-from rallypoint.serving.endpoints import parse_endpoints
+from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
-from rallypoint.serving.settings import ClientTLS, SettingError
 
 if TYPE_CHECKING:
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb
@@ -179,7 +177,7 @@ def submit(**given: Any) -> None:
         raise click.UsageError("--json is for launches: what follows on is the workers' output; add --detach")
     submission = _submission(given)
     from rallypoint.agent.console import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.serving.loop import run as run_loop  # noqa: PLC0415
+    from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
     from rallypoint.submission.launching import NotLaunched  # noqa: PLC0415
     from rallypoint.submission.session import Session  # noqa: PLC0415
 

@@ -6,7 +6,7 @@ import click
 
 from rallypoint.agent.failure_report import render
 from rallypoint.agent.job_result import FAILED, PERMANENT, SUCCEEDED, JobResult
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger("rallypoint.run")
 

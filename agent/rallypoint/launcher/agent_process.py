@@ -27,7 +27,7 @@ from rallypoint.agent.spawn_protocol import SpawnError
 from rallypoint.agent.spawner import PR_SET_PDEATHSIG, Call, prctl
 from rallypoint.agent.spawner_process import fork_spawner, start_forkserver
 from rallypoint.launcher.plan import LaunchPlan
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.call import renew_signals, renew_streams
 
 

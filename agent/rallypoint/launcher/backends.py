@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.launcher.plan import Embedded, Hosted, Place, Replicated, Standing
 from rallypoint.launcher.torch_conf import split_conf
-from rallypoint.serving.endpoint import without_password
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError, without_password
 
 BACKENDS = ("rallypoint", "static", "c10d", "etcd", "etcd-v2")
 C10D_PORT = 29400

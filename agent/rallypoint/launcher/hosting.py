@@ -18,11 +18,10 @@ from rallypoint.launcher.signals import signalled
 from rallypoint.rendezvous.service import SERVICE_NAME
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS, PortInUseError, ServiceStartError, SettingError, parse_endpoint
+from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, PortInUseError, ServiceStartError, SettingError
 
 # Seconds in which whoever has a port must say that it is a rendezvous service. One that is just starting, in an
 # agent on this host that was a moment earlier, may need some of them.

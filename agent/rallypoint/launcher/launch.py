@@ -27,11 +27,17 @@ from rallypoint.launcher.plan import Embedded, LaunchPlan, Replicated, Standing
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.launcher.twin import refuse_twin
-from rallypoint.serving.endpoint import EndpointError, listening_endpoint, parse_endpoint
-from rallypoint.serving.endpoints import parse_endpoints
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.endpoint import (
+    ClientTLS,
+    EndpointError,
+    ServerOptions,
+    SettingError,
+    listening_endpoint,
+    parse_endpoint,
+    parse_endpoints,
+)
+from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
 
 if TYPE_CHECKING:
     from rallypoint.launcher.hosting import Host

@@ -15,7 +15,7 @@ from rallypoint.agent.bounds import MOST_NODES, MOST_RESTARTS, MOST_WORKERS
 from rallypoint.agent.options import idle_options, job_fields, parse_signal
 from rallypoint.launcher.backends import Wish, meeting
 from rallypoint.launcher.plan import LaunchPlan
-from rallypoint.serving.settings import ClientTLS, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 START_METHODS = ("spawn", "fork", "forkserver")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, ServerOptions, SettingError
+from rallypoint.rpc.logs import get_logger
 
 LAST_WORD = 10.0
 """Seconds that the other nodes get to hear how the run ended. They hear of it at once; longer is for a busy machine."""

@@ -9,8 +9,8 @@ from rallypoint.agent.job import Job
 from rallypoint.agent.processes import Spawner
 from rallypoint.launcher.agent_process import Order, Outcome
 from rallypoint.launcher.launch import launch
-from rallypoint.serving.logs import configure_logs
-from rallypoint.serving.loop import run as run_loop
+from rallypoint.rpc.logs import configure_logs
+from rallypoint.rpc.loop import run as run_loop
 
 
 def run_ordered_job(order: Order, spawner: Spawner) -> Outcome:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from rallypoint.agent.addresses import local_address_towards
-from rallypoint.serving.endpoints import parse_endpoints
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError, parse_endpoints
+from rallypoint.rpc.logs import get_logger
 
 _FIRST_PAUSE = 0.1  # seconds, each twice as long as the one before
 _LONGEST_PAUSE = 2.0

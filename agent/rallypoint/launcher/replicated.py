@@ -30,11 +30,10 @@ from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.replicas.replica import Replicas
 from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.service import registrations
-from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
-from rallypoint.serving.endpoint import Endpoint, parse_endpoint
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError, parse_endpoint
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ClientTLS, SettingError
 
 # Seconds between two attempts at serving, at the most: after etcd was away, for one.
 _LONGEST_BACKOFF = 5.0

@@ -17,8 +17,8 @@ from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reas
 from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult, prefix_end
 from rallypoint.rendezvous.journal.etcd_keys import HIGH_WATER
 from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.selector import Pace
 
 RUN_TTL = 7200
 """Seconds that what a run has in etcd outlives the last agent that served it; torch's. Until then agents that come late

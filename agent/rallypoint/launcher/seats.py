@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Put, Txn, prefix_end
-from rallypoint.serving.attempts import Pace
+from rallypoint.rpc.selector import Pace
 
 SEATS = 3
 """Agents that serve a run at a time: one owns it, the others are ready to. With three, two can be lost at one moment

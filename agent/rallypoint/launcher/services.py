@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from rallypoint.rendezvous.error_table import translate as translate_rendezvous
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
+from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
-from rallypoint.serving.settings import ServerOptions
 from rallypoint.timer.errors import translate as translate_timer
 from rallypoint.timer.service import timer_registration
 

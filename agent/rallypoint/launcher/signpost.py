@@ -19,8 +19,8 @@ from rallypoint.rendezvous.journal.etcd import Owner
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.shard import Shard
-from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 
 _log = get_logger("rallypoint.run")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 _STATIC_TIMEOUT = "900"  # seconds; torchrun's
 _TRUE = ("1", "true", "t", "yes", "y")

@@ -8,10 +8,10 @@ from functools import partial
 from rallypoint.agent.config import JobConfig
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.question import ask_any
-from rallypoint.serving.settings import SettingError
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.replicas import Switchboard
 
 
 async def refuse_twin(config: JobConfig) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
-from rallypoint.serving.errors import ServiceError, decode
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
 from rallypoint.submission.remote import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.serving.advice import tls_advice
-from rallypoint.serving.attempts import GONE
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.endpoint import ClientTLS, parse_endpoint
+from rallypoint.rpc.errors import ServiceError, tls_advice
+from rallypoint.rpc.selector import GONE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,11 +13,11 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.question import ask_any
-from rallypoint.serving.settings import ClientTLS
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.replicas import Switchboard
 from rallypoint.submission.following import Followed
 from rallypoint.submission.launching import launch_everywhere
 from rallypoint.submission.lines import Lines, Output

@@ -9,8 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from rallypoint.etcd.url import CONTROL, complete_user, parse_hosts, parse_query, parse_userinfo, split_url
-from rallypoint.serving.endpoint import Endpoint, without_password
-from rallypoint.serving.settings import ClientTLS, FileNames, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, FileNames, SettingError, without_password
 
 DEFAULT_PREFIX = "/rallypoint"
 EXPECTED = "expected etcd://[user@]host:port[,host:port...][/prefix][?ca=FILE&cert=FILE&key=FILE]"

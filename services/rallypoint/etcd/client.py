@@ -16,7 +16,7 @@ from rallypoint.etcd.pages import read_pages
 from rallypoint.etcd.v1 import kv_pb2, lease_pb2
 from rallypoint.etcd.values import Change, Snapshot, Txn, TxnResult
 from rallypoint.etcd.watch import watch
-from rallypoint.serving.attempts import Pace
+from rallypoint.rpc.selector import Pace
 
 
 class EtcdClient:

@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from rallypoint.etcd.credentials import Credentials
 from rallypoint.etcd.errors import ClientClosed, EtcdError, EtcdUnavailable, of_call
 from rallypoint.etcd.v1 import maintenance_pb2
-from rallypoint.serving.channel import CLIENT_ARGUMENTS
-from rallypoint.serving.endpoint import Endpoint
+from rallypoint.rpc.channel import CLIENT_ARGUMENTS
+from rallypoint.rpc.endpoint import Endpoint
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 

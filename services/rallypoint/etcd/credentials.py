@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ClientTLS, FileNames
-from rallypoint.serving.tls import TLSFileError, client_credentials, file_stamp
+from rallypoint.rpc.endpoint import ClientTLS, FileNames
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.tls import TLSFileError, client_credentials, file_stamp
 
 log = get_logger(__name__)
 

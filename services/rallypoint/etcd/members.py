@@ -13,7 +13,7 @@ from rallypoint.etcd.connection import Connection, Metadata
 from rallypoint.etcd.credentials import Credentials
 from rallypoint.etcd.errors import EtcdUnavailable, TokenRefused
 from rallypoint.etcd.tokens import Tokens
-from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
+from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
 
 _T = TypeVar("_T")
 _Answer = TypeVar("_Answer", bound=Message)

@@ -10,9 +10,9 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.connection import Connection
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.leases import renew
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.clocks import boot_time
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import Pace
 
 log = get_logger(__name__)
 

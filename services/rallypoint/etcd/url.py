@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from urllib.parse import parse_qsl, unquote
 
-from rallypoint.serving.endpoint import Endpoint, parse_endpoint
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint
 
 DEFAULT_PORT = 2379
 # The name of it, no password.

@@ -15,7 +15,7 @@ from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reas
 from rallypoint.etcd.members import Members
 from rallypoint.etcd.v1 import watch_pb2
 from rallypoint.etcd.values import Change
-from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF
+from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF
 
 _PATH = "/etcdserverpb.Watch/Watch"
 

@@ -15,11 +15,11 @@ import grpc
 from rallypoint.rendezvous.outage import Outage
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.attempts import GONE, MOVED
-from rallypoint.serving.errors import ServiceError, decode
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.place import Place
-from rallypoint.serving.switchboard import Line, Where, switchboard
+from rallypoint.rpc.address import Place
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.replicas import Line, Where, switchboard
+from rallypoint.rpc.selector import GONE, MOVED
 
 # Wait between two attempts to connect, seconds: doubled from the first to the longest, each cut by a random
 # half, so that a thousand nodes which lost the same server don't come back in step.

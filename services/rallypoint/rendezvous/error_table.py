@@ -23,7 +23,7 @@ from rallypoint.rendezvous.fenced_state import refusals as state
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.limits import LimitReached
 from rallypoint.rendezvous.store import refusals as store
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 
 def translate(error: Exception) -> ServiceError | None:

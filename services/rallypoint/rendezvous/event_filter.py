@@ -9,8 +9,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rallypoint.rendezvous.events import subject_of
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import name
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import name
 
 # Entries of each list of a filter. A run has more nodes than that; who wants most of them leaves the filter out.
 _MOST_ENTRIES = 1_000

@@ -18,7 +18,7 @@ from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import invalid
+from rallypoint.rpc.errors import invalid
 
 # What is looked at before others get a turn of the event loop: one or two milliseconds of work.
 _STEP_RECORDS = 100

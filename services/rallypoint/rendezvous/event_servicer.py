@@ -13,8 +13,8 @@ from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.reader import RunsReader
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.fields import count, name
-from rallypoint.serving.patience import Subscriber
+from rallypoint.serving.flow import Subscriber
+from rallypoint.serving.requests import count, name
 
 _MOST_EVENTS = 10_000
 _DEFAULT_EVENTS = 1_000

@@ -6,7 +6,7 @@ from functools import singledispatch
 from typing import Any
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger("rallypoint.rendezvous")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rallypoint.serving.lag import LagSettings, WatchClock
+from rallypoint.rpc.clock import LagSettings, WatchClock
 
 
 class LeaseClock:

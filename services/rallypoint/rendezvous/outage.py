@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rallypoint.serving.attempts import MOVED, UNHEARD
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import MOVED, UNHEARD
 
 _log = get_logger(__name__)
 

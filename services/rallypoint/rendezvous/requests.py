@@ -16,8 +16,8 @@ from rallypoint.rendezvous.core.state import (
     WorkerFailure,
 )
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES, count, name, text
 
 TRACEBACK_BYTES = 16 * 1024
 # Bounds that no sensible run comes near. The first two keep every rank within 32 bits. A time no longer than the

@@ -11,8 +11,8 @@ from rallypoint.rendezvous.core.state import RunState
 from rallypoint.rendezvous.reader import RunsReader
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message, run_summary
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import count, text
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import count, text
 
 # A summary takes some 50 us, so the largest page 50 ms in which the process does nothing else.
 _MOST_RUNS = 1_000

@@ -46,8 +46,8 @@ from rallypoint.rendezvous.schedule import Schedule
 from rallypoint.rendezvous.shares import Share, Totals
 from rallypoint.rendezvous.step import SERVICE, Request, Step
 from rallypoint.rendezvous.turns import Turns
-from rallypoint.serving.lag import LagSettings
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.clock import LagSettings
+from rallypoint.rpc.logs import get_logger
 
 _T = TypeVar("_T")
 _log = get_logger(__name__)

@@ -23,10 +23,10 @@ from rallypoint.rendezvous.shard import open_shard
 from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.clocks import boot_time
-from rallypoint.serving.rate import Rate
+from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.serving.flow import Rate
 from rallypoint.serving.server import Registration
-from rallypoint.serving.settings import SettingError
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.RendezvousService"
 

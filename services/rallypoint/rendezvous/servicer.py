@@ -20,10 +20,9 @@ from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_ru
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import SENTENCE_BYTES, count, name, text
-from rallypoint.serving.openings import Openings, ServerGoes
-from rallypoint.serving.patience import WRITE_TIMEOUT, Subscriber
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.flow import WRITE_TIMEOUT, Openings, ServerGoes, Subscriber
+from rallypoint.serving.requests import SENTENCE_BYTES, count, name, text
 
 # How long a stream may take to say what it is for, seconds.
 _FIRST_MESSAGE_TIMEOUT = 10.0

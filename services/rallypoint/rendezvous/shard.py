@@ -23,9 +23,9 @@ from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.tracked_journal import TrackedJournal
-from rallypoint.serving.clocks import boot_time
-from rallypoint.serving.lag import LagSettings
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.clock import LagSettings
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 

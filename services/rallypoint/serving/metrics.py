@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-from rallypoint.serving.endpoint import Endpoint, EndpointError, listening_endpoint
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ServiceStartError
+from rallypoint.rpc.endpoint import Endpoint, EndpointError, ServiceStartError, listening_endpoint
+from rallypoint.rpc.logs import get_logger
 
 if TYPE_CHECKING:
     # Costs 50 ms to load, and a process that nobody asks for figures need not have it.

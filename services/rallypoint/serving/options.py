@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import click
 
-from rallypoint.serving.settings import ClientTLS, ServerOptions, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
 
 __all__ = ["ClientTLS", "Finite", "Seconds", "ServerOptions", "Setting", "client_options", "server_options"]
 

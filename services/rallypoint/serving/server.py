@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,15 +17,88 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from rallypoint.serving.calls import CallInterceptor, Translate
-from rallypoint.serving.channel import MAX_MESSAGE_BYTES
-from rallypoint.serving.endpoint import Endpoint, listening_endpoint
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.listening import check_free
-from rallypoint.serving.logs import get_logger, leave_out_ends_of_streams
-from rallypoint.serving.rate import Rate
-from rallypoint.serving.settings import ServerOptions, ServiceStartError, SettingError
-from rallypoint.serving.tls import server_credentials, transport
+from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
+from rallypoint.rpc.endpoint import (
+    Endpoint,
+    PortInUseError,
+    ServerOptions,
+    ServiceStartError,
+    SettingError,
+    listening_endpoint,
+)
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.logs import get_logger, leave_out_ends_of_streams
+from rallypoint.rpc.tls import server_credentials, transport
+from rallypoint.serving.flow import Rate
+from rallypoint.serving.interceptor import CallInterceptor, Translate
+
+# ---- Whether an address can be listened on, and what is in the way if not.
+
+
+async def check_free(endpoint: Endpoint) -> None:
+    """Tries the address before gRPC does.
+
+    gRPC does not say why it fails, and takes a name of which one address is in use (localhost as ::1 and
+    127.0.0.1) as long as another one is free.
+
+    Raises:
+        ServiceStartError: somebody listens there, or nobody could.
+    """
+    if endpoint.path is not None:
+        _check_socket_free(endpoint, endpoint.path)
+        return
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ServiceStartError(
+            f"cannot find the address of {endpoint.host} ({error.strerror}): change --host"
+        ) from None
+    failures = [_attempt(family, place) for family, _, _, _, place in found]
+    if errno.EADDRINUSE in failures:
+        raise PortInUseError(f"{endpoint} is in use: choose another --port, or stop what listens there")
+    if errno.EACCES in failures:
+        raise ServiceStartError(f"no permission to listen on {endpoint}: choose a --port from 1024 up")
+    if None not in failures:
+        reason = os.strerror(failures[0] or 0)
+        raise ServiceStartError(f"{endpoint.host} is no address of this machine ({reason}): change --host")
+
+
+def _attempt(family: int, place: tuple[object, ...]) -> int | None:
+    """Binds and lets go at once. The errno of what is in the way, or None."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: connections of an earlier server that the kernel still remembers are not in the way.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def _check_socket_free(endpoint: Endpoint, path: str) -> None:
+    folder = os.path.dirname(path)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ServiceStartError(
+            f"cannot make a socket in {folder}: no such folder or no permission (--host {endpoint})"
+        )
+    if not os.path.lexists(path):
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            probe.connect(path)
+    except ConnectionRefusedError:
+        # Left behind by a server that was killed; gRPC replaces it.
+        return
+    except OSError as error:
+        if error.errno != errno.EAGAIN:
+            raise ServiceStartError(
+                f"cannot use {path} ({error.strerror}): change --host {endpoint}"
+            ) from None
+    raise ServiceStartError(f"{endpoint} is in use: choose another --host, or stop what listens there")
+
 
 __all__ = ["SERVER_ARGUMENTS", "Registration", "Server", "ServerOptions", "ServiceStartError"]
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import grpc
 
-from rallypoint.serving.errors import decode
-from rallypoint.serving.logs import get_logger, is_end_of_stream
+from rallypoint.rpc.errors import decode
+from rallypoint.rpc.logs import get_logger, is_end_of_stream
 from rallypoint.timer.client_values import ClientSettings, ExpiredTimer, OnExpired, OnForgotten
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.gathering import Gathering

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from rallypoint.serving.lag import LagSettings
+from rallypoint.rpc.clock import LagSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from rallypoint.serving.lag import WatchClock
+from rallypoint.rpc.clock import WatchClock
 from rallypoint.timer.deadlines import DeadlineQueue
 from rallypoint.timer.learning import Scope, ScopeBook
 from rallypoint.timer.nodes import Node, Nodes, Timer

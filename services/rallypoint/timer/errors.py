@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpc import StatusCode
 
-from rallypoint.serving.errors import ServiceError, invalid
+from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.timer.refusals import Draining, InvalidField, LeaseLost, Refused, StreamReplaced, TooMany
 
 # Seconds after which a caller may find room, or another server.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 from rallypoint.timer.core import MAX_AFTER
 from rallypoint.timer.names import MAX_SCOPE_BYTES, check_name
 from rallypoint.timer.refusals import InvalidField

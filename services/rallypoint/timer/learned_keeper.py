@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.learned_file import LearnedFile, LearnedRun
 from rallypoint.timer.refusals import TooMany
 from rallypoint.timer.watchdog import Watchdog

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from rallypoint.serving.openings import Openings, ServerGoes
+from rallypoint.serving.flow import Openings, ServerGoes
 from rallypoint.timer import answers
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.mailbox import Refusal

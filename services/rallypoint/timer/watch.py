@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from rallypoint.serving.lag import LagSettings, WatchClock
+from rallypoint.rpc.clock import LagSettings, WatchClock
 
 # Pauses of which is known when they were. A moment before the oldest is taken for one shortly before it.
 _MOST_PAUSES = 64

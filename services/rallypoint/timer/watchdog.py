@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.core import TimerTable
 from rallypoint.timer.mailbox import Mailbox
 from rallypoint.timer.names import MAX_SCOPE_BYTES, check_name

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, TypeVar
 
 from benchmarks.clients.swarm import SwarmError
-from rallypoint.serving.loop import run
+from rallypoint.rpc.loop import run
 
 _Order = TypeVar("_Order")
 

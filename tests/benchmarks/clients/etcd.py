@@ -23,7 +23,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 _SET = "/rallypoint.rendezvous.v1.StateService/SetState"
 _VALUE = b"v" * 100

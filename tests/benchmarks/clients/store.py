@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from benchmarks.clients.command import carry_out
 from benchmarks.clients.swarm import FINAL, RUN_ID, Swarm, idle, join_requests, ready
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 _Call: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 _PATH = "/rallypoint.rendezvous.v1.StoreService/"

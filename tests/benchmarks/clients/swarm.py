@@ -26,7 +26,7 @@ import psutil
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 
 JOIN = "/rallypoint.rendezvous.v1.RendezvousService/Join"
 HEARTBEAT = pb.JoinRequest(heartbeat=pb.Heartbeat()).SerializeToString()

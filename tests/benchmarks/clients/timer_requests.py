@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from benchmarks.clients.command import carry_out
 from benchmarks.clients.swarm import RUN_ID, ServerCost, SwarmError, idle, ready
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
 SUPERVISE = "/rallypoint.timer.v1.TimerService/Supervise"

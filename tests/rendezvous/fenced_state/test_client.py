@@ -17,8 +17,8 @@ from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
 from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.store.writer import Writer
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.selector import Pace
 from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
 

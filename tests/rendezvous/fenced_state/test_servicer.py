@@ -20,7 +20,7 @@ from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWriter
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
 from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 

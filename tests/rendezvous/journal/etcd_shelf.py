@@ -14,7 +14,7 @@ from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Put, Txn, TxnResult, prefix_end
 from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, Owner, Place, SpaceRead, read_space
-from rallypoint.serving.attempts import Pace
+from rallypoint.rpc.selector import Pace
 
 TTL = 60.0
 """Seconds that a session lives without a keep-alive: longer than any machine stalls."""

@@ -15,7 +15,7 @@ from rallypoint.etcd.values import CreateRevision, Get, KeyValue, ModRevision, P
 from rallypoint.rendezvous.journal.etcd import CommitPool, OwnershipLost
 from rallypoint.rendezvous.journal.etcd_pool import merged, split
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.serving.attempts import Pace
+from rallypoint.rpc.selector import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 

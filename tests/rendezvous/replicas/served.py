@@ -23,8 +23,8 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
-from rallypoint.serving.channel import open_channel
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.channel import open_channel
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server, ServerOptions
 
 _T = TypeVar("_T")

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from rallypoint.rendezvous.replicas.address import advertised_address, replica_name, split_shards
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 @pytest.mark.parametrize(

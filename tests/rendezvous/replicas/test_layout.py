@@ -11,7 +11,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.layout import DEFAULT_SHARDS, agreed_shards
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 
 @pytest.fixture

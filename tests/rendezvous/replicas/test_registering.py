@@ -17,7 +17,7 @@ from rallypoint.rendezvous.replicas import registering
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.registering import wait_for_name
 from rallypoint.rendezvous.replicas.registration import Registration
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 PATIENCE = 60.0
 OTHERS = Registration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)

@@ -24,9 +24,8 @@ from rallypoint.rendezvous.replicas.placement import shard_of
 from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
-from rallypoint.serving.endpoint import parse_endpoint
-from rallypoint.serving.errors import decode
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError, parse_endpoint
+from rallypoint.rpc.errors import decode
 from rendezvous.cut_proxy import CutProxy
 from rendezvous.replicas.served import (
     PATIENCE,

@@ -14,7 +14,7 @@ from rallypoint.etcd.address import EtcdAddress
 from rallypoint.rendezvous.replicas import waves
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.serving.endpoint import parse_endpoint
+from rallypoint.rpc.endpoint import parse_endpoint
 from rendezvous.cut_proxy import CutProxy
 from rendezvous.replicas.served import PATIENCE, SHARDS, Served, run_in, served, shared_out, until
 

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.servicer import store_registration
-from rallypoint.serving.channel import open_channel
+from rallypoint.rpc.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.homes import home_of
 

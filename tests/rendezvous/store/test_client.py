@@ -18,8 +18,8 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Comparison
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.selector import Pace
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, open_store, serving
 
 Write = Callable[[StoreClient], Awaitable[Any]]

@@ -12,7 +12,7 @@ from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
-from rallypoint.serving.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, serving
 

@@ -21,10 +21,10 @@ from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.replicas.placement import shard_of
 from rallypoint.rendezvous.replicas.replica import Replica, Replicas
 from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.serving import switchboard
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.switchboard import Switchboard
+from rallypoint.rpc import replicas
+from rallypoint.rpc.endpoint import Endpoint
+from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.selector import Pace
 from simulation.clockwork import Process
 from simulation.cluster import Cluster
 from simulation.network import Link, Listener
@@ -238,7 +238,7 @@ class ReplicaCluster(Cluster):
                 lambda own: self.dial(_process(), _address(own._endpoint)),
             )
             patch.setattr(
-                switchboard,
+                replicas,
                 "channel_at",
                 lambda endpoint, *_: self.dial(_process(), _address(endpoint)),
             )

@@ -15,9 +15,9 @@ from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.replicas.replica import Replicas
 from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.calls import CallInterceptor
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.selector import Pace
+from rallypoint.serving.interceptor import CallInterceptor
 from simulation.clockwork import Clockwork, Process
 from simulation.handlers import handlers_of
 from simulation.network import Connection

@@ -11,9 +11,9 @@ import pytest
 
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.agent.timer_tables import Table, Tables
-from rallypoint.serving.errors import ServiceError, invalid
-from rallypoint.serving.lag import WatchClock
-from rallypoint.serving.openings import Openings
+from rallypoint.rpc.clock import WatchClock
+from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.flow import Openings
 from rallypoint.timer.client import TimerClient
 from rallypoint.timer.client_values import ExpiredTimer
 from rallypoint.timer.core import TimerTable

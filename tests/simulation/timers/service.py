@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from rallypoint.serving.calls import CallInterceptor
-from rallypoint.serving.errors import ServiceError
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.serving.interceptor import CallInterceptor
 from rallypoint.timer.errors import translate
 from rallypoint.timer.servicer import TimerServicer
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc

@@ -16,10 +16,10 @@ from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.serving.asking import Asking
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.errors import ServiceError, decode
-from rallypoint.serving.switchboard import Where, switchboard
+from rallypoint.rpc.calls import Asking
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.replicas import Where, switchboard
+from rallypoint.rpc.selector import Pace
 
 # Long enough for a service to be restarted by hand. Seconds.
 DEFAULT_TIMEOUT = 300.0

@@ -6,8 +6,8 @@ from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import name
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import name
 
 
 def check_run_id(run_id: str) -> None:

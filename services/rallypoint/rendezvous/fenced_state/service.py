@@ -35,7 +35,7 @@ from rallypoint.rendezvous.store.ports import (
     at_once,
 )
 from rallypoint.rendezvous.store.refusals import JournalFailed
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 # As long as torch's etcd rendezvous keeps its state. Shorter frees memory sooner; a job whose nodes are silent for
 # longer than this must begin anew. Seconds.

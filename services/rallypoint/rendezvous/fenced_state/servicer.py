@@ -12,7 +12,7 @@ from rallypoint.rendezvous.fenced_state.requests import check_run_id, set_state
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
-from rallypoint.serving.patience import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
 from rallypoint.serving.server import Registration
 
 SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"

@@ -26,7 +26,7 @@ from rallypoint.rendezvous.journal.etcd_reading import (
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
 from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
-from rallypoint.serving.attempts import Pace
+from rallypoint.rpc.selector import Pace
 
 __all__ = [
     "CommitPool",

@@ -15,8 +15,8 @@ from rallypoint.rendezvous.journal.etcd_packing import Change
 from rallypoint.rendezvous.journal.etcd_pool import CommitPool
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
-from rallypoint.serving.attempts import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
 
 _log = get_logger(__name__)
 

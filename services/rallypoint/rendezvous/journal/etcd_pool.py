@@ -13,7 +13,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import REMEDIES, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import Compare, CreateRevision, KeyValue, Put, Txn, TxnResult
 from rallypoint.rendezvous.journal.etcd_plan import MOST_BYTES
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from rallypoint.rendezvous.journal.sqlite_migration import keep_copy, migrate, s
 from rallypoint.rendezvous.journal.sqlite_reading import Contents, read_untouched
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows
 from rallypoint.rendezvous.journal.sqlite_sweep import Sweep
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 

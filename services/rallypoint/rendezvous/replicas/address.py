@@ -6,8 +6,7 @@ import re
 import socket
 
 from rallypoint.rendezvous.replicas.layout import MOST_SHARDS
-from rallypoint.serving.endpoint import Endpoint, EndpointError, parse_endpoint
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import Endpoint, EndpointError, SettingError, parse_endpoint
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _SHARDS = re.compile(r"(?:^|&)shards=([^&]*)")

@@ -25,7 +25,7 @@ from rallypoint.rendezvous.replicas.ownership import (
 )
 from rallypoint.rendezvous.replicas.shard_moves import ShardMoves
 from rallypoint.rendezvous.shard import Shard
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 

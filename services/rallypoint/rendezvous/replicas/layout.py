@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.etcd.values import CreateRevision, Get, Put, Txn
 from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
 
 if TYPE_CHECKING:
     from rallypoint.etcd.client import EtcdClient

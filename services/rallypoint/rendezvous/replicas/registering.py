@@ -11,8 +11,8 @@ from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.registration import Registration
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 

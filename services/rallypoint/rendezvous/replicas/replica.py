@@ -23,10 +23,10 @@ from rallypoint.rendezvous.replicas.ownership import Moves, decide
 from rallypoint.rendezvous.replicas.registering import register, wait_for_name, withdraw
 from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.shard import Shard
-from rallypoint.serving.attempts import FIRST_BACKOFF, Pace
-from rallypoint.serving.clocks import boot_time
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import SettingError
+from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 
 _log = get_logger(__name__)
 

@@ -31,8 +31,8 @@ from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_s
 from rallypoint.rendezvous.shares import Totals
 from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.store.limits import StoreLimits, on_etcd
-from rallypoint.serving.attempts import Pace
-from rallypoint.serving.clocks import boot_time
+from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.selector import Pace
 from rallypoint.serving.server import Registration
 
 _INSTANCE_BYTES = 8

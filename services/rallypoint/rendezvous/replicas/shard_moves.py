@@ -9,7 +9,7 @@ from rallypoint.rendezvous.journal.etcd_owner import Owner
 from rallypoint.rendezvous.replicas.cluster import Before
 from rallypoint.rendezvous.replicas.ownership import Why
 from rallypoint.rendezvous.replicas.waves import Wave, Waves
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 

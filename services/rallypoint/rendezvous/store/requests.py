@@ -20,8 +20,8 @@ from rallypoint.rendezvous.store.sizes import (
 from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
-from rallypoint.serving.errors import invalid
-from rallypoint.serving.fields import name
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import name
 
 DEFAULT_PAGE_SIZE = 1_000
 # Longer than anybody should wait in one call, and short enough that no timer overflows. Seconds.

@@ -22,7 +22,7 @@ from rallypoint.rendezvous.store.refusals import JournalFailed, RoundOver, Store
 from rallypoint.rendezvous.store.sweep import Sweep
 from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide
-from rallypoint.serving.logs import get_logger
+from rallypoint.rpc.logs import get_logger
 
 T = TypeVar("T")
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import grpc
 
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.logs import get_logger
-from rallypoint.serving.settings import ClientTLS, FileNames, ServerOptions, SettingError
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, FileNames, ServerOptions, SettingError
+from rallypoint.rpc.logs import get_logger
 
 log = get_logger(__name__)
 

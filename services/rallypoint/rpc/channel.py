@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from rallypoint.serving.endpoint import Endpoint, EndpointError, parse_endpoint
-from rallypoint.serving.settings import ClientTLS
-from rallypoint.serving.tls import TLSFileError, client_credentials
+from rallypoint.rpc.endpoint import ClientTLS, Endpoint, EndpointError, parse_endpoint
+from rallypoint.rpc.tls import TLSFileError, client_credentials
 
 __all__ = [
     "CLIENT_ARGUMENTS",

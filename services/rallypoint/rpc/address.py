@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rallypoint.serving.endpoint import Endpoint
-from rallypoint.serving.endpoints import Endpoints
+from rallypoint.rpc.endpoint import Endpoint, Endpoints
 
 RESOLVE_TIMEOUT = 5.0
 """Seconds that the name service has to answer; a resolver's own patience is several times that."""

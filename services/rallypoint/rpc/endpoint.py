@@ -4,9 +4,92 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from rallypoint.serving.settings import SettingError
+# ---- What can be set on a server and on a client, as plain values, and the error for what cannot be honoured.
+
+
+class SettingError(ValueError):
+    """A setting that cannot be honoured. Its text is one line for the person who chose the setting."""
+
+
+class ServiceStartError(SettingError):
+    """A server cannot start as it was told to: port in use, TLS files unusable, plaintext refused."""
+
+
+class PortInUseError(ServiceStartError):
+    """Another program listens where a server is to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How one server process listens, logs and ends. Field `tls_cert` is the flag `--tls-cert`, and so on."""
+
+    host: str = "127.0.0.1"
+    """Name or address to listen on, or `unix:/path` (then `port` is ignored). Only loopback and Unix sockets
+    may go without TLS."""
+
+    port: int = 0
+    """0 to 65535. 0 lets the kernel choose; `Server.address` then tells."""
+
+    tls_cert: Path | None = None
+    """PEM certificate chain of the server, its own certificate first. Read again when the file changes."""
+
+    tls_key: Path | None = None
+    """PEM private key of `tls_cert`, not encrypted."""
+
+    tls_client_ca: Path | None = None
+    """PEM certificates that must have signed a client's certificate. Given: clients without one are refused."""
+
+    insecure: bool = False
+    """Allow plaintext on any address. Whoever can reach the port can then read and steer every run."""
+
+    drain_grace: float = 5.0
+    """Seconds that open calls get to end after SIGTERM. 5 stays below the 10 s after which `docker stop`
+    kills; longer makes restarts slower, shorter cuts more calls off."""
+
+    request_rate: float = 10_000.0
+    """Calls a second that one client (host, or /64 of IPv6) may begin; 0: any number. Over it: RESOURCE_EXHAUSTED,
+    TOO_MANY_REQUESTS. 10,000 is more than a process on one core serves, so that a thousand agents behind one address
+    never meet it: lower it where hosts that don't trust each other share a service."""
+
+    request_burst: int = 20_000
+    """Calls that one client may begin at once; at least 1. 20,000 are every node of the largest run, reconnecting
+    from one address."""
+
+    log_level: str = "info"
+    """debug, info, warning or error."""
+
+    log_format: str = "auto"
+    """human, json, or auto: human on a terminal, json otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """What TLS files are called where they were given, for messages."""
+
+    certificate: str = "--tls-cert"
+    key: str = "--tls-key"
+    authorities: str = "--tls-ca"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTLS:
+    """The files with which a client speaks TLS."""
+
+    ca: Path | None = None
+    """PEM certificates that must have signed the server's. None: the public roots that gRPC carries."""
+
+    certificate: Path | None = None
+    """PEM certificate chain that this client shows (mutual TLS); goes with `key`."""
+
+    key: Path | None = None
+    """PEM private key of `certificate`, not encrypted."""
+
+    names: FileNames = field(default=FileNames(), compare=False, repr=False)
+    """What the files are called where they were given."""
+
 
 _EXPECTED = "expected host:port, [ipv6]:port or unix:/path"
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
@@ -136,3 +219,48 @@ def _host(host: str, text: str) -> str:
     if len(host) > 253 or not _NAME.fullmatch(host):
         raise EndpointError(f"endpoint {text!r} has no valid host name or address, {_EXPECTED}")
     return host
+
+
+# ---- Where a service of several replicas is: a list of endpoints, as in `a:29400,b:29400,c:29400`.
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Places of one service, each once, in the order in which they were given; at least one."""
+
+    places: tuple[Endpoint, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.places))
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach any of them."""
+        return all(place.loopback for place in self.places)
+
+
+def parse_endpoints(text: str) -> Endpoints:
+    """Reads where a service is.
+
+    Args:
+        text: One or more of `host:port`, `[ipv6]:port` and `unix:/path`, separated by commas. A name may have
+            several addresses. What is there twice counts once.
+
+    Raises:
+        EndpointError: A part is none of these; the message says which, and what is wrong with it.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    # A password has no place here; of one that is given, no part is to be told as an endpoint of its own.
+    if len(parts) == 1 or ("@" in text and "unix:" not in text):
+        return Endpoints((parse_endpoint(text),))
+    places = []
+    for number, part in enumerate(parts, 1):
+        if not part:
+            raise EndpointError(
+                f"endpoint {number} of {text!r} is empty, expected host:port,host:port and so on"
+            )
+        try:
+            places.append(parse_endpoint(part))
+        except EndpointError as error:
+            raise EndpointError(f"endpoint {number} of {len(parts)}: {error}") from None
+    return Endpoints(tuple(dict.fromkeys(places)))

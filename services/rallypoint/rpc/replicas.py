@@ -11,14 +11,11 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from rallypoint.serving.attempts import GONE, MOVED, Pace
-from rallypoint.serving.channel import channel_at, credentials_of
-from rallypoint.serving.endpoint import EndpointError, parse_endpoint
-from rallypoint.serving.endpoints import Endpoints, parse_endpoints
-from rallypoint.serving.errors import ServiceError
-from rallypoint.serving.place import Place, Resolve, addresses_of, has_name, places_of
-from rallypoint.serving.route import ANSWER_PATIENCE, CONNECT_PATIENCE, Route, Search
-from rallypoint.serving.settings import ClientTLS
+from rallypoint.rpc.address import Place, Resolve, addresses_of, has_name, places_of
+from rallypoint.rpc.channel import channel_at, credentials_of
+from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, GONE, MOVED, Pace, Route, Search
 
 IDLE_TIMEOUT = 60.0
 """Seconds after which a channel that nobody uses is closed, unless it leads to where the next call goes. A replica that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.serving.errors import invalid
+from rallypoint.rpc.errors import invalid
 
 NAME_BYTES = 256
 SENTENCE_BYTES = 1024

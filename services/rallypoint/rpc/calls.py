@@ -1,0 +1,204 @@
+"""Unary calls that may be repeated, to whichever replica of a service answers them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+
+from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.replicas import Line, Switchboard
+from rallypoint.rpc.selector import FIRST_BACKOFF, GONE, LONGEST_BACKOFF, MOVED, UNHEARD, Attempts, Pace
+
+_TELL_AFTER = 10.0  # seconds without an answer after which whoever reads the log is told why nothing goes on
+
+_Stub = TypeVar("_Stub")
+_Response = TypeVar("_Response")
+
+_log = get_logger(__name__)
+
+
+class Asking(Generic[_Stub]):
+    """Calls of one service. Each is repeated until it is answered: only for what may be done twice."""
+
+    def __init__(
+        self, board: Switchboard, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
+    ) -> None:
+        """Set up.
+
+        Args:
+            board: Where the service is.
+            stub: Makes its stub.
+            service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
+            pace: How time passes.
+        """
+        self._board = board
+        self._stub = stub
+        self._service = service
+        self._pace = pace
+        self._told = False
+
+    def attempts(self, timeout: float) -> Attempts:
+        """The attempts at something that begins now and may take so many seconds."""
+        return Attempts(self._pace, timeout, self._service, self._board)
+
+    async def call(
+        self,
+        pick: Callable[[_Stub], Callable[..., Awaitable[_Response]]],
+        request: Any,
+        timeout: float,
+        before_attempt: Callable[[], None] = lambda: None,
+        *,
+        waits: bool = False,
+    ) -> _Response:
+        """Call a method until it answers; what it answers.
+
+        Args:
+            pick: The method, of a stub.
+            request: What it gets.
+            timeout: Seconds for it all.
+            before_attempt: Called before each attempt.
+            waits: The service may take its time; otherwise one that is silent is left for another.
+
+        Raises:
+            ServiceError: See Attempts.failed.
+        """
+        began = self._pace.clock()
+        attempts = self.attempts(timeout)
+        while True:
+            before_attempt()
+            try:
+                line = await attempts.line()
+            except ServiceError as no_connection:
+                error = no_connection
+            else:
+                began_attempt = self._pace.clock()
+                try:
+                    response = await self._one(line, pick, request, attempts.remaining(), waits=waits)
+                    line.answered()
+                    self._told = False
+                    return response
+                except grpc.aio.AioRpcError as failure:
+                    error = decode(failure)
+                    ours = error.reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
+                    # A call that had less time than that knows nothing: others must not shun the place for it.
+                    if not ours or self._pace.clock() - began_attempt >= line.patience:
+                        line.failed(error)
+                finally:
+                    line.hang_up()
+            if not self._told and self._pace.clock() - began >= _TELL_AFTER:
+                self._told = True
+                _log.warning(
+                    "no answer yet, trying again",
+                    service=self._service,
+                    endpoint=str(self._board),
+                    error=error.message,
+                )
+            await attempts.failed(error)
+
+    async def _one(
+        self,
+        line: Line,
+        pick: Callable[[_Stub], Callable[..., Awaitable[_Response]]],
+        request: Any,
+        remaining: float,
+        *,
+        waits: bool,
+    ) -> _Response:
+        timeout = remaining if waits else min(remaining, line.patience)
+        return await pick(line.stub(self._stub))(request, timeout=timeout, wait_for_ready=line.alone)
+
+
+# ---- A question to whichever replica of a service answers it, for those who wait no longer than they must.
+
+
+_Answer = TypeVar("_Answer")
+
+_NOTHING_DONE = frozenset({"NOT_OWNER", "NO_CONNECTION"})
+
+OUTCOME_UNKNOWN = "OUTCOME_UNKNOWN"
+"""Reason of the error where what must not be done twice may have been done, by a replica that was lost then."""
+
+
+async def ask_any(
+    board: Switchboard,
+    stub: Callable[[grpc.aio.Channel], _Stub],
+    question: Callable[[_Stub], Awaitable[_Answer]],
+    *,
+    repeatable: bool = True,
+    pace: Pace | None = None,
+) -> _Answer:
+    """Ask each replica until one answers; a run that has no owner just now is waited for. Bound it with a timeout.
+
+    Args:
+        board: Where the service is.
+        stub: Makes its stub.
+        question: Makes the calls; from the first again where a replica could not be reached.
+        repeatable: Whether it may be done twice. If not, only who surely did nothing is left for another.
+        pace: How time passes.
+
+    Raises:
+        ServiceError: Every replica refused, or could not be reached: as the last of those had it that answered.
+            OUTCOME_UNKNOWN: one was lost with what must not be done twice.
+    """
+    pace = pace or Pace()
+    search = board.search()
+    backoff = FIRST_BACKOFF
+    said: ServiceError | None = None
+    while True:
+        try:
+            line = await board.line(search)
+        except ServiceError as no_connection:
+            error = no_connection
+        else:
+            try:
+                if not (repeatable or line.alone or line.connected):
+                    raise ServiceError(
+                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.place} takes no connection"
+                    )
+                answer = await _answer(line, line.stub(stub), question, repeatable=repeatable)
+                line.answered()
+                return answer
+            except ServiceError as failure:
+                error = failure
+                line.failed(error)
+                # Who never was the owner did nothing. Any other end of a call, once it was sent, leaves that open.
+                lost = error.reason == "OWNERSHIP_LOST" or (not line.alone and error.code in GONE)
+                if not repeatable and lost and error.reason not in _NOTHING_DONE:
+                    raise ServiceError(
+                        error.code,
+                        OUTCOME_UNKNOWN,
+                        f"{line.place} was lost before it answered, so it may have been done ({error.message})",
+                    ) from None
+            finally:
+                line.hang_up()
+        if error.reason not in UNHEARD:
+            said = error
+        if search.at_once:
+            continue
+        if error.reason not in MOVED:
+            # One that is there knows better what is wrong than that another one is not.
+            raise said or error
+        board.rest(search)
+        await pace.sleep((error.retry_after or 0.0) + pace.draw() * backoff)
+        backoff = min(2 * backoff, LONGEST_BACKOFF)
+
+
+async def _answer(
+    line: Line, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
+) -> _Answer:
+    patience = line.patience if repeatable else float("inf")
+    try:
+        async with asyncio.timeout(patience if patience < float("inf") else None) as bound:
+            return await question(stub)
+    except TimeoutError:
+        if not bound.expired():
+            raise
+        message = f"{line.place} gave no answer within {patience:g} s"
+        raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message) from None
+    except grpc.aio.AioRpcError as failure:
+        raise decode(failure) from None
