@@ -26,8 +26,8 @@ from benchmarks.processes import (
 from benchmarks.session import Session
 from benchmarks.trials import FLOOR, in_turns, measured
 from etcd_server import ETCD, EtcdCluster, etcd_cluster
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.values import prefix_end
 
 CALLERS = (64, 256)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.etcd.address import parse_address
-from rallypoint.etcd.url import PASSWORD_VARIABLE
+from rallypoint.etcd.endpoint import PASSWORD_VARIABLE, parse_address
 from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError
 
 PASSWORD = "s3cret/@:x"  # noqa: S105

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from etcd_server import EtcdCluster
-from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.client import EtcdClient, next_page_size
 from rallypoint.etcd.errors import ClientClosed, EtcdRefused, EtcdUnavailable, Reason
-from rallypoint.etcd.pages import next_page_size
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, prefix_end
 
 pytestmark = pytest.mark.timeout(240)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from etcd_server import etcd_cluster
-from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.client import EtcdClient, check_versions
 from rallypoint.etcd.errors import (
     Compacted,
     EtcdError,
@@ -20,7 +20,6 @@ from rallypoint.etcd.errors import (
     error_for,
 )
 from rallypoint.etcd.values import Delete, Put, Txn
-from rallypoint.etcd.version import check_versions
 
 pytestmark = pytest.mark.timeout(240)
 

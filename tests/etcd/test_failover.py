@@ -12,8 +12,8 @@ import pytest
 from etcd.patient import FIRST, PATIENCE, put
 from etcd_server import EtcdCluster, EtcdMember, free_port
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.connection import Connection
-from rallypoint.etcd.credentials import Credentials
+from rallypoint.etcd.cluster import Connection
+from rallypoint.etcd.endpoint import Credentials
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import CreateRevision, Put, Txn

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster
-from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.connection import Connection
+from rallypoint.etcd.client import EtcdClient, PageSizes
+from rallypoint.etcd.cluster import Connection
 from rallypoint.etcd.errors import Compacted, EtcdUnavailable
-from rallypoint.etcd.pages import PageSizes
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn, prefix_end
 from rallypoint.rpc.selector import Pace

@@ -13,9 +13,9 @@ import pytest
 from etcd.patient import FIRST, PATIENCE, put, until
 from etcd.relay import relay_to
 from etcd_server import EtcdCluster
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.connection import Connection
+from rallypoint.etcd.cluster import Connection
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.boot_time import boot_time

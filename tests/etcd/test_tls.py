@@ -10,8 +10,8 @@ import pytest
 
 from etcd.patient import put
 from etcd_server import EtcdCluster, EtcdTLS, etcd_cluster
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Put, Txn

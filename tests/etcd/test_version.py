@@ -7,9 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from etcd_server import EtcdCluster, free_port
-from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.client import (
+    RECOMMENDED,
+    EtcdClient,
+    MemberStatus,
+    advice,
+    check_versions,
+    parse_version,
+)
 from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
-from rallypoint.etcd.version import RECOMMENDED, MemberStatus, advice, check_versions, parse_version
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,9 +15,9 @@ from etcd.patient import FIRST, PATIENCE, put, until
 from etcd_server import EtcdCluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import Compacted
+from rallypoint.etcd.streams import Position
 from rallypoint.etcd.v1 import kv_pb2, watch_pb2
 from rallypoint.etcd.values import Change, Delete, Put, Txn, prefix_end
-from rallypoint.etcd.watch import Position
 
 pytestmark = pytest.mark.timeout(240)
 

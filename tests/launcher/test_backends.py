@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.launcher.backends import Wish, is_etcd_url, meeting
 from rallypoint.launcher.plan import Embedded, Hosted, Replicated, Standing
 from rallypoint.rpc.endpoint import Endpoint, SettingError

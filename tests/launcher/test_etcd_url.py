@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.launcher.etcd_url import of_flags, of_url
 from rallypoint.rpc.endpoint import ClientTLS, Endpoint, FileNames, SettingError
 

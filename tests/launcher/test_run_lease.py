@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster
-from rallypoint.etcd.address import EtcdAddress, parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.errors import EtcdRefused
 from rallypoint.etcd.values import Delete, Get, Put, Txn
 from rallypoint.launcher.run_lease import (

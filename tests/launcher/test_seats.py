@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.seats import SEATS, seat
 

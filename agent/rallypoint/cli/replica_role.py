@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.replica_options import ReplicaFlags
-from rallypoint.etcd.address import parse_address
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.replicas.address import advertised_address, replica_name, split_shards
 from rallypoint.rendezvous.replicas.replica import Replicas

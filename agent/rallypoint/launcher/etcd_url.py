@@ -12,8 +12,15 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from rallypoint.agent.bounds import MOST_NODES, MOST_SECONDS
-from rallypoint.etcd.address import EtcdAddress
-from rallypoint.etcd.url import CONTROL, complete_user, parse_hosts, parse_query, parse_userinfo, split_url
+from rallypoint.etcd.endpoint import (
+    CONTROL,
+    EtcdAddress,
+    complete_user,
+    parse_hosts,
+    parse_query,
+    parse_userinfo,
+    split_url,
+)
 from rallypoint.rpc.endpoint import ClientTLS, FileNames, SettingError, without_password
 
 EXPECTED = "expected etcd://HOST:PORT[,HOST:PORT...]/RUN_ID[?min_workers=N&max_workers=N&...]"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
-    from rallypoint.etcd.address import EtcdAddress
+    from rallypoint.etcd.endpoint import EtcdAddress
 
 HANDLED_SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals on which a job leaves its run, unless told otherwise; torchrun's."""

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from rallypoint.agent.config import Peer
-from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintext

@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult, prefix_end
 from rallypoint.rendezvous.journal.etcd_keys import HIGH_WATER

@@ -2,21 +2,140 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 
-from rallypoint.etcd.address import EtcdAddress
-from rallypoint.etcd.codec import from_txn, to_txn
-from rallypoint.etcd.connection import Connection
-from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason
-from rallypoint.etcd.leases import renew
-from rallypoint.etcd.members import Members
-from rallypoint.etcd.pages import read_pages
-from rallypoint.etcd.v1 import kv_pb2, lease_pb2
-from rallypoint.etcd.values import Change, Snapshot, Txn, TxnResult
-from rallypoint.etcd.watch import watch
+from rallypoint.etcd.cluster import Connection, Members
+from rallypoint.etcd.endpoint import EtcdAddress
+from rallypoint.etcd.errors import Compacted, EtcdError, EtcdRefused, EtcdUnavailable, Reason
+from rallypoint.etcd.streams import renew, watch
+from rallypoint.etcd.v1 import kv_pb2, lease_pb2, maintenance_pb2
+from rallypoint.etcd.values import Change, KeyValue, Snapshot, Txn, TxnResult, from_pairs, from_txn, to_txn
 from rallypoint.rpc.selector import Pace
+
+# ---- Reading a range in pages of bearable size, all at one revision.
+
+
+# Keys in the first page, of which nothing is known: 4 MiB with the largest values of a journal, 12 MiB with the largest
+# that etcd takes by default. Later pages go by what came.
+_FIRST_PAGE = 8
+_LARGEST_PAGE = 4096
+# What a page should have, so that one comes well within the time for an attempt (0.2 s at 25 MB/s) and nobody waits for
+# its decoding.
+_PAGE_BYTES = 4 * 1024 * 1024
+# Reads whose revision is compacted between two pages begin anew, at a newer one.
+_MOST_READS = 5
+
+
+def next_page_size(size: int, keys: int, page_bytes: int) -> int:
+    """How many keys to ask for next.
+
+    Args:
+        size: Keys that were asked for.
+        keys: Keys that came, at least 1.
+        page_bytes: Their size.
+    """
+    fitting = _PAGE_BYTES * keys // max(1, page_bytes)
+    # No more than four times as many at once: the next values may be larger.
+    return max(1, min(fitting, 4 * size, _LARGEST_PAGE))
+
+
+class PageSizes:
+    """How many keys to ask for, from page to page.
+
+    Attributes:
+        keys: Of the next page.
+    """
+
+    def __init__(self, first: int = _FIRST_PAGE) -> None:
+        """`first`: keys of the first page."""
+        self.keys = first
+        # Keys ahead that did not come as one page, and how many of them to ask for at most.
+        self._doubtful = 0
+        self._most = first
+
+    def came(self, keys: int, page_bytes: int) -> None:
+        """A page of so many keys came, at least 1."""
+        self._doubtful -= keys
+        self.keys = next_page_size(self.keys, keys, page_bytes)
+        if self._doubtful > 0:
+            self.keys = min(self.keys, self._most)
+
+    def lost(self) -> None:
+        """The page did not come: behind small values, one of large values has a thousand times what was expected.
+
+        No fraction of it is sure to come, and each that doesn't costs an attempt. So the next is a single key, the
+        least there is, and from there pages grow by what comes. Where the large values begin isn't known: until all
+        keys of the lost page are read, none has more than an eighth of it, or those before the large values would
+        make pages grow until the next is lost in the same way, again and again.
+        """
+        self._doubtful, self._most = self.keys, max(1, self.keys // 8)
+        self.keys = 1
+
+
+async def read_pages(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
+    """Read all of a range.
+
+    There is no bound for all of it, as there is none for what it holds; there is one for the time without any page.
+
+    Raises:
+        Compacted: The revision that the request names is gone.
+        EtcdUnavailable: No member answered in time, not even with a single key.
+        EtcdRefused: It is refused.
+    """
+    reads = 0
+    while True:
+        try:
+            return await _read(members, request)
+        except Compacted:
+            reads += 1
+            if request.revision or reads == _MOST_READS:
+                raise
+
+
+async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
+    page = kv_pb2.RangeRequest()
+    page.CopyFrom(request)
+    sizes = PageSizes() if request.range_end else PageSizes(1)
+    pairs: list[KeyValue] = []
+    # Seconds for a page of a single key; one of several gets those of an attempt.
+    alone = members.request_timeout
+    while True:
+        page.limit = sizes.keys
+        try:
+            # What a member has, it can tell without a leader.
+            response = await members.ask(
+                "/etcdserverpb.KV/Range",
+                page,
+                kv_pb2.RangeResponse,
+                timeout=alone if page.limit == 1 else members.attempt_timeout,
+                leader=not page.serializable,
+            )
+        except (EtcdRefused, EtcdUnavailable) as error:
+            if page.limit == 1 or not _may_be_for_its_size(error):
+                raise
+            sizes.lost()
+            # What is left: so, whoever waits for a cluster that is gone hears of it when any other request would say
+            # so, unless an attempt may take more than half of a request's time.
+            alone = max(members.attempt_timeout, members.request_timeout - members.attempt_timeout)
+            continue
+        # The first page says which revision all the others are read at.
+        page.revision = page.revision or response.header.revision
+        pairs += from_pairs(response.kvs)
+        if not response.more or not response.kvs:
+            return Snapshot(pairs, page.revision)
+        page.key = response.kvs[-1].key + b"\0"
+        sizes.came(len(response.kvs), response.ByteSize())
+        alone = members.request_timeout
+
+
+def _may_be_for_its_size(error: EtcdRefused | EtcdUnavailable) -> bool:
+    """Whether a smaller page may come where this one didn't: a slow link and a member that hangs look the same."""
+    return isinstance(error, EtcdUnavailable) or error.reason is Reason.TOO_LARGE
 
 
 class EtcdClient:
@@ -190,10 +309,135 @@ class EtcdClient:
 
     async def versions(self) -> dict[str, str]:
         """The version of each member that answers, by its endpoint; empty where our user may not ask."""
-        from rallypoint.etcd.version import statuses  # noqa: PLC0415
 
         return {where: status.version for where, status in (await statuses(self)).items()}
 
     async def close(self) -> None:
         """End every call, watch and connection."""
         await self.members.close()
+
+
+# ---- What the members of a cluster say of themselves: too old, nearly full, in trouble.
+
+
+OLDEST = (3, 4, 0)
+"""What we can work with at all."""
+
+RECOMMENDED = (3, 6, 9)
+"""Older ones have known faults, which we work around or which are rare."""
+
+# etcd's default for --quota-backend-bytes, which servers before 3.6 don't tell.
+_DEFAULT_QUOTA = 2 * 1024**3
+_NEARLY_FULL = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One member. `version` empty: our user may not ask; `quota` 0: it doesn't say; `alarms` are for people."""
+
+    version: str
+    db_size: int
+    quota: int
+    alarms: tuple[str, ...]
+    learner: bool
+
+
+async def statuses(client: EtcdClient) -> dict[str, MemberStatus]:
+    """Each member that answers, by its endpoint.
+
+    Raises:
+        EtcdUnavailable: None does.
+        EtcdRefused: What answers is no etcd, or won't let us in.
+    """
+    members = client.members
+    asked = [_status(client, index) for index in range(len(members.connections))]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found: dict[str, MemberStatus] = {}
+    failure: EtcdError | None = None
+    for connection, answer in zip(members.connections, answers, strict=True):
+        if isinstance(answer, MemberStatus):
+            found[connection.where] = answer
+        elif isinstance(answer, EtcdError):
+            failure = answer if failure is None or isinstance(answer, EtcdRefused) else failure
+        else:
+            raise answer
+    if not found:
+        assert failure is not None
+        raise failure
+    return found
+
+
+async def _status(client: EtcdClient, index: int) -> MemberStatus:
+    members = client.members
+    connection = members.connections[index]
+    await connection.ready(members.attempt_timeout)
+    try:
+        response = await members.call(
+            connection,
+            "/etcdserverpb.Maintenance/Status",
+            maintenance_pb2.StatusRequest(),
+            maintenance_pb2.StatusResponse,
+            timeout=members.attempt_timeout,
+            # A member that has none still knows its version.
+            leader=False,
+        )
+    except EtcdRefused as error:
+        if error.reason is not Reason.PERMISSION_DENIED:
+            raise
+        # Late releases of 3.5 answer that to root only.
+        return MemberStatus("", 0, 0, (), learner=False)
+    alarms = tuple(text.strip() for text in response.errors if "alarm" in text)
+    return MemberStatus(
+        response.version, response.db_size, response.db_size_quota, alarms, learner=response.is_learner
+    )
+
+
+def parse_version(text: str) -> tuple[int, int, int] | None:
+    """The numbers of a version like 3.6.0-rc.1; None: it is none."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2]), int(match[3] or 0)
+
+
+def advice(found: dict[str, MemberStatus]) -> list[str]:
+    """What an operator should be told of the members, one line each.
+
+    Raises:
+        EtcdRefused: One is older than what we can work with.
+    """
+    lines: list[str] = []
+    for where, status in found.items():
+        version = parse_version(status.version)
+        if version is not None and version < OLDEST:
+            raise EtcdRefused(
+                Reason.NOT_ETCD, f"{where}: etcd {status.version} is too old: 3.4 or newer is needed"
+            )
+        if not status.version:
+            lines.append(
+                f"{where}: this user may not ask etcd for its version: see that it is 3.6.9 or newer"
+            )
+        elif version is None or version < RECOMMENDED:
+            lines.append(
+                f"{where}: etcd {status.version} is older than recommended: upgrade to 3.6.9 or newer"
+            )
+        quota = status.quota or _DEFAULT_QUOTA
+        if status.db_size > _NEARLY_FULL * quota:
+            lines.append(
+                f"{where}: the database has {status.db_size >> 20} MiB of {quota >> 20} MiB, at which etcd takes no"
+                " more writes: compact and defragment it, or raise --quota-backend-bytes"
+            )
+        if status.learner:
+            lines.append(f"{where}: this member is a learner, which answers few requests: name a voting one")
+        lines.extend(f"{where}: etcd has raised an alarm: {alarm}" for alarm in status.alarms)
+    return lines
+
+
+async def check_versions(client: EtcdClient) -> list[str]:
+    """Look at every member that answers; what an operator should be told, one line each.
+
+    Raises:
+        EtcdUnavailable: None answers.
+        EtcdRefused: One is too old, or won't let us in.
+    """
+    return advice(await statuses(client))

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable
 
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.connection import Connection
+from rallypoint.etcd.cluster import Connection
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
-from rallypoint.etcd.leases import renew
+from rallypoint.etcd.streams import renew
 from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.selector import Pace

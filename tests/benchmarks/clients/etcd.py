@@ -18,8 +18,8 @@ import grpc
 
 from benchmarks.clients.command import carry_out
 from benchmarks.clients.swarm import SwarmError, ready
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import Enum, auto
 
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Put, Txn, TxnResult, prefix_end

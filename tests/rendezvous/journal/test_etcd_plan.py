@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.etcd.codec import to_txn
-from rallypoint.etcd.values import Delete, Put, Txn
+from rallypoint.etcd.values import Delete, Put, Txn, to_txn
 from rallypoint.rendezvous.journal.etcd_packing import Change
 from rallypoint.rendezvous.journal.etcd_plan import CLEAR_STAGING, Cost, Step, cost, plan, unstage
 from rallypoint.rendezvous.journal.etcd_values import PART_BYTES

@@ -12,7 +12,7 @@ from typing import TypeVar
 import grpc.aio
 import pytest
 
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.replicas.ownership import Moves

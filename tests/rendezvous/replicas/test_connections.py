@@ -7,7 +7,7 @@ import asyncio
 from cli.cli_process import RALLYPOINT
 from etcd_server import NEEDS_ETCD
 from mortal import mortal
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.replicas.served import PATIENCE, refusal, run_in, served, shared_out
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import pytest
 
 from etcd_server import NEEDS_ETCD
-from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.errors import EtcdAway, NotOwner
 from rallypoint.rendezvous.gradual import Work

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
-from rallypoint.etcd.address import parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.errors import EtcdFull

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.layout import DEFAULT_SHARDS, agreed_shards

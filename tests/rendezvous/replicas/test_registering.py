@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from etcd_server import etcd_cluster
-from rallypoint.etcd.address import EtcdAddress, parse_address
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.replicas import registering
 from rallypoint.rendezvous.replicas.keys import Keys

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from etcd_server import NEEDS_ETCD
-from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous import recovery
 from rallypoint.rendezvous.replicas import replica

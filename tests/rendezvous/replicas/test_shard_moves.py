@@ -10,7 +10,7 @@ import pytest
 
 from etcd_server import NEEDS_ETCD
 from log_events import log_events
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.replicas import waves
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.etcd import connection as etcd_connection
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd import cluster as etcd_connection
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 from rallypoint.rendezvous.replicas import service
 from rallypoint.rendezvous.replicas.keys import Keys

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from rallypoint.etcd.address import EtcdAddress
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.replicas.replica import Replicas

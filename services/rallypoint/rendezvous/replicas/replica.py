@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 
-from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.client import EtcdClient, check_versions
 from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, Reason
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
-from rallypoint.etcd.version import check_versions
 from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.journal.etcd_owner import Owner
 from rallypoint.rendezvous.replicas.cluster import Cluster

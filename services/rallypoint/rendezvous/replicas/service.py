@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
-from rallypoint.etcd.address import EtcdAddress
 from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.fenced_state.core import StateLimits

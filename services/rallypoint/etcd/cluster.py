@@ -1,0 +1,479 @@
+"""The connection to one member of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from rallypoint.etcd.endpoint import Credentials, EtcdAddress
+from rallypoint.etcd.errors import (
+    ClientClosed,
+    EtcdError,
+    EtcdRefused,
+    EtcdUnavailable,
+    TokenRefused,
+    of_call,
+)
+from rallypoint.etcd.v1 import auth_pb2, maintenance_pb2
+from rallypoint.rpc.channel import CLIENT_ARGUMENTS
+from rallypoint.rpc.endpoint import Endpoint
+from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+
+_T = TypeVar("_T")
+
+MAX_RECEIVED_BYTES = 256 * 1024 * 1024
+"""Of one message: pages of keys stay far below it, whatever their values."""
+
+_OURS = {
+    # etcd ends connections that ping more often than every 5 s, or at all while no call is open.
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+    "grpc.keepalive_permit_without_calls": 0,
+    "grpc.max_receive_message_length": MAX_RECEIVED_BYTES,
+    # The server has the last word on what is too large: it may have been told to take more.
+    "grpc.max_send_message_length": -1,
+}
+_ARGUMENTS = tuple({**dict(CLIENT_ARGUMENTS), **_OURS}.items())
+
+# A name may stand for all members: every other call then goes to another one, so that none that hangs gets all.
+_OF_A_NAME = (("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),)
+
+# Seconds: a call fails at once on a connection that can't be made, unless another attempt has just begun.
+_CAUSE_PATIENCE = 0.1
+
+_READY = grpc.ChannelConnectivity.READY
+_FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+_SHUT = grpc.ChannelConnectivity.SHUTDOWN
+
+
+class Connection:
+    """A channel to one endpoint, and calls on it by their path."""
+
+    def __init__(self, endpoint: Endpoint, credentials: Credentials) -> None:
+        """Connects when first used."""
+        self.where = str(endpoint)
+        self._endpoint = endpoint
+        self._credentials = credentials
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self._change: asyncio.Task[None] | None = None
+        # Why the last attempt to connect failed; empty since it is connected.
+        self._obstacle = ""
+        self._shown = credentials.current
+        self._channel = self._open()
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until it is connected.
+
+        Raises:
+            EtcdUnavailable: It isn't, and can't be now or in that many seconds. Nothing was sent.
+            ClientClosed: It never will be.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while (state := self._channel.get_state(try_to_connect=True)) is not _READY:
+            if state is _SHUT:
+                raise ClientClosed
+            if state is _FAILED:
+                await self._show_new_credentials()
+                cause = await self._cause()
+                self._obstacle = cause + self._advice(cause)
+                raise EtcdUnavailable(f"{self.where}: can't connect: {self._obstacle}", unsent=True)
+            if self._change is None or self._change.done():
+                # One for all that wait: gRPC forgets none of them before the state has changed.
+                self._change = asyncio.ensure_future(self._channel.wait_for_state_change(state))
+            remaining = deadline - loop.time()
+            if remaining <= 0 or not (await asyncio.wait({self._change}, timeout=remaining))[0]:
+                before = f"; before that: {self._obstacle}" if self._obstacle else ""
+                raise EtcdUnavailable(
+                    f"{self.where}: not connected after {timeout:.3g} s{before}", unsent=True
+                )
+        self._obstacle = ""
+
+    async def _cause(self) -> str:
+        """Why it can't connect, which gRPC tells calls only: one that does nothing, should it get through."""
+        path, answer = "/etcdserverpb.Maintenance/Status", maintenance_pb2.StatusResponse
+        try:
+            await self.unary(path, maintenance_pb2.StatusRequest(), answer, _CAUSE_PATIENCE, ())
+        except EtcdError as error:
+            return str(error).removeprefix(f"{self.where}: ")
+        return "it did a moment ago"
+
+    def _advice(self, cause: str) -> str:
+        """What may be wrong where the two sides mean different things by the security of a connection."""
+        said, names = cause.lower(), self._credentials.names
+        if self._shown is None:
+            return "; perhaps it speaks TLS: etcds:// then" if "socket closed" in said else ""
+        if "handshake read failed" in said:
+            return "; perhaps it speaks no TLS: etcd:// then, and no certificates"
+        if "tsi_data_corrupted" in said:
+            return f"; perhaps it wants a certificate of ours that it knows: {names.certificate}, {names.key}"
+        if "certificate_verify_failed" in said:
+            return f"; perhaps its certificate is of an authority of its own: {names.authorities}"
+        return ""
+
+    def _open(self) -> grpc.aio.Channel:
+        options = _ARGUMENTS if _is_address(self._endpoint.host) else (*_ARGUMENTS, *_OF_A_NAME)
+        if self._shown is None:
+            return grpc.aio.insecure_channel(self._endpoint.target, options=options)
+        return grpc.aio.secure_channel(self._endpoint.target, self._shown, options=options)
+
+    async def _show_new_credentials(self) -> None:
+        """Begin anew with other credentials, if there are any. Nothing is under way on a channel that can't connect."""
+        self._credentials.refresh()
+        if self._credentials.current is self._shown:
+            return
+        self._shown = self._credentials.current
+        old, self._channel, self._calls = self._channel, self._open(), {}
+        await old.close()
+
+    async def unary(
+        self, path: str, request: Message, answer: type[Message], timeout: float, metadata: Metadata
+    ) -> Any:
+        """Call the method at this path, once.
+
+        Raises:
+            EtcdUnavailable: The outcome is unknown.
+            EtcdError: It is refused.
+        """
+        call = self._calls.get(path)
+        if call is None:
+            call = self._calls[path] = self._channel.unary_unary(
+                path, request_serializer=_serialize, response_deserializer=answer.FromString
+            )
+        try:
+            return await self.outcome(call(request, timeout=timeout, metadata=metadata))
+        except grpc.aio.UsageError:
+            raise ClientClosed from None
+
+    def stream(self, path: str, answer: type[Message], metadata: Metadata) -> Any:
+        """Begin a stream both ways of the method at this path; await what it does in `outcome`, and cancel it.
+
+        Raises:
+            ClientClosed: There can be none.
+        """
+        call = self._calls.get(path)
+        if call is None:
+            call = self._calls[path] = self._channel.stream_stream(
+                path, request_serializer=_serialize, response_deserializer=answer.FromString
+            )
+        try:
+            return call(metadata=metadata)
+        except grpc.aio.UsageError:
+            raise ClientClosed from None
+
+    async def outcome(self, doing: Awaitable[_T]) -> _T:
+        """What comes of something that a call does.
+
+        Raises:
+            EtcdError: In our words, what went wrong.
+        """
+        try:
+            return await doing
+        except grpc.aio.AioRpcError as error:
+            raise of_call(error, self.where) from None
+        except asyncio.InvalidStateError:
+            # The call was over before it was asked.
+            raise EtcdUnavailable(f"{self.where}: the call has ended") from None
+        except asyncio.CancelledError:
+            # gRPC also cancels whoever waits for a call that somebody else ends, with the client.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EtcdUnavailable(f"{self.where}: the call was cancelled") from None
+
+    async def close(self) -> None:
+        """End every call on it."""
+        if self._change is not None:
+            self._change.cancel()
+        await self._channel.close()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+# ---- The token that goes along with the calls of a user: asked for once, and again when it has become invalid.
+
+
+_PATH = "/etcdserverpb.Auth/Authenticate"
+
+
+class Tokens:
+    """One token for all members: they share it, until it dies of age or one of them restarts."""
+
+    def __init__(self, user: str, password: str) -> None:
+        """`user` empty: calls go without."""
+        self._user = user
+        self._password = password
+        # None: to be asked for. Empty: none is needed.
+        self._token = None if user else ""
+        self._asking: asyncio.Task[str] | None = None
+
+    @property
+    def has_user(self) -> bool:
+        """Whether there can be another token."""
+        return bool(self._user)
+
+    async def get(self, connection: Connection, timeout: float, stale: str | None = None) -> str:
+        """The token to call with; empty: without one.
+
+        Args:
+            connection: The member to ask, if that must be done.
+            timeout: Seconds that it may take.
+            stale: A token that was refused: not that one again.
+
+        Raises:
+            EtcdUnavailable: There is no answer. Nothing else was sent.
+            EtcdRefused: UNAUTHENTICATED: no such user, or another password.
+        """
+        if self._token is not None and (self._token != stale or not self._user):
+            return self._token
+        if self._asking is None:
+            # Checking a password takes a server a tenth of a second: once is enough for all that wait.
+            self._asking = asyncio.ensure_future(self._ask(connection, timeout))
+            self._asking.add_done_callback(self._asked)
+        asking = self._asking
+        done, _ = await asyncio.wait({asking}, timeout=timeout)
+        if not done or asking.cancelled():
+            raise EtcdUnavailable(f"{connection.where}: no token after {timeout:g} s", unsent=True)
+        try:
+            return asking.result()
+        except EtcdRefused:
+            raise
+        except EtcdError as error:
+            raise EtcdUnavailable(str(error), unsent=True) from None
+
+    async def _ask(self, connection: Connection, timeout: float) -> str:
+        request = auth_pb2.AuthenticateRequest(name=self._user, password=self._password)
+        try:
+            response = await connection.unary(_PATH, request, auth_pb2.AuthenticateResponse, timeout, ())
+        except EtcdRefused as error:
+            if "authentication is not enabled" not in str(error):
+                raise
+            # It was turned off, or isn't turned on yet; when it is, calls without a token are refused.
+            return ""
+        return str(response.token)
+
+    def _asked(self, asking: asyncio.Task[str]) -> None:
+        self._asking = None
+        if not asking.cancelled() and asking.exception() is None:
+            self._token = asking.result()
+
+    def close(self) -> None:
+        """Let go of who waits."""
+        if self._asking is not None:
+            self._asking.cancel()
+
+
+# ---- The members of a cluster: which of them is called, and when another is tried.
+
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+# A member without a leader then refuses at once, instead of holding a call until there is one again, and ends
+# streams on which nothing would come.
+_REQUIRE_LEADER = ("hasleader", "true")
+
+
+class Members:
+    """Connections to all members. One of them is called until it fails; then the next is, for everybody."""
+
+    def __init__(self, address: EtcdAddress, pace: Pace, request_timeout: float) -> None:
+        """Connects when first used.
+
+        Args:
+            address: Where the members are.
+            pace: How time passes.
+            request_timeout: Seconds that a request may take over all of them.
+
+        Raises:
+            TLSFileError: a TLS file is missing, unusable or does not match.
+        """
+        credentials = Credentials(address.tls)
+        self.connections = [Connection(endpoint, credentials) for endpoint in address.endpoints]
+        self.pace = pace
+        self.request_timeout = request_timeout
+        self.attempt_timeout = min(request_timeout, address.attempt_timeout)
+        self.tokens = Tokens(address.user, address.password)
+        # Not all clients of a cluster begin with its first member.
+        self._current = int(pace.draw() * len(self.connections)) % len(self.connections)
+
+    @property
+    def current(self) -> Connection:
+        """The one that is called next."""
+        return self.connections[self._current]
+
+    def move_on(self, failed: Connection) -> None:
+        """Call the next member from now on, unless somebody has moved on from this one already."""
+        if self.current is failed:
+            self._current = (self._current + 1) % len(self.connections)
+
+    async def ask(
+        self,
+        path: str,
+        request: Message,
+        answer: type[_Answer],
+        *,
+        timeout: float | None = None,
+        leader: bool = True,
+    ) -> _Answer:
+        """Call a method that may be called twice, until a member answers.
+
+        Args:
+            path: Of the method.
+            request: Its argument.
+            answer: The kind of its answer.
+            timeout: Seconds, instead of the client's.
+            leader: Whether a member that has no leader is to refuse.
+
+        Raises:
+            EtcdUnavailable: None did in time.
+            EtcdError: It is refused.
+        """
+        attempts = MemberAttempts(self, self.request_timeout if timeout is None else timeout)
+        while True:
+            connection = self.current
+            try:
+                await connection.ready(attempts.patience())
+                return await self.call(
+                    connection, path, request, answer, timeout=attempts.patience(), leader=leader
+                )
+            except EtcdUnavailable as error:
+                await attempts.failed(connection, error)
+
+    async def ask_once(
+        self, path: str, request: Message, answer: type[_Answer], *, timeout: float | None = None
+    ) -> _Answer:
+        """Send a request once, to a member that is connected.
+
+        Raises:
+            EtcdUnavailable: The outcome is unknown, unless it says that nothing was sent.
+            EtcdError: It is refused.
+        """
+        attempts = MemberAttempts(self, self.request_timeout if timeout is None else timeout)
+        while True:
+            connection = self.current
+            try:
+                await connection.ready(attempts.patience())
+                return await self.call(connection, path, request, answer, timeout=attempts.patience())
+            except EtcdUnavailable as error:
+                if not error.unsent:
+                    self.move_on(connection)
+                    raise
+                await attempts.failed(connection, error)
+
+    async def call(
+        self,
+        connection: Connection,
+        path: str,
+        request: Message,
+        answer: type[_Answer],
+        *,
+        timeout: float,
+        leader: bool = True,
+    ) -> _Answer:
+        """One attempt at one member, and another if it knew our token no more: it has done nothing then.
+
+        Raises:
+            EtcdUnavailable: The outcome is unknown, unless it says that nothing was sent.
+            EtcdError: It is refused.
+        """
+
+        async def send(token: str, remaining: float) -> _Answer:
+            metadata = self.metadata(token, leader=leader)
+            return await connection.unary(path, request, answer, remaining, metadata)  # type: ignore[no-any-return]
+
+        return await self.with_token(connection, timeout, send)
+
+    async def with_token(
+        self, connection: Connection, timeout: float, send: Callable[[str, float], Awaitable[_T]]
+    ) -> _T:
+        """Send something with our token, and once more with another if the member refuses that one.
+
+        Args:
+            connection: The member.
+            timeout: Seconds for all of it.
+            send: Sends it with a token, within so many seconds.
+
+        Raises:
+            EtcdUnavailable: There is no good token in time: nothing was done.
+            EtcdRefused: UNAUTHENTICATED: there is no such user, or none was given.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout
+        token = await self.tokens.get(connection, timeout)
+        try:
+            return await send(token, deadline - clock())
+        except TokenRefused as error:
+            if not self.tokens.has_user:
+                raise error.final() from None
+        token = await self.tokens.get(connection, max(0.0, deadline - clock()), stale=token)
+        try:
+            return await send(token, deadline - clock())
+        except TokenRefused as error:
+            # The cluster's users were changed once more in between.
+            raise EtcdUnavailable(str(error), unsent=True) from None
+
+    def metadata(self, token: str, *, leader: bool = True) -> Metadata:
+        """What goes along with a call."""
+        return (*((_REQUIRE_LEADER,) if leader else ()), *((("token", token),) if token else ()))
+
+    async def close(self) -> None:
+        """End every call and every connection."""
+        self.tokens.close()
+        await asyncio.gather(*(connection.close() for connection in self.connections))
+
+
+class MemberAttempts:
+    """Attempts at one call over all members, until it has taken too long."""
+
+    def __init__(self, members: Members, timeout: float) -> None:
+        """`timeout`: there are attempts for so many seconds from now."""
+        self._members = members
+        self._timeout = timeout
+        self._deadline = members.pace.clock() + timeout
+        self._backoff = FIRST_BACKOFF
+        self._failures = 0
+
+    def remaining(self) -> float:
+        """Seconds until it has taken too long."""
+        return max(0.0, self._deadline - self._members.pace.clock())
+
+    def patience(self) -> float:
+        """Seconds to wait for one member."""
+        return min(self.remaining(), self._members.attempt_timeout)
+
+    async def failed(self, connection: Connection, error: EtcdUnavailable) -> None:
+        """Move on to the next member; wait a little when all have failed.
+
+        Raises:
+            EtcdUnavailable: It has taken too long.
+        """
+        members = self._members
+        members.move_on(connection)
+        self._failures += 1
+        if self._failures % len(members.connections) == 0:
+            pause = members.pace.draw() * self._backoff
+            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+            await members.pace.sleep(min(pause, self.remaining()))
+        if self.remaining() <= 0:
+            raise EtcdUnavailable(
+                f"etcd gave no answer for {self._timeout:g} s ({error})", unsent=error.unsent
+            ) from None
