@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings, RunState, WorkerFailure
 from rallypoint.rendezvous.engine import RendezvousEngine
@@ -23,8 +25,6 @@ from rallypoint.rendezvous.journal.journal import (
     Record,
     Recovered,
 )
-from rallypoint.rendezvous.limits import RendezvousLimits
-from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import run_summary
 from rallypoint.rpc.clock import LagSettings

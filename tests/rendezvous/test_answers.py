@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rallypoint.rendezvous.answers import settle
-from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.base.cooperative import settle
+from rallypoint.rendezvous.core.commands import RunNotFound
 
 
 def waiting() -> asyncio.Future[bytes]:

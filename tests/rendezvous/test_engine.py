@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from rallypoint.rendezvous.base.errors import Draining, StreamReplaced
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.refusals import (
+from rallypoint.rendezvous.core.commands import (
     JoinTimedOut,
     LeaseLost,
     RevisionAhead,
@@ -20,7 +21,6 @@ from rallypoint.rendezvous.core.refusals import (
 )
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.errors import Draining, StreamReplaced
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

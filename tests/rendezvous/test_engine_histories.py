@@ -17,14 +17,14 @@ from typing import Any, get_args
 import pytest
 
 from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import commands, facts
-from rallypoint.rendezvous.core.refusals import Refused
+from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.core.state import RankPolicy, ScaleUpPolicy, WorkerFailure
 from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import Record
-from rallypoint.rendezvous.limits import RendezvousLimits
-from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rendezvous.engine_fixtures import Stage, idle, staged

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from rallypoint.rendezvous.core import refusals
-from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
-from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.errors import (
+from rallypoint.rendezvous.base import refusals as state
+from rallypoint.rendezvous.base import refusals as store
+from rallypoint.rendezvous.base.errors import (
     Draining,
     EtcdAway,
     EtcdFull,
@@ -19,10 +18,11 @@ from rallypoint.rendezvous.errors import (
     StreamReplaced,
     of_unknown_outcome,
 )
-from rallypoint.rendezvous.fenced_state import refusals as state
+from rallypoint.rendezvous.base.limits import LimitReached
+from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
+from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.limits import LimitReached
-from rallypoint.rendezvous.store import refusals as store
 
 DIFFERENCES: dict[str, tuple[object, object]] = {
     "max_nodes": (2, 4),
@@ -31,57 +31,57 @@ DIFFERENCES: dict[str, tuple[object, object]] = {
 
 
 TABLE: list[tuple[Exception, StatusCode, str, dict[str, str]]] = [
-    (refusals.RunNotFound("r"), StatusCode.NOT_FOUND, "RUN_NOT_FOUND", {"run_id": "r"}),
+    (commands.RunNotFound("r"), StatusCode.NOT_FOUND, "RUN_NOT_FOUND", {"run_id": "r"}),
     (
-        refusals.RunIsClosed("r", Outcome.SUCCEEDED, "all done"),
+        commands.RunIsClosed("r", Outcome.SUCCEEDED, "all done"),
         StatusCode.FAILED_PRECONDITION,
         "RUN_CLOSED",
         {"run_id": "r", "outcome": "SUCCEEDED"},
     ),
     (
-        refusals.SettingsDiffer("r", DIFFERENCES),
+        commands.SettingsDiffer("r", DIFFERENCES),
         StatusCode.FAILED_PRECONDITION,
         "SETTINGS_DIFFER",
         {"max_nodes": "2", "scale_up_policy": "IMMEDIATE"},
     ),
     (
-        refusals.LeaseLost("r", "n", 3, None),
+        commands.LeaseLost("r", "n", 3, None),
         StatusCode.FAILED_PRECONDITION,
         "LEASE_LOST",
         {"run_id": "r", "node_id": "n", "lease": "3"},
     ),
     (
-        refusals.LeaseLost("r", "n", 3, 7),
+        commands.LeaseLost("r", "n", 3, 7),
         StatusCode.FAILED_PRECONDITION,
         "LEASE_LOST",
         {"run_id": "r", "node_id": "n", "lease": "3", "superseded_by": "7"},
     ),
     (
-        refusals.JoinTimedOut("r", "n", 4, 600.0),
+        commands.JoinTimedOut("r", "n", 4, 600.0),
         StatusCode.FAILED_PRECONDITION,
         "JOIN_TIMED_OUT",
         {"run_id": "r", "node_id": "n", "min_nodes": "4"},
     ),
     (
-        refusals.RevisionAhead("r", 9, 5),
+        commands.RevisionAhead("r", 9, 5),
         StatusCode.OUT_OF_RANGE,
         "REVISION_AHEAD",
         {"run_id": "r", "revision": "9", "current": "5"},
     ),
     (
-        refusals.NodeIsEvicted("r", "n", "bad host"),
+        commands.NodeIsEvicted("r", "n", "bad host"),
         StatusCode.FAILED_PRECONDITION,
         "NODE_EVICTED",
         {"run_id": "r", "node_id": "n", "by": "operator"},
     ),
     (
-        refusals.NodeIsEvicted("r", "n", "its workers failed 4 times", by_service=True),
+        commands.NodeIsEvicted("r", "n", "its workers failed 4 times", by_service=True),
         StatusCode.FAILED_PRECONDITION,
         "NODE_EVICTED",
         {"run_id": "r", "node_id": "n", "by": "service"},
     ),
     (
-        refusals.TooManyEvicted("r", 5),
+        commands.TooManyEvicted("r", 5),
         StatusCode.RESOURCE_EXHAUSTED,
         "TOO_MANY_EVICTED",
         {"run_id": "r", "limit": "5"},
@@ -228,7 +228,7 @@ def test_what_was_refused_is_told_apart_from_what_may_have_been_done() -> None:
 
 def test_every_refusal_is_in_the_table() -> None:
     """None can reach the wire as an unexpected error."""
-    assert set(refusals.Refused.__subclasses__()) <= {type(row[0]) for row in TABLE}
+    assert set(commands.Refused.__subclasses__()) <= {type(row[0]) for row in TABLE}
 
 
 def test_what_it_does_not_know_it_leaves_alone() -> None:

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.codec import encode_record
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.refusals import RevisionAhead
+from rallypoint.rendezvous.core.commands import RevisionAhead
 from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
-from rallypoint.rendezvous.errors import EventsCompacted
 from rallypoint.rendezvous.event_filter import Wanted
 from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
 from rallypoint.rendezvous.history import History

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from rallypoint.rendezvous.base.limits import LimitReached, RendezvousLimits, StoreLimits
+from rallypoint.rendezvous.base.refusals import RunStoreFull, TooManyWaiters
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.limits import LimitReached, RendezvousLimits
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.refusals import RunStoreFull, TooManyWaiters
 from rallypoint.rendezvous.store.writes import Set
 from rendezvous.engine_fixtures import RUN, Stage, begun, staged
 from rendezvous.store.store_fakes import Rounds, TestJournal, open_store

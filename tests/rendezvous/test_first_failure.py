@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from rallypoint.rendezvous.core import commands
+from rallypoint.rendezvous.core.commands import NodeIsEvicted
 from rallypoint.rendezvous.core.failures import SETTLING
-from rallypoint.rendezvous.core.refusals import NodeIsEvicted
 from rallypoint.rendezvous.core.state import WorkerFailure
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import Member

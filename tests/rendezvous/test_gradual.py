@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.gradual import Work, finish
+from rallypoint.rendezvous.base.cooperative import Work, finish
 
 
 def _count(to: int) -> Work[int]:

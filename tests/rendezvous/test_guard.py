@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from rallypoint.rendezvous.base.entries import Operation, Writer
+from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.refusals import LeaseLost
-from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.fenced_state.core import SetState
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set
 from rendezvous.shard_fixtures import RUN, Scene, begun, idle, opened, refusal_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.service import registrations
 from rallypoint.rendezvous.shard import Shard

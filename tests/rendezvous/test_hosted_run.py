@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.refusals import NodeIsEvicted, RevisionAhead, RunNotFound
-from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.core.commands import NodeIsEvicted, RevisionAhead, RunNotFound
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
 

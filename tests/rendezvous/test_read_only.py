@@ -12,22 +12,21 @@ from typing import cast
 import pytest
 
 from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.base.cooperative import finish
+from rallypoint.rendezvous.base.entries import Operation
+from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, RendezvousLimits
+from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
+from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.core.state import RunState, WorkerFailure
-from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.event_servicer import EventServicer
 from rallypoint.rendezvous.fenced_state.core import SetState
-from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.journal.journal import JournalError, Record
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.run_pages import list_runs, nodes_page
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver
-from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.store.writes import Add, Delete, Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.shard_fixtures import OWNER, RUN, Scene, ShardJournal, elsewhere, opened

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.base.cooperative import finish
+from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.gradual import finish
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, JournalError, Record, Recovered
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.recovery import Numbers, RecoveredRuns, recover_runs
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot

@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous import recovery
+from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.entries import RESERVED, StoreChange
+from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.base.limits import RendezvousLimits, Totals
 from rallypoint.rendezvous.codec import decode_record, encode_record
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.execute import execute
+from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
-from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.fenced_state.core import SPACE, States
-from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record, Recovered
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.shard import Shard, open_shard
-from rallypoint.rendezvous.shares import Totals
-from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.operations import RESERVED
-from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import journal_pb2
 from rendezvous.engine_fixtures import NO_PAUSES

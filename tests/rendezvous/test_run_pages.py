@@ -11,7 +11,7 @@ import pytest
 
 from rallypoint.rendezvous import run_pages
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.core.execute import carry_out
+from rallypoint.rendezvous.core.decide import carry_out
 from rallypoint.rendezvous.core.state import Outcome, RunEnd, RunSettings, RunState, WorkerFailure
 from rallypoint.rendezvous.requests import TRACEBACK_BYTES
 from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page, runs_page

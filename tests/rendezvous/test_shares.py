@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 
+from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.base.limits import LimitReached, RendezvousLimits, Share, Total, Totals
+from rallypoint.rendezvous.base.refusals import StateBusy, StatesFull, TooManyStates, TooManyWatchers
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.fenced_state.core import STATE_OVERHEAD_BYTES, SetState, StateLimits
-from rallypoint.rendezvous.fenced_state.refusals import (
-    StateBusy,
-    StatesFull,
-    TooManyStates,
-    TooManyWatchers,
-)
-from rallypoint.rendezvous.limits import LimitReached, RendezvousLimits
-from rallypoint.rendezvous.shares import Share, Total, Totals
 from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, refusal_of
 
 

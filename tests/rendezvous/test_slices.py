@@ -7,8 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from rallypoint.rendezvous.gradual import Work
-from rallypoint.rendezvous.slices import Slices
+from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rendezvous.turn_counter import TickingClock, Turns, counting
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rallypoint.rendezvous.slot import Slot
+from rallypoint.rendezvous.base.cooperative import Slot
 from rendezvous.engine_fixtures import begun
 
 

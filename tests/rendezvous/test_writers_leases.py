@@ -10,14 +10,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from rallypoint.rendezvous.core.refusals import LeaseLost, RunIsClosed, RunNotFound
+from rallypoint.rendezvous.base.entries import Writer
+from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.journal.memory import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import (

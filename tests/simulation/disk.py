@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.journal import (
     Checkpoint,
     Dropped,
@@ -17,7 +18,6 @@ from rallypoint.rendezvous.journal.journal import (
     Record,
     Recovered,
 )
-from rallypoint.rendezvous.store.ports import StoreChange
 from simulation.clockwork import TICK, Clockwork, Process
 
 

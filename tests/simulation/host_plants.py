@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous import client
-from rallypoint.rendezvous.core import failures, leases, newcomers
+from rallypoint.rendezvous.core import apply, failures, newcomers
 from rallypoint.rendezvous.core.state import RunState
 from rallypoint.rendezvous.engine import RendezvousEngine
 from simulation.plants import Plant, give_no_time_after_a_pause
@@ -39,13 +39,13 @@ def end_a_run_while_participants_are_silent(patch: pytest.MonkeyPatch) -> None:
 
 def overlook_broken_streams(patch: pytest.MonkeyPatch) -> None:
     """A node whose stream broke is taken for one that is there, for as long as its lease lasts."""
-    disconnect = leases.disconnect
+    disconnect = apply.disconnect
 
     def careless(state: RunState, node_id: str, now: float) -> None:
         disconnect(state, node_id, now)
         state.disconnected.discard(node_id)
 
-    patch.setattr(leases, "disconnect", careless)
+    patch.setattr(apply, "disconnect", careless)
 
 
 def give_up_for_a_late_first_message(patch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core.state import RunSettings
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from simulation.clockwork import MOST_STEPS
 from simulation.cpu import Costs

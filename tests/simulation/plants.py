@@ -12,23 +12,14 @@ import pytest
 
 from rallypoint.agent import core as agent_core
 from rallypoint.rendezvous import engine, recovery, runs
+from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.client import Membership
-from rallypoint.rendezvous.core import (
-    apply,
-    decide,
-    execute,
-    facts,
-    failures,
-    leases,
-    restarts,
-    snapshot,
-)
+from rallypoint.rendezvous.core import apply, decide, facts, failures, snapshot
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.hosted_run import HostedRun, Member
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.lease_clock import LeaseClock
-from rallypoint.rendezvous.slot import Slot
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import Openings
@@ -139,10 +130,10 @@ def give_no_new_term_to_leases(patch: pytest.MonkeyPatch) -> None:
         state.lease_queue = []
         for node in state.nodes.values():
             node.lease_deadline = now + 0.3
-            leases.enqueue(state, node)
+            apply.enqueue(state, node)
 
-    restart = leases.restart_leases
-    patch.setattr(leases, "restart_leases", strict)
+    restart = apply.restart_leases
+    patch.setattr(apply, "restart_leases", strict)
 
 
 def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
@@ -300,13 +291,13 @@ def hold_nothing_back(patch: pytest.MonkeyPatch) -> None:
 
 def count_no_restart_in_its_window(patch: pytest.MonkeyPatch) -> None:
     """Restarts leave their window at once."""
-    patch.setattr(restarts, "note", lambda state, round_, node_id, at: None)
+    patch.setattr(failures, "note", lambda state, round_, node_id, at: None)
 
 
 def count_restarts_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Restarts never leave their window."""
-    patch.setattr(restarts, "forget_old", lambda state, now: None)
-    patch.setattr(restarts, "next_to_be_forgotten", lambda state: None)
+    patch.setattr(failures, "forget_old", lambda state, now: None)
+    patch.setattr(failures, "next_to_be_forgotten", lambda state: None)
     patch.setattr(snapshot, "forget_old", lambda state, now: None)
 
 
@@ -337,7 +328,7 @@ def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
 
 def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:
     """A service that was stopped gives nodes whose streams broke meanwhile the usual grace to come back."""
-    for module in (decide, execute):
+    for module in (decide, decide):
         patch.setattr(module, "spared_until", lambda state: -math.inf)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
+from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from serving.conftest import certificates as certificates  # noqa: PLC0414 (a fixture)

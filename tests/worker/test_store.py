@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.store_socket import StoreSocket
-from rallypoint.rendezvous.store import sizes
+from rallypoint.rendezvous.base import limits
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.worker import store as worker_store
@@ -253,7 +253,7 @@ async def test_the_largest_value_and_one_byte_more(store: Store) -> None:
         store.set("k", value + b"x")
     with pytest.raises(ValueError, match="at most"):
         store.compare_set("k", value, b"x")
-    assert sizes.MAX_VALUE_BYTES == MAX_VALUE_BYTES
+    assert limits.MAX_VALUE_BYTES == MAX_VALUE_BYTES
 
 
 async def test_what_is_refused_is_said_clearly(store: Store) -> None:

@@ -7,16 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from rallypoint.rendezvous.core import commands, facts, leases
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.base.limits import LimitReached
+from rallypoint.rendezvous.core import apply, commands, facts
+from rallypoint.rendezvous.core.commands import RevisionAhead
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
-from rallypoint.rendezvous.core.refusals import RevisionAhead
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
-from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.hosted_run import HostedRun, Member
-from rallypoint.rendezvous.limits import LimitReached
 from rallypoint.rendezvous.runs import DurableRuns
-from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.step import SERVICE
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import StoppedRun, node_update, run_message, run_summary
@@ -86,7 +86,7 @@ class RendezvousEngine(DurableRuns):
                 del run.returning[node_id, lease]
                 if run.holds_lease(node_id, lease) and node_id not in run.members:
                     # Its stream broke before it was let in. It keeps its term: it is the service that was slow.
-                    leases.note_broken(run.state, node_id, self._now())
+                    apply.note_broken(run.state, node_id, self._now())
 
     def renew(self, member: Member, watchdog_trouble: str | None = None) -> None:
         """Take a sign of life of a member.
@@ -105,7 +105,7 @@ class RendezvousEngine(DurableRuns):
 
     def _renew(self, run: HostedRun, node_id: str) -> None:
         now = self._now()
-        if leases.renew(run.state, node_id, now):
+        if apply.renew(run.state, node_id, now):
             self._settle_at(run, now)
 
     def _settle_at(self, run: HostedRun, deadline: float | None) -> None:
@@ -120,7 +120,7 @@ class RendezvousEngine(DurableRuns):
             return
         del run.members[member.node_id]
         if run.holds_lease(member.node_id, member.lease.lease):
-            leases.disconnect(run.state, member.node_id, self._now())
+            apply.disconnect(run.state, member.node_id, self._now())
             self._settle_at(run, run.next_deadline(self._limits.run_ttl))
 
     async def execute(

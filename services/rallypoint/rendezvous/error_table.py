@@ -8,8 +8,9 @@ from functools import singledispatch
 
 from grpc import StatusCode
 
-from rallypoint.rendezvous.core import refusals
-from rallypoint.rendezvous.errors import (
+from rallypoint.rendezvous.base import refusals as state
+from rallypoint.rendezvous.base import refusals as store
+from rallypoint.rendezvous.base.errors import (
     Draining,
     EtcdAway,
     EtcdFull,
@@ -19,10 +20,9 @@ from rallypoint.rendezvous.errors import (
     RunBroken,
     StreamReplaced,
 )
-from rallypoint.rendezvous.fenced_state import refusals as state
+from rallypoint.rendezvous.base.limits import LimitReached
+from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.limits import LimitReached
-from rallypoint.rendezvous.store import refusals as store
 from rallypoint.rpc.errors import ServiceError
 
 
@@ -61,7 +61,7 @@ def _fields(*names: str, **renamed: str) -> Callable[[Exception], dict[str, str]
 
 
 def _differences(error: Exception) -> dict[str, str]:
-    assert isinstance(error, refusals.SettingsDiffer)
+    assert isinstance(error, commands.SettingsDiffer)
     return {
         name: ours.name if isinstance(ours, IntEnum) else str(ours)
         for name, (ours, _) in error.differences.items()
@@ -69,13 +69,13 @@ def _differences(error: Exception) -> dict[str, str]:
 
 
 def _lost_lease(error: Exception) -> dict[str, str]:
-    assert isinstance(error, refusals.LeaseLost)
+    assert isinstance(error, commands.LeaseLost)
     facts = _fields("run_id", "node_id", "lease")(error)
     return facts if error.current is None else {**facts, "superseded_by": str(error.current)}
 
 
 def _end_of_run(error: Exception) -> dict[str, str]:
-    assert isinstance(error, refusals.RunIsClosed)
+    assert isinstance(error, commands.RunIsClosed)
     return {"run_id": error.run_id, "outcome": error.outcome.name}
 
 
@@ -91,30 +91,30 @@ def _missing_keys(error: Exception) -> dict[str, str]:
     return {"missing_count": str(len(error.missing)), "missing": error.shown}
 
 
-_as(refusals.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))
-_as(refusals.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _end_of_run)
-_as(refusals.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
-_as(refusals.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _lost_lease)
+_as(commands.RunNotFound, StatusCode.NOT_FOUND, "RUN_NOT_FOUND", _fields("run_id"))
+_as(commands.RunIsClosed, StatusCode.FAILED_PRECONDITION, "RUN_CLOSED", _end_of_run)
+_as(commands.SettingsDiffer, StatusCode.FAILED_PRECONDITION, "SETTINGS_DIFFER", _differences)
+_as(commands.LeaseLost, StatusCode.FAILED_PRECONDITION, "LEASE_LOST", _lost_lease)
 _as(
-    refusals.JoinTimedOut,
+    commands.JoinTimedOut,
     StatusCode.FAILED_PRECONDITION,
     "JOIN_TIMED_OUT",
     _fields("run_id", "node_id", "min_nodes"),
 )
 _as(
-    refusals.NodeIsEvicted,
+    commands.NodeIsEvicted,
     StatusCode.FAILED_PRECONDITION,
     "NODE_EVICTED",
     _fields("run_id", "node_id", "by"),
 )
 _as(
-    refusals.TooManyEvicted,
+    commands.TooManyEvicted,
     StatusCode.RESOURCE_EXHAUSTED,
     "TOO_MANY_EVICTED",
     _fields("run_id", "limit"),
 )
 _as(
-    refusals.RevisionAhead,
+    commands.RevisionAhead,
     StatusCode.OUT_OF_RANGE,
     "REVISION_AHEAD",
     _fields("run_id", "revision", "current"),

@@ -9,9 +9,9 @@ from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rallypoint.rendezvous.core.refusals import RevisionAhead
+from rallypoint.rendezvous.base.errors import EventsCompacted
+from rallypoint.rendezvous.core.commands import RevisionAhead
 from rallypoint.rendezvous.core.state import RunSettings
-from rallypoint.rendezvous.errors import EventsCompacted
 from rallypoint.rendezvous.event_filter import Wanted
 from rallypoint.rendezvous.events import event_of
 from rallypoint.rendezvous.history import History

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.event_filter import wanted
 from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.reader import RunsReader
-from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.serving.flow import Subscriber
 from rallypoint.serving.requests import count, name

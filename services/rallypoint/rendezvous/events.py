@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint.rendezvous.core.explain import explain_eviction, explain_loss, explain_window
-from rallypoint.rendezvous.core.restarts import hold
+from rallypoint.rendezvous.core.facts import explain_eviction, explain_loss, explain_window
+from rallypoint.rendezvous.core.failures import hold
 from rallypoint.rendezvous.core.state import LossReason, RunSettings
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from rallypoint.rendezvous.gradual import Work, finish
+from rallypoint.rendezvous.base.cooperative import Work, finish
+from rallypoint.rendezvous.base.limits import KeptEvents
 from rallypoint.rendezvous.journal.journal import Record
-from rallypoint.rendezvous.limits import KeptEvents
 
 # Past its bound, all of them are brought down to this share of it: looking for the largest must not come often.
 _ROOM = 0.9

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint.rendezvous.arrivals import Arrivals
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.errors import StreamReplaced
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.execute import next_deadline
-from rallypoint.rendezvous.core.explain import explain_loss
-from rallypoint.rendezvous.core.refusals import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
+from rallypoint.rendezvous.core.commands import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
+from rallypoint.rendezvous.core.decide import next_deadline
+from rallypoint.rendezvous.core.facts import explain_loss
 from rallypoint.rendezvous.core.state import LossReason, RunState
-from rallypoint.rendezvous.errors import StreamReplaced
 from rallypoint.rendezvous.history import History
-from rallypoint.rendezvous.slot import Slot
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.views import NODES_PER_MESSAGE, lease_message, node_update, run_message
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from rallypoint.rendezvous.core.refusals import RunNotFound
+from rallypoint.rendezvous.base.cooperative import Work
+from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.errors import NotOwner, Refusal
+from rallypoint.rendezvous.base.limits import RendezvousLimits
+from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut
+from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.core.state import RunSettings, RunState
-from rallypoint.rendezvous.errors import NotOwner, Refusal
 from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, States
-from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.history import Histories, History
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import JournalError, Recovered
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.reader import RunsReader, StateReader, StoreReader
 from rallypoint.rendezvous.recovery import recover_runs
 from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut
 from rallypoint.rendezvous.store.service import check_answer
 
 _T = TypeVar("_T")

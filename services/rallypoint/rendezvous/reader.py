@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.core.state import RunSettings, RunState
-from rallypoint.rendezvous.errors import NotOwner
 from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.history import History
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from rallypoint.rendezvous.base.cooperative import Work
 from rallypoint.rendezvous.codec import NewerVersion, decode_record, from_message
-from rallypoint.rendezvous.core import leases
+from rallypoint.rendezvous.core import apply as leases
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.snapshot import RunSnapshot, has_budgets, numbers_only, restore
 from rallypoint.rendezvous.core.state import RunState
-from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import MARK, JournalError, Record, Recovered

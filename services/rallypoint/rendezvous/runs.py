@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rallypoint.rendezvous.base.cooperative import Work, finish
+from rallypoint.rendezvous.base.errors import Draining, NotOwner, Refusal, RunBroken
+from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, RendezvousLimits, Share, Totals
+from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.codec import encode_record, to_message
-from rallypoint.rendezvous.core import commands, facts, leases
-from rallypoint.rendezvous.core.execute import begin_to_confirm, carry_out, settle
-from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
-from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
+from rallypoint.rendezvous.core import apply, commands, facts
+from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
+from rallypoint.rendezvous.core.commands import Refused, RunNotFound
+from rallypoint.rendezvous.core.decide import begin_to_confirm, carry_out, settle
 from rallypoint.rendezvous.core.snapshot import (
     RunSnapshot,
     numbers_only,
@@ -22,10 +26,7 @@ from rallypoint.rendezvous.core.snapshot import (
     take_tombstone,
 )
 from rallypoint.rendezvous.core.state import RunState
-from rallypoint.rendezvous.errors import Draining, NotOwner, Refusal, RunBroken
 from rallypoint.rendezvous.fact_log import log_fact
-from rallypoint.rendezvous.gradual import Work, finish
-from rallypoint.rendezvous.guard import CheckOwned, always_owned
 from rallypoint.rendezvous.history import Histories
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import (
@@ -40,10 +41,8 @@ from rallypoint.rendezvous.journal.journal import (
     Recovered,
 )
 from rallypoint.rendezvous.lease_clock import LeaseClock
-from rallypoint.rendezvous.limits import KeptEvents, LimitReached, RendezvousLimits
 from rallypoint.rendezvous.recovery import Numbers, recover_runs
 from rallypoint.rendezvous.schedule import Schedule
-from rallypoint.rendezvous.shares import Share, Totals
 from rallypoint.rendezvous.step import SERVICE, Request, Step
 from rallypoint.rendezvous.turns import Turns
 from rallypoint.rpc.clock import LagSettings
@@ -300,7 +299,7 @@ class DurableRuns:
             # A commit that takes long keeps nodes waiting on open streams: these are alive.
             for node_id, lease in run.returning:
                 if run.holds_lease(node_id, lease):
-                    leases.renew(run.state, node_id, now)
+                    apply.renew(run.state, node_id, now)
 
     def _carry_out(self, step: Step, request: Request[Any], command: commands.Command, now: float) -> None:
         try:

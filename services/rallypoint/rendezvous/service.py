@@ -9,18 +9,17 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from rallypoint.rendezvous.errors import going_away
+from rallypoint.rendezvous.base.errors import going_away
+from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
 from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.rendezvous.home import Home, OneShard
 from rallypoint.rendezvous.journal.journal import Journal
 from rallypoint.rendezvous.journal.memory import MemoryJournal
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
 from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.shard import open_shard
-from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.boot_time import boot_time

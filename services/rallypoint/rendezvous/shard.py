@@ -7,20 +7,17 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
-from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
+from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken
+from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals
+from rallypoint.rendezvous.base.ownership import checked_by
+from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.errors import NotOwner, Refusal, RunBroken
 from rallypoint.rendezvous.fenced_state.core import SPACE, StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL, FencedStateService
-from rallypoint.rendezvous.gradual import Work
-from rallypoint.rendezvous.guard import checked_by
 from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.reader import RunsReader
-from rallypoint.rendezvous.shares import Totals
-from rallypoint.rendezvous.slices import Slices
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.tracked_journal import TrackedJournal
 from rallypoint.rpc.boot_time import boot_time

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from rallypoint.rendezvous.base.errors import Refusal, of_unknown_outcome
 from rallypoint.rendezvous.core import commands, facts
-from rallypoint.rendezvous.core.refusals import Refused
-from rallypoint.rendezvous.errors import Refusal, of_unknown_outcome
+from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import Entry, Record
 

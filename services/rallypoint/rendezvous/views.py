@@ -10,7 +10,7 @@ from itertools import chain, islice
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.codec import to_message
-from rallypoint.rendezvous.core import restarts
+from rallypoint.rendezvous.core import failures
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, Seat
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -85,7 +85,7 @@ def run_summary(state: RunState) -> pb.Run:
         node_count=len(state.nodes),
         succeeded_count=len(state.succeeded),
         exit_barrier_passed=state.exit_barrier_passed,
-        counted_restarts=restarts.counted(state),
+        counted_restarts=failures.counted(state),
     )
     run.settings.MergeFrom(to_message(state.settings))
     _fill_ends(run, state)
@@ -141,7 +141,7 @@ def _fill_ends(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
 
 
 def _fill_hold(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
-    if seconds := restarts.held_back(state):
+    if seconds := failures.held_back(state):
         message.held_back.CopyFrom(_duration(seconds))
 
 

@@ -13,8 +13,8 @@ from enum import Enum
 from functools import partial
 from itertools import count
 
-from rallypoint.rendezvous.core import commands, execute, facts, leases
-from rallypoint.rendezvous.core.refusals import Refused
+from rallypoint.rendezvous.core import apply, commands, decide, facts
+from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, WorkerFailure
 
 HEALTHY = ("a", "b")
@@ -112,7 +112,7 @@ class CrashLoop:
 
     def _step(self, until: float) -> None:
         """Go on to the next moment at which something happens, and let it happen."""
-        deadline = execute.next_deadline(self.state)
+        deadline = decide.next_deadline(self.state)
         assert deadline is None or deadline > self.now, "the run is settled"
         due = self._agenda[0][0] if self._agenda else until
         then = min(until, due, until if deadline is None else deadline)
@@ -121,7 +121,7 @@ class CrashLoop:
         self.now = then
         while self._agenda and self._agenda[0][0] <= self.now:
             heapq.heappop(self._agenda)[2]()
-        self._react(execute.settle(self.state, self.now))
+        self._react(decide.settle(self.state, self.now))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (self.now + seconds, next(self._order), action))
@@ -131,7 +131,7 @@ class CrashLoop:
     def _carry_out(self, command: commands.Command) -> list[facts.Fact] | None:
         """Carry a command out, and let all agents react; None: it is refused."""
         try:
-            happened = execute.execute(self.state, command, self.now)
+            happened = decide.execute(self.state, command, self.now)
         except Refused:
             self.refused += 1
             return None
@@ -155,7 +155,7 @@ class CrashLoop:
     def _beat(self, process: Process) -> None:
         if not self._holds_lease(process):
             return
-        leases.renew(self.state, process.node_id, self.now)
+        apply.renew(self.state, process.node_id, self.now)
         self._after(self.settings.keep_alive_interval, lambda: self._beat(process))
 
     def _holds_lease(self, process: Process) -> bool:
@@ -199,7 +199,7 @@ class CrashLoop:
             process.alive = False
             return
         process.alive = False
-        leases.disconnect(self.state, process.node_id, self.now)
+        apply.disconnect(self.state, process.node_id, self.now)
         if process.node_id not in self.seated:
             return
         # Their workers wait for one that is no longer there.

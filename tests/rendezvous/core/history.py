@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rallypoint.rendezvous.codec import decode_record, encode_record, from_message, to_message
-from rallypoint.rendezvous.core import commands, facts, leases
-from rallypoint.rendezvous.core import execute as core
+from rallypoint.rendezvous.core import apply as leases
+from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core import decide as core
 from rallypoint.rendezvous.core.apply import apply
+from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunIsClosed
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
-from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunIsClosed
 from rallypoint.rendezvous.core.snapshot import RunSnapshot as Snapshot
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot, take_tombstone
 from rallypoint.rendezvous.core.state import (

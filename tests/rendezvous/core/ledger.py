@@ -11,9 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLING
-from rallypoint.rendezvous.core.leases import LEAST_TERM_AFTER_RESTART
-from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
+from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
+from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLING, STEADY_AFTER, hold
 from rallypoint.rendezvous.core.state import (
     Outcome,
     Phase,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from rallypoint.rendezvous.core import commands, execute, facts, leases
+from rallypoint.rendezvous.core import apply, commands, decide, facts
 from rallypoint.rendezvous.core.newcomers import READY_AFTER
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState, WorkerFailure
 
@@ -28,7 +28,7 @@ class ScriptedRun:
     # ---- what happens to it
 
     def do(self, command: commands.Command) -> list[facts.Fact]:
-        happened = execute.execute(self.state, command, self.now)
+        happened = decide.execute(self.state, command, self.now)
         self.facts += happened
         return happened
 
@@ -97,14 +97,14 @@ class ScriptedRun:
     def lose(self, *node_ids: str) -> None:
         """The nodes' agents are killed: their streams break, and the disconnect grace is over."""
         for node_id in node_ids:
-            leases.disconnect(self.state, node_id, self.now)
+            apply.disconnect(self.state, node_id, self.now)
         self.later(self.settings.disconnect_grace, silent=node_ids)
 
     def resume(self, *node_ids: str) -> list[facts.Fact]:
         """The nodes' streams are open again; returns what comes of that."""
         for node_id in node_ids:
-            leases.renew(self.state, node_id, self.now)
-        happened = execute.settle(self.state, self.now)
+            apply.renew(self.state, node_id, self.now)
+        happened = decide.settle(self.state, self.now)
         self.facts += happened
         return happened
 
@@ -116,8 +116,8 @@ class ScriptedRun:
             self.now = min(until, self.now + self.settings.keep_alive_interval)
             for node_id, node in self.state.nodes.items():
                 if node_id not in silent and node.connected:
-                    leases.renew(self.state, node_id, self.now)
-            happened += execute.settle(self.state, self.now)
+                    apply.renew(self.state, node_id, self.now)
+            happened += decide.settle(self.state, self.now)
         self.facts += happened
         return happened
 

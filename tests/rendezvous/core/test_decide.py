@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.rendezvous.core import commands, facts
+from rallypoint.rendezvous.core.commands import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
 from rallypoint.rendezvous.core.decide import check_lease, check_revision, decide
 from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.newcomers import READY_AFTER
-from rallypoint.rendezvous.core.refusals import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
 from rallypoint.rendezvous.core.state import (
     LossReason,
     Outcome,

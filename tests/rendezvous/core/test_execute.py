@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rallypoint.rendezvous.core import commands, facts, leases
-from rallypoint.rendezvous.core.execute import next_deadline, settle
-from rallypoint.rendezvous.core.refusals import SettingsDiffer
+from rallypoint.rendezvous.core import apply, commands, facts
+from rallypoint.rendezvous.core.commands import SettingsDiffer
+from rallypoint.rendezvous.core.decide import next_deadline, settle
 from rallypoint.rendezvous.core.state import LossReason, RunSettings, RunState
 from rendezvous.core.scripted_run import ScriptedRun
 
@@ -74,7 +74,7 @@ def departure(run: ScriptedRun) -> None:
 
 def disconnect_grace(run: ScriptedRun) -> None:
     run.start("a", "b", "c")
-    leases.disconnect(run.state, "b", run.now)
+    apply.disconnect(run.state, "b", run.now)
 
 
 def lease(run: ScriptedRun) -> None:

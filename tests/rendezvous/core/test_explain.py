@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.core.explain import explain_loss
+from rallypoint.rendezvous.core.facts import explain_loss
 from rallypoint.rendezvous.core.state import LossReason, RunSettings
 
 

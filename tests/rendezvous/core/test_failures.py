@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.rendezvous.core import commands, facts, failures
-from rallypoint.rendezvous.core.execute import execute, next_deadline, settle
+from rallypoint.rendezvous.core.apply import renew, restart_leases
+from rallypoint.rendezvous.core.commands import NodeIsEvicted
+from rallypoint.rendezvous.core.decide import execute, next_deadline, settle
 from rallypoint.rendezvous.core.failures import MOST_FAILURES, SETTLING
-from rallypoint.rendezvous.core.leases import renew, restart_leases
-from rallypoint.rendezvous.core.refusals import NodeIsEvicted
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
 from rallypoint.rendezvous.core.state import LossReason, Outcome, Phase, RoundEndCause, RunEnd, ScaleUpPolicy
 from rendezvous.core.scripted_run import ScriptedRun

@@ -30,12 +30,10 @@ from rallypoint.rendezvous.core import (
     apply,
     commands,
     decide,
-    execute,
     facts,
     failures,
     newcomers,
     ranks,
-    restarts,
     snapshot,
 )
 from rallypoint.rendezvous.core.snapshot import RunSnapshot
@@ -221,7 +219,7 @@ def let_evicted_nodes_in(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             state.evicted = evicted
 
-    monkeypatch.setattr(execute, "decide", lenient)
+    monkeypatch.setattr(decide, "decide", lenient)
 
 
 def pass_the_exit_barrier_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,13 +337,13 @@ def restart_what_cant_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_restarts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts never leave their window."""
-    monkeypatch.setattr(restarts, "forget_old", lambda state, now: None)
-    monkeypatch.setattr(restarts, "next_to_be_forgotten", lambda state: None)
+    monkeypatch.setattr(failures, "forget_old", lambda state, now: None)
+    monkeypatch.setattr(failures, "next_to_be_forgotten", lambda state: None)
 
 
 def count_no_restart_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts leave their window at once."""
-    monkeypatch.setattr(restarts, "note", lambda state, round_, node_id, at: None)
+    monkeypatch.setattr(failures, "note", lambda state, round_, node_id, at: None)
 
 
 def let_a_node_fail_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +365,7 @@ def hold_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hold_every_round_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends a round counts as a failure that came soon."""
-    monkeypatch.setattr(restarts, "quick_restarts_after", lambda state, cause, now: state.quick_restarts + 1)
+    monkeypatch.setattr(failures, "quick_restarts_after", lambda state, cause, now: state.quick_restarts + 1)
 
 
 def forget_how_long_ago_restarts_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rallypoint.rendezvous.core import execute, facts, leases
+from rallypoint.rendezvous.core import apply, decide, facts
 from rallypoint.rendezvous.core.state import LossReason
 from rendezvous.core.scripted_run import ScriptedRun
 
@@ -29,7 +29,7 @@ def test_a_heartbeat_gives_a_full_new_term() -> None:
     """From the moment it arrives."""
     run = run_of_two()
     run.later(14, silent=("a",))
-    leases.renew(run.state, "a", run.now)
+    apply.renew(run.state, "a", run.now)
     assert run.later(14.9, silent=("a",)) == []
     assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.1, silent=("a",))
 
@@ -37,7 +37,7 @@ def test_a_heartbeat_gives_a_full_new_term() -> None:
 def test_a_broken_stream_shortens_the_lease_to_the_grace() -> None:
     """A killed agent is noticed at once."""
     run = run_of_two()
-    leases.disconnect(run.state, "a", run.now)
+    apply.disconnect(run.state, "a", run.now)
     assert run.later(1.9) == []
     assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(0.1)
 
@@ -46,7 +46,7 @@ def test_a_broken_stream_does_not_prolong_a_lease() -> None:
     """A node that was silent for long gets no grace on top."""
     run = run_of_two()
     run.later(14.5, silent=("a",))
-    leases.disconnect(run.state, "a", run.now)
+    apply.disconnect(run.state, "a", run.now)
     assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(0.5)
 
 
@@ -55,7 +55,7 @@ def paused_and_disconnected() -> ScriptedRun:
     run = run_of_two()
     run.state.woke_at = run.now
     for node_id in ("a", "b"):
-        leases.disconnect(run.state, node_id, run.now)
+        apply.disconnect(run.state, node_id, run.now)
     return run
 
 
@@ -63,7 +63,7 @@ def test_after_a_pause_no_lease_ends_before_nodes_could_come_back() -> None:
     """They have as long as after a restart, however long the grace; a stream that ends later is spared as long."""
     run = paused_and_disconnected()
     assert run.later(9.9) == []
-    assert execute.next_deadline(run.state) == pytest.approx(run.now + 0.1)
+    assert decide.next_deadline(run.state) == pytest.approx(run.now + 0.1)
     lost = [fact.node_id for fact in run.later(0.1) if isinstance(fact, facts.NodeLost)]
     assert lost == ["a", "b"]
 
@@ -81,7 +81,7 @@ def test_after_a_pause_none_is_lost_while_others_come_back() -> None:
 def test_nodes_that_come_back_without_a_pause_spare_nobody() -> None:
     """As a rule a node whose stream broke has the grace."""
     run = run_of_two()
-    leases.disconnect(run.state, "a", run.now)
+    apply.disconnect(run.state, "a", run.now)
     run.state.returned_at = run.now
     assert facts.NodeLost("a", LossReason.DISCONNECTED) in run.later(2.0)
 
@@ -89,9 +89,9 @@ def test_nodes_that_come_back_without_a_pause_spare_nobody() -> None:
 def test_a_node_that_comes_back_within_the_grace_is_as_before() -> None:
     """Its lease lives a full term again, and its stream counts as open."""
     run = run_of_two()
-    leases.disconnect(run.state, "a", run.now)
+    apply.disconnect(run.state, "a", run.now)
     run.later(1.9)
-    leases.renew(run.state, "a", run.now)
+    apply.renew(run.state, "a", run.now)
     assert run.state.nodes["a"].connected
     assert run.later(14.9, silent=("a",)) == []
     assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(0.1, silent=("a",))
@@ -100,12 +100,12 @@ def test_a_node_that_comes_back_within_the_grace_is_as_before() -> None:
 def test_a_restarted_server_gives_every_lease_a_full_new_term() -> None:
     """Also those that were about to end: it has no evidence against anybody."""
     run = run_of_two()
-    leases.disconnect(run.state, "a", run.now)
+    apply.disconnect(run.state, "a", run.now)
     run.now += 10_000
-    leases.restart_leases(run.state, run.now)
+    apply.restart_leases(run.state, run.now)
     assert not run.state.nodes["b"].connected
-    assert execute.settle(run.state, run.now + 14.9) == []
-    lost = [fact for fact in execute.settle(run.state, run.now + 15) if isinstance(fact, facts.NodeLost)]
+    assert decide.settle(run.state, run.now + 14.9) == []
+    lost = [fact for fact in decide.settle(run.state, run.now + 15) if isinstance(fact, facts.NodeLost)]
     assert {fact.node_id for fact in lost} == {"a", "b"}
 
 
@@ -113,18 +113,18 @@ def test_after_a_restart_a_short_lease_lives_long_enough_to_be_resumed() -> None
     """A node that tries every 2 s can't show itself within a term of 1.5 s; once it has, its own term holds again."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=0.5, keep_alive_max_attempt=3)
     run.start("a", "b")
-    leases.restart_leases(run.state, run.now)
-    assert execute.settle(run.state, run.now + 5) == []
-    leases.renew(run.state, "a", run.now + 5)
-    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in execute.settle(run.state, run.now + 6.5)
+    apply.restart_leases(run.state, run.now)
+    assert decide.settle(run.state, run.now + 5) == []
+    apply.renew(run.state, "a", run.now + 5)
+    assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in decide.settle(run.state, run.now + 6.5)
     assert "b" in run.state.nodes
-    assert facts.NodeLost("b", LossReason.LEASE_EXPIRED) in execute.settle(run.state, run.now + 10)
+    assert facts.NodeLost("b", LossReason.LEASE_EXPIRED) in decide.settle(run.state, run.now + 10)
 
 
 def test_the_lease_of_a_node_that_joined_again_is_another_one() -> None:
     """What the old lease left in the queue ends nothing."""
     run = run_of_two()
-    leases.disconnect(run.state, "a", run.now)
+    apply.disconnect(run.state, "a", run.now)
     run.join("a")
     run.run_round()
     assert run.later(100) == []
@@ -134,9 +134,9 @@ def test_reconnecting_leaves_nothing_behind() -> None:
     """A thousand broken streams of a living node cost no memory once their time is over, and lose no deadline."""
     run = run_of_two()
     for _ in range(1000):
-        leases.disconnect(run.state, "a", run.now)
+        apply.disconnect(run.state, "a", run.now)
         run.now += 0.01
-        leases.renew(run.state, "a", run.now)
+        apply.renew(run.state, "a", run.now)
     run.later(30)
     assert len(run.state.lease_queue) == 2
     assert facts.NodeLost("a", LossReason.LEASE_EXPIRED) in run.later(15, silent=("a",))
@@ -157,18 +157,18 @@ def test_leases_end_exactly_when_they_should(seed: int) -> None:
                 run.join(node_id)
                 due[node_id] = run.now + 15
             case "renew" if node_id in due:
-                leases.renew(run.state, node_id, run.now)
+                apply.renew(run.state, node_id, run.now)
                 due[node_id] = run.now + 15
             case "disconnect" if node_id in due:
-                leases.disconnect(run.state, node_id, run.now)
+                apply.disconnect(run.state, node_id, run.now)
                 due[node_id] = min(due[node_id], run.now + 2)
             case "time":
                 until = run.now + draw.choice([0.5, 1.0, 4.0])
                 while run.now < until:
-                    deadline = execute.next_deadline(run.state)
+                    deadline = decide.next_deadline(run.state)
                     assert deadline is None or not due or deadline <= min(due.values())
                     run.now = until if deadline is None else min(until, max(run.now, deadline))
-                    lost = {fact.node_id for fact in execute.settle(run.state, run.now)}  # type: ignore[union-attr]
+                    lost = {fact.node_id for fact in decide.settle(run.state, run.now)}  # type: ignore[union-attr]
                     assert lost == {node_id for node_id, end in due.items() if end <= run.now}
                     due = {node_id: end for node_id, end in due.items() if node_id not in lost}
         assert set(run.state.nodes) == set(due)
@@ -178,10 +178,10 @@ def test_a_renewal_says_whether_it_brings_the_end_nearer() -> None:
     """As the first one after a restart may: whoever sleeps until the next deadline has to be told."""
     run = ScriptedRun(min_nodes=1, max_nodes=2, keep_alive_interval=0.5, keep_alive_max_attempt=3)
     run.start("a", "b")
-    assert not leases.renew(run.state, "a", run.now + 1)
-    leases.restart_leases(run.state, run.now)
-    before = execute.next_deadline(run.state)
-    assert leases.renew(run.state, "a", run.now + 1)
-    assert before == run.now + leases.LEAST_TERM_AFTER_RESTART
-    assert execute.next_deadline(run.state) == run.now + 1 + 1.5
-    assert not leases.renew(run.state, "a", run.now + 2)
+    assert not apply.renew(run.state, "a", run.now + 1)
+    apply.restart_leases(run.state, run.now)
+    before = decide.next_deadline(run.state)
+    assert apply.renew(run.state, "a", run.now + 1)
+    assert before == run.now + apply.LEAST_TERM_AFTER_RESTART
+    assert decide.next_deadline(run.state) == run.now + 1 + 1.5
+    assert not apply.renew(run.state, "a", run.now + 2)

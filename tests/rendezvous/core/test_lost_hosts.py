@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.core import facts, leases
+from rallypoint.rendezvous.core import apply as leases
+from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.apply import apply
-from rallypoint.rendezvous.core.execute import next_deadline, settle
+from rallypoint.rendezvous.core.decide import next_deadline, settle
 from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
 from rallypoint.rendezvous.core.state import LossReason, Outcome, Phase, RoundEndCause, RunState

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.core import commands, facts, restarts
-from rallypoint.rendezvous.core.execute import next_deadline
-from rallypoint.rendezvous.core.failures import SETTLING
-from rallypoint.rendezvous.core.restarts import STEADY_AFTER, hold
+from rallypoint.rendezvous.core import commands, facts, failures
+from rallypoint.rendezvous.core.decide import next_deadline
+from rallypoint.rendezvous.core.failures import SETTLING, STEADY_AFTER, hold
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunSettings
 from rendezvous.core.scripted_run import ScriptedRun
@@ -36,7 +35,7 @@ class TestAPortThatWasTaken:
             run.fail("a", "MASTER_PORT was taken", age=5.0, kind=FailureKind.PORT_TAKEN)
             assert (run.phase, run.state.round) == (Phase.FROZEN, round_)
             run.run_round()
-        assert (run.state.restart_count, restarts.counted(run.state), run.state.restarts) == (0, 0, [])
+        assert (run.state.restart_count, failures.counted(run.state), run.state.restarts) == (0, 0, [])
         assert run.state.last_round_end is not None
         assert (run.state.last_round_end.node_id, run.state.run_end, run.state.evicted) == ("a", None, {})
 
@@ -81,10 +80,10 @@ class TestTheWindow:
         run = ScriptedRun(max_restarts=2, restart_window=600.0, keep_alive_interval=1e6)
         run.start("a")
         fail_again(run)
-        assert restarts.counted(run.state) == 1
+        assert failures.counted(run.state) == 1
         assert next_deadline(run.state) == run.now + 600.0
         run.later(600.0)
-        assert restarts.counted(run.state) == 0
+        assert failures.counted(run.state) == 0
         assert run.state.restarts == []
 
     def test_nodes_have_it_too(self) -> None:
@@ -123,7 +122,7 @@ class TestTheWindow:
         fail_again(run, after=200.0)
         snapshot = take_snapshot(run.state, 1.7e9)
         again = restore(snapshot, 7.0, 1.7e9 + run.now + away - 7.0)
-        assert restarts.counted(again) == counted
+        assert failures.counted(again) == counted
 
     def test_a_wall_clock_that_was_put_back_makes_no_restart_of_the_future(self) -> None:
         """It counts as just made."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.rendezvous.core import facts
-from rallypoint.rendezvous.core.execute import next_deadline, settle
+from rallypoint.rendezvous.core.decide import next_deadline, settle
 from rallypoint.rendezvous.core.state import Phase, RoundEndCause, ScaleUpPolicy
 from rendezvous.core.scripted_run import ScriptedRun
 

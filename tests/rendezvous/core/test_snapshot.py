@@ -11,11 +11,10 @@ from dataclasses import fields, replace
 import pytest
 
 from rallypoint.rendezvous.codec import from_message, to_message
-from rallypoint.rendezvous.core import commands, facts, restarts
-from rallypoint.rendezvous.core.apply import apply
-from rallypoint.rendezvous.core.execute import execute, settle
+from rallypoint.rendezvous.core import commands, facts, failures
+from rallypoint.rendezvous.core.apply import apply, renew, restart_leases
+from rallypoint.rendezvous.core.decide import execute, settle
 from rallypoint.rendezvous.core.failures import SETTLING
-from rallypoint.rendezvous.core.leases import renew, restart_leases
 from rallypoint.rendezvous.core.snapshot import (
     RunSnapshot,
     restore,
@@ -296,7 +295,7 @@ def test_what_was_used_of_the_budgets_of_a_run_without_an_end_outlives_it() -> N
     assert [each.at for each in state.restarts] == [each.at + 10.0 for each in run.state.restarts]
     assert (state.evicted, state.quick_restarts) == (run.state.evicted, run.state.quick_restarts)
     execute(state, commands.Join("a", run.settings, "a.cluster", 1, "trainer"), run.now + 10.0)
-    assert restarts.counted(state) == restarts.counted_of(state, "a") == 1
+    assert failures.counted(state) == failures.counted_of(state, "a") == 1
 
 
 def test_what_a_run_used_of_its_budgets_ends_with_it() -> None:

@@ -11,12 +11,12 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from rallypoint.rendezvous.core.refusals import LeaseLost
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.entries import Writer
+from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.fenced_state.client import FencedStateClient
 from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
-from rallypoint.rendezvous.slot import Slot
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace
 from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving

@@ -9,6 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.rendezvous.base.cooperative import finish
+from rallypoint.rendezvous.base.entries import Operation, StoreChange
+from rallypoint.rendezvous.base.refusals import (
+    OperationReused,
+    OperationSuperseded,
+    StatesFull,
+    TooManyStates,
+)
 from rallypoint.rendezvous.fenced_state.core import (
     OPERATION_BYTES,
     SPACE,
@@ -20,14 +28,6 @@ from rallypoint.rendezvous.fenced_state.core import (
     StateLimits,
     States,
 )
-from rallypoint.rendezvous.fenced_state.refusals import (
-    StatesFull,
-    TooManyStates,
-)
-from rallypoint.rendezvous.gradual import finish
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import OperationReused, OperationSuperseded
 from rendezvous.fenced_state.state_fakes import RUN, asked
 
 

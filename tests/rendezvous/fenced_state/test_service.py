@@ -6,21 +6,20 @@ import asyncio
 
 import pytest
 
-from rallypoint.rendezvous.core.refusals import LeaseLost
-from rallypoint.rendezvous.errors import Draining
-from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, StateLimits
-from rallypoint.rendezvous.fenced_state.refusals import (
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.entries import Operation, Writer
+from rallypoint.rendezvous.base.errors import Draining
+from rallypoint.rendezvous.base.refusals import (
+    JournalFailed,
     StateBusy,
     StatesFull,
     TooManyStates,
     TooManyWatchers,
 )
+from rallypoint.rendezvous.core.commands import LeaseLost
+from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, StateLimits
 from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.slot import Slot
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import JournalFailed
-from rallypoint.rendezvous.store.writer import Writer
 from rendezvous.fenced_state.state_fakes import RUN, Clock, TestJournal, asked, open_states, served, started
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.journal import Checkpoint, Forgotten, Record
-from rallypoint.rendezvous.store.ports import StoreChange
 
 
 def record(revision: int, run_id: str = "run", padding: int = 0) -> Record:

@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record, Recovered
-from rallypoint.rendezvous.store.ports import StoreChange
 
 
 @dataclass

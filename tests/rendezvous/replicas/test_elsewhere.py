@@ -12,14 +12,13 @@ from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
-from rallypoint.rendezvous.errors import EtcdAway, NotOwner
-from rallypoint.rendezvous.gradual import Work
+from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.errors import EtcdAway, NotOwner
 from rallypoint.rendezvous.journal.etcd import EtcdJournal, Owner, Place
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
 from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.slices import Slices
-from rallypoint.rendezvous.store.ports import StoreChange
 from rendezvous.turn_counter import TickingClock
 
 pytestmark = NEEDS_ETCD

@@ -11,12 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from rallypoint.rendezvous.core.refusals import LeaseLost
+from rallypoint.rendezvous.base.entries import Writer
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, StoreLimits
+from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.store.client import OperationSlots, StoreClient
-from rallypoint.rendezvous.store.limits import StoreLimits
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace

@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.core.refusals import Refused
-from rallypoint.rendezvous.gradual import finish
-from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import (
+from rallypoint.rendezvous.base.cooperative import finish
+from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRecord, StoreChange
+from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.refusals import (
     IntegerOverflow,
     NotAnInteger,
     OperationReused,
@@ -25,6 +22,8 @@ from rallypoint.rendezvous.store.refusals import (
     RunStoreFull,
     TooManyKeys,
 )
+from rallypoint.rendezvous.core.commands import Refused
+from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
 from rallypoint.rendezvous.store.writes import (
     Add,
     Append,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
+from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRecord
 
 
 @settings(deadline=None)

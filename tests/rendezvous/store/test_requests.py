@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rendezvous.base.entries import Operation, Writer
+from rallypoint.rendezvous.base.limits import MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.store import requests
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, RunNotFound
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import JournalFailed, KeyWaitTimedOut
+from rallypoint.rendezvous.base.entries import Operation, Writer
+from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.refusals import JournalFailed, KeyWaitTimedOut
+from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Append, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.core.refusals import RunNotFound
-from rallypoint.rendezvous.errors import Draining, RunBroken
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import (
+from rallypoint.rendezvous.base.entries import Operation
+from rallypoint.rendezvous.base.errors import Draining, RunBroken
+from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.refusals import (
     JournalFailed,
     KeyWaitTimedOut,
     RoundNotBegun,
     RoundOver,
     StoreBusy,
 )
+from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set

@@ -13,12 +13,11 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.core.refusals import LeaseLost, Refused, RunIsClosed
+from rallypoint.rendezvous.base.entries import CheckLease
+from rallypoint.rendezvous.base.limits import MAX_MULTI_BYTES, MAX_VALUE_BYTES, StoreLimits
+from rallypoint.rendezvous.core.commands import LeaseLost, Refused, RunIsClosed
 from rallypoint.rendezvous.core.state import Outcome
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import CheckLease
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.sizes import MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.rpc.errors import ServiceError, decode

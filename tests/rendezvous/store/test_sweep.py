@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.store.sweep import Sweep
 
 

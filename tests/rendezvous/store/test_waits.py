@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver, TooManyWaiters
+from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, MAX_VALUE_BYTES, StoreLimits
+from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver, TooManyWaiters
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.sizes import FRAME_BYTES, MAX_MULTI_BYTES, MAX_VALUE_BYTES
 from rallypoint.rendezvous.store.writes import Delete, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
 

@@ -6,16 +6,15 @@ from zlib import crc32
 
 import pytest
 
-from rallypoint.rendezvous.store.core import Draft, RunSpaces
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.operations import Operation
-from rallypoint.rendezvous.store.refusals import (
+from rallypoint.rendezvous.base.entries import Operation
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES, StoreLimits
+from rallypoint.rendezvous.base.refusals import (
     NotAnInteger,
     OperationReused,
     OperationSuperseded,
     ValueTooLarge,
 )
-from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
+from rallypoint.rendezvous.store.core import Draft, RunSpaces
 from rallypoint.rendezvous.store.writes import (
     Add,
     Append,

@@ -14,13 +14,13 @@ import pytest
 
 from rallypoint.etcd import cluster as etcd_connection
 from rallypoint.etcd.endpoint import EtcdAddress
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 from rallypoint.rendezvous.replicas import service
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.ownership import Moves
 from rallypoint.rendezvous.replicas.placement import shard_of
 from rallypoint.rendezvous.replicas.replica import Replica, Replicas
-from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rpc import replicas
 from rallypoint.rpc.endpoint import Endpoint
 from rallypoint.rpc.replicas import Switchboard

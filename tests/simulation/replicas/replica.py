@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from rallypoint.etcd.endpoint import EtcdAddress
+from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.replicas.replica import Replicas
 from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
 from rallypoint.rpc.errors import ServiceError

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TypeAlias
 
-from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
+from rallypoint.rendezvous.core.state import Outcome, RunSettings, WorkerFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,138 @@ class Readmit:
 Command: TypeAlias = (
     Join | Confirm | ReportFailure | ReportSuccess | Depart | Leave | Close | Restart | Evict | Readmit
 )
+
+
+# ---- Refusals: why a command was not taken. Each carries what a program needs, and says it in one sentence.
+
+
+class Refused(Exception):
+    """A command was refused; the state has not changed."""
+
+
+@dataclass(eq=False)
+class RunNotFound(Refused):
+    """No run of that name."""
+
+    run_id: str
+
+    def __str__(self) -> str:
+        return f"there is no run {self.run_id!r}"
+
+
+@dataclass(eq=False)
+class RunIsClosed(Refused):
+    """The run is over for good."""
+
+    run_id: str
+    outcome: Outcome
+    detail: str
+
+    def __str__(self) -> str:
+        return (
+            f"run {self.run_id!r} is closed ({self.outcome.name}: {self.detail}); "
+            "start a new one under another run id"
+        )
+
+
+@dataclass(eq=False)
+class SettingsDiffer(Refused):
+    """A node came with other settings than the run has; {setting: (the run's, the node's)}."""
+
+    run_id: str
+    differences: dict[str, tuple[object, object]]
+
+    def __str__(self) -> str:
+        listed = ", ".join(
+            f"{name} is {_shown(ours)}, not {_shown(theirs)}"
+            for name, (ours, theirs) in self.differences.items()
+        )
+        return (
+            f"run {self.run_id!r} has other settings: {listed}; all its nodes must be started with the same"
+        )
+
+
+def _shown(setting: object) -> str:
+    return setting.name if isinstance(setting, IntEnum) else str(setting)
+
+
+@dataclass(eq=False)
+class LeaseLost(Refused):
+    """The lease expired, was given back, or was superseded by a newer one of the same node.
+
+    `detail` says which of these, where it is known.
+    """
+
+    run_id: str
+    node_id: str
+    lease: int
+    current: int | None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        ended = (
+            "it expired, or was given back" if self.current is None else f"lease {self.current} superseded it"
+        )
+        why = self.detail or ended
+        return f"node {self.node_id!r} no longer holds lease {self.lease} in run {self.run_id!r}: {why}"
+
+
+@dataclass(eq=False)
+class NodeIsEvicted(Refused):
+    """The node was taken out of the run: by an operator, or by the service for what its workers did."""
+
+    run_id: str
+    node_id: str
+    reason: str
+    by_service: bool = False
+
+    @property
+    def by(self) -> str:
+        """Who did it: a word for programs."""
+        return "service" if self.by_service else "operator"
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id!r} was taken out of run {self.run_id!r}"
+            f"{'' if self.by_service else ' by an operator'} ({self.reason}); "
+            "it may join again once it is readmitted"
+        )
+
+
+@dataclass(eq=False)
+class TooManyEvicted(Refused):
+    """The run refuses as many nodes as it can keep in mind."""
+
+    run_id: str
+    limit: int
+
+    def __str__(self) -> str:
+        return f"run {self.run_id!r} refuses {self.limit} nodes already; readmit some of them first"
+
+
+@dataclass(eq=False)
+class RevisionAhead(Refused):
+    """A resume cursor that this run never gave out."""
+
+    run_id: str
+    revision: int
+    current: int
+
+    def __str__(self) -> str:
+        return f"revision {self.revision} of run {self.run_id!r} was never given out; it is at {self.current}"
+
+
+@dataclass(eq=False)
+class JoinTimedOut(Refused):
+    """Too few nodes came before the node's join timeout; times in seconds."""
+
+    run_id: str
+    node_id: str
+    min_nodes: int
+    join_timeout: float
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.node_id!r} was turned away: run {self.run_id!r} had fewer than {self.min_nodes} nodes "
+            f"for {self.join_timeout:g} s; start the missing ones, or allow a longer join_timeout"
+        )

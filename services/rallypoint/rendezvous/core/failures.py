@@ -6,19 +6,120 @@ how old it was then. What is on its way for long looks later than it was, by tha
 
 from __future__ import annotations
 
-from rallypoint.rendezvous.core import facts, newcomers, restarts
-from rallypoint.rendezvous.core.explain import explain_failure, explain_spent, explain_worn_out
+from dataclasses import replace
+
+from rallypoint.rendezvous.core import facts, newcomers
+from rallypoint.rendezvous.core.facts import explain_failure, explain_spent, explain_worn_out
 from rallypoint.rendezvous.core.state import (
     FailedWorker,
     FailureKind,
     Outcome,
     Phase,
+    Restart,
     RoundEnd,
     RoundEndCause,
     RunEnd,
+    RunSettings,
     RunState,
     WorkerFailure,
 )
+
+# ---- Restarts for a failure: which still count against a budget, and how long the next one is held back.
+
+
+STEADY_AFTER = 60.0
+"""Seconds that a round must run, at the least, for its failure not to count as one soon after the one before. Longer
+than a job takes to load and to reach what it failed of; much longer, and two failures that have nothing to do with one
+another hold a restart back."""
+
+_FIRST_HOLD = 1.0
+
+
+def are_kept(settings: RunSettings) -> bool:
+    """Whether restarts are kept one by one; otherwise their number is enough."""
+    return settings.restart_window > 0 or settings.max_restarts_per_node > 0
+
+
+def counted(state: RunState) -> int:
+    """How many restarts count against the run's budget."""
+    return len(state.restarts) if state.settings.restart_window > 0 else state.restart_count
+
+
+def counted_of(state: RunState, node_id: str) -> int:
+    """How many restarts count against a node's budget; 0 where nodes have none."""
+    if state.settings.max_restarts_per_node == 0:
+        return 0
+    return sum(restart.node_id == node_id for restart in state.restarts)
+
+
+def note(state: RunState, round_: int, node_id: str, at: float) -> None:
+    """Take a restart down, which happened at that time (monotonic seconds), after all that are there."""
+    if are_kept(state.settings):
+        latest = state.restarts[-1].at if state.restarts else at
+        state.restarts.append(Restart(round_, node_id, max(latest, at)))
+
+
+def blame(state: RunState, round_: int, node_id: str) -> None:
+    """Count the restart after a round against another node than before."""
+    state.restarts = [
+        replace(each, node_id=node_id) if each.round == round_ else each for each in state.restarts
+    ]
+
+
+def forgive(state: RunState, round_: int) -> None:
+    """Count the restart after a round no longer: no worker was its cause."""
+    state.restart_count -= 1
+    state.quick_restarts = max(0, state.quick_restarts - 1)
+    state.restarts = [each for each in state.restarts if each.round != round_]
+
+
+def absolve(state: RunState, node_id: str) -> None:
+    """Count no restart against a node any more; against the run they go on counting."""
+    state.restarts = [
+        replace(each, node_id="") if each.node_id == node_id else each for each in state.restarts
+    ]
+
+
+def forget_old(state: RunState, now: float) -> None:
+    """Drop the restarts that have left the window."""
+    window = state.settings.restart_window
+    if window > 0 and state.restarts and state.restarts[0].at + window <= now:
+        state.restarts = [each for each in state.restarts if each.at + window > now]
+
+
+def next_to_be_forgotten(state: RunState) -> float | None:
+    """When the next restart leaves the window; None: there is none that will."""
+    window = state.settings.restart_window
+    return state.restarts[0].at + window if window > 0 and state.restarts else None
+
+
+def hold(settings: RunSettings, quick_restarts: int) -> float:
+    """How long a restart is held back, seconds, so many in a row having come soon: 0, 1, 2, 4 … restart_backoff."""
+    if quick_restarts < 2:
+        return 0.0
+    # 2**40 seconds are longer than any back-off: past it only the float would overflow.
+    return min(_FIRST_HOLD * 2.0 ** min(quick_restarts - 2, 40), settings.restart_backoff)
+
+
+def held_back(state: RunState) -> float:
+    """How long the next round is, or was, held back from the end of the one before, seconds; 0: not at all."""
+    end = state.last_round_end
+    if state.phase is not Phase.JOINABLE or end is None or end.cause is not RoundEndCause.WORKER_FAILED:
+        return 0.0
+    return hold(state.settings, state.quick_restarts)
+
+
+def quick_restarts_after(state: RunState, cause: RoundEndCause, now: float) -> int:
+    """How many restarts in a row come soon, once the present round has ended for that cause.
+
+    A round that ran for a while breaks the row, as does an operator's restart, for something may have been mended.
+    A change of membership does not: it says nothing of why the workers fail.
+    """
+    ran = now + state.forgiven - state.final_at if state.phase is Phase.FINAL else 0.0
+    steady = ran >= max(STEADY_AFTER, 2 * hold(state.settings, state.quick_restarts))
+    before = 0 if steady or cause is RoundEndCause.RESTART_REQUESTED else state.quick_restarts
+    return before + (cause is RoundEndCause.WORKER_FAILED)
+
 
 SETTLING = 0.5
 """Seconds that the end of a run waits for what other nodes have to report. Workers die of another's failure within
@@ -137,7 +238,7 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
     if state.permanent_failure is None and misses_participant(state):
         return None  # until it is back, or lost
     worn_out = _wears_out(state, failure.node_id)
-    used = restarts.counted(state)
+    used = counted(state)
     if state.permanent_failure is None and failure.kind is FailureKind.PORT_TAKEN:
         # No worker did anything wrong. The next round has another port; should that be taken too, back-off bounds it.
         return ended(state, breach, now)
@@ -149,7 +250,7 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
         return unmendable_end(state.permanent_failure)
     if worn_out:
         node = state.nodes.get(failure.node_id)
-        failed = restarts.counted_of(state, failure.node_id) + 1
+        failed = counted_of(state, failure.node_id) + 1
         reason = explain_worn_out(failed, settings.restart_window, failure)
         return facts.NodeEvicted(failure.node_id, reason, node.lease if node else 0, by_service=True)
     spent = explain_spent(settings.max_restarts, settings.restart_window)
@@ -159,13 +260,13 @@ def end_of_failed_round(state: RunState, breach: RoundEnd, now: float) -> facts.
 def ended(state: RunState, end: RoundEnd, now: float, cost: int = 0) -> facts.RoundEnded:
     """Return the fact that the present round ends so, which costs so many restarts."""
     failed_scale_ups, passed = newcomers.count_after(state, end, now)
-    quick = restarts.quick_restarts_after(state, end.cause, now)
+    quick = quick_restarts_after(state, end.cause, now)
     if cost and failed_scale_ups > state.failed_scale_ups:
         quick -= 1  # the others need not wait: they restart without it
     return facts.RoundEnded(
         end,
         restart_count=state.restart_count + cost,
-        counted_restarts=restarts.counted(state) + cost,
+        counted_restarts=counted(state) + cost,
         quick_restarts=quick,
         failed_scale_ups=failed_scale_ups,
         newcomers_passed=passed,
@@ -182,4 +283,4 @@ def _wears_out(state: RunState, node_id: str) -> bool:
     """Whether another failure is one too many for its node."""
     most = state.settings.max_restarts_per_node
     may_be_refused = node_id not in state.evicted and len(state.evicted) < MOST_EVICTED
-    return 0 < most <= restarts.counted_of(state, node_id) and may_be_refused
+    return 0 < most <= counted_of(state, node_id) and may_be_refused

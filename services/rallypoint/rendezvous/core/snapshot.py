@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from rallypoint.rendezvous.core.apply import resume_deadlines
 from rallypoint.rendezvous.core.facts import NodeEvicted, NodeJoined
-from rallypoint.rendezvous.core.restarts import forget_old
+from rallypoint.rendezvous.core.failures import forget_old
 from rallypoint.rendezvous.core.state import (
     Eviction,
     FailedWorker,

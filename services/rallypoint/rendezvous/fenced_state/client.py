@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome
 from rallypoint.rendezvous.fenced_state.requests import check_run_id, check_state
 from rallypoint.rendezvous.store.client import OperationSlots
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb

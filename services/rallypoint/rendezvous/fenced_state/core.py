@@ -12,11 +12,16 @@ from itertools import islice
 from types import MappingProxyType
 from zlib import crc32
 
-from rallypoint.rendezvous.fenced_state.refusals import StatesFull, TooManyStates
+from rallypoint.rendezvous.base.entries import (
+    RESERVED,
+    Operation,
+    OperationRecord,
+    StoreChange,
+    Writer,
+    is_repetition,
+)
+from rallypoint.rendezvous.base.refusals import StatesFull, TooManyStates
 from rallypoint.rendezvous.fenced_state.tokens import TOKEN_BYTES, next_token, number_of
-from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord, is_repetition
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.writer import Writer
 
 # The space of a journal that is ours: a run's own is 0, and rounds have positive numbers.
 SPACE = -1

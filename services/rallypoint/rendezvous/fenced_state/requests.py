@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
 from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.store.requests import operation_of, writer_of
-from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name

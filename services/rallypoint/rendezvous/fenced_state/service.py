@@ -7,9 +7,20 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.answers import settle
-from rallypoint.rendezvous.core.refusals import Refused
-from rallypoint.rendezvous.errors import NotOwner, Refusal, RunBroken, going_away, of_unknown_outcome
+from rallypoint.rendezvous.base.cooperative import Slot, Work, finish, settle
+from rallypoint.rendezvous.base.entries import (
+    LEASE_REFUSALS,
+    CheckLease,
+    Settled,
+    StoreChange,
+    StoreJournal,
+    at_once,
+)
+from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, going_away, of_unknown_outcome
+from rallypoint.rendezvous.base.limits import Share, Totals
+from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
+from rallypoint.rendezvous.base.refusals import JournalFailed, StateBusy, TooManyWatchers
+from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.fenced_state.core import (
     Draft,
     FencedState,
@@ -19,22 +30,8 @@ from rallypoint.rendezvous.fenced_state.core import (
     States,
 )
 from rallypoint.rendezvous.fenced_state.last_used import LastUsed
-from rallypoint.rendezvous.fenced_state.refusals import StateBusy, TooManyWatchers
 from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES
-from rallypoint.rendezvous.gradual import Work, finish
-from rallypoint.rendezvous.guard import CheckOwned, always_owned
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
-from rallypoint.rendezvous.shares import Share, Totals
-from rallypoint.rendezvous.slot import Slot
-from rallypoint.rendezvous.store.ports import (
-    LEASE_REFUSALS,
-    CheckLease,
-    Settled,
-    StoreChange,
-    StoreJournal,
-    at_once,
-)
-from rallypoint.rendezvous.store.refusals import JournalFailed
 from rallypoint.rpc.logs import get_logger
 
 # As long as torch's etcd rendezvous keeps its state. Shorter frees memory sooner; a job whose nodes are silent for

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.session import Session
+from rallypoint.rendezvous.base.cooperative import Slices
 from rallypoint.rendezvous.journal.etcd_fence import Fence, unusable
 from rallypoint.rendezvous.journal.etcd_keys import Place
 from rallypoint.rendezvous.journal.etcd_owner import OwnedElsewhere, Owner
@@ -24,7 +25,6 @@ from rallypoint.rendezvous.journal.etcd_reading import (
     read_space,
 )
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
-from rallypoint.rendezvous.slices import Slices
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
 from rallypoint.rpc.selector import Pace
 

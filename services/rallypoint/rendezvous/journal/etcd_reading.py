@@ -9,7 +9,8 @@ from google.protobuf.message import DecodeError
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import KeyValue, Put, prefix_end
-from rallypoint.rendezvous.gradual import Work, finish
+from rallypoint.rendezvous.base.cooperative import Slices, Work, finish
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.etcd_keys import (
     HEAD,
     STAGED,
@@ -26,8 +27,6 @@ from rallypoint.rendezvous.journal.etcd_plan import unstage
 from rallypoint.rendezvous.journal.etcd_values import DamagedValue, seal, unseal
 from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
 from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
-from rallypoint.rendezvous.slices import Slices
-from rallypoint.rendezvous.store.ports import StoreChange
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
 
 VERSION = 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.base.entries import StoreChange
 
 
 @dataclass(frozen=True, slots=True)

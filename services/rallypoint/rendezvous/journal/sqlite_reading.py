@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
 from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA_VERSION, checksum
-from rallypoint.rendezvous.store.ports import StoreChange
 
 _HEADER = b"SQLite format 3\x00"
 # What SQLite says of the disk and the rights, not of the file; the low byte of its extended codes.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import TypeAlias
 from zlib import crc32
 
+from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.journal.journal import Checkpoint, Dropped, Entry, Forgotten, Record
 from rallypoint.rendezvous.journal.spans import Span
-from rallypoint.rendezvous.store.ports import StoreChange
 
 SCHEMA_VERSION = 2
 

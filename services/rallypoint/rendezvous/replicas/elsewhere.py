@@ -11,15 +11,14 @@ from functools import partial
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.values import Get, KeyValue, Txn
-from rallypoint.rendezvous.errors import EtcdAway
-from rallypoint.rendezvous.gradual import Work
+from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.errors import EtcdAway
 from rallypoint.rendezvous.journal.etcd_keys import HEAD
 from rallypoint.rendezvous.journal.etcd_reading import head_revision, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.shared_read import SharedRead
-from rallypoint.rendezvous.slices import Slices
 
 _MOST_BYTES = 64 * 1024 * 1024
 """Of what is kept, as it is in etcd; in memory it takes some times that. More spares reading large shards again that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rallypoint.rendezvous.errors import EtcdAway, EtcdFull, NotOwner
+from rallypoint.rendezvous.base.errors import EtcdAway, EtcdFull, NotOwner
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
 from rallypoint.rendezvous.replicas.placement import shard_of

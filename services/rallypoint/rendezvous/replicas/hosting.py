@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from rallypoint.etcd.errors import EtcdError
-from rallypoint.rendezvous.errors import NotOwner, Refusal
+from rallypoint.rendezvous.base.errors import NotOwner, Refusal
 from rallypoint.rendezvous.journal.etcd_owner import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.replicas.cluster import Cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rallypoint.rendezvous.errors import EtcdAway
+from rallypoint.rendezvous.base.errors import EtcdAway
 from rallypoint.rendezvous.replicas.cluster import Cluster
 from rallypoint.rendezvous.replicas.placement import shard_of
 from rallypoint.rendezvous.replicas.replica import Replica

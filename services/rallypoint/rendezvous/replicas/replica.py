@@ -11,7 +11,7 @@ from rallypoint.etcd.client import EtcdClient, check_versions
 from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, Reason
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
-from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.journal.etcd_owner import Owner
 from rallypoint.rendezvous.replicas.cluster import Cluster
 from rallypoint.rendezvous.replicas.hosting import Hosting

@@ -12,14 +12,14 @@ from functools import partial
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
-from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals, on_etcd
 from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.fenced_state.last_used import SampledUse
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
-from rallypoint.rendezvous.gradual import Work
 from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, Place
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.limits import RendezvousLimits
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
@@ -28,9 +28,6 @@ from rallypoint.rendezvous.replicas.listing import list_replicas
 from rallypoint.rendezvous.replicas.replica import Replica, Replicas, Tell, tell_nobody
 from rallypoint.rendezvous.service import registrations
 from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
-from rallypoint.rendezvous.shares import Totals
-from rallypoint.rendezvous.slices import Slices
-from rallypoint.rendezvous.store.limits import StoreLimits, on_etcd
 from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.selector import Pace
 from rallypoint.serving.server import Registration

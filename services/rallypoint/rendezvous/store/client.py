@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.store.requests import (
     WriteRequest,
     check_entries,
@@ -18,7 +19,6 @@ from rallypoint.rendezvous.store.requests import (
     check_keys,
     check_value,
 )
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc

@@ -11,10 +11,9 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.operations import RESERVED, Operation, OperationRecord
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import RoundNotBegun, RoundOver, RunStoreFull, TooManyKeys
+from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRecord, StoreChange
+from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.refusals import RoundNotBegun, RoundOver, RunStoreFull, TooManyKeys
 from rallypoint.rendezvous.store.sorted_keys import SortedKeys
 
 # What an entry costs on top of its bytes: the objects and the dict's slot that hold it.

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.store.operations import RESERVED, Operation
-from rallypoint.rendezvous.store.sizes import (
+from rallypoint.rendezvous.base.entries import RESERVED, Operation, Writer
+from rallypoint.rendezvous.base.limits import (
     FRAME_BYTES,
     MAX_KEY_BYTES,
     MAX_KEYS,
@@ -17,7 +17,6 @@ from rallypoint.rendezvous.store.sizes import (
     MAX_PAGE_SIZE,
     MAX_VALUE_BYTES,
 )
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rpc.errors import invalid

@@ -10,15 +10,15 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from rallypoint.rendezvous.answers import settle
-from rallypoint.rendezvous.core.refusals import LeaseLost, NodeIsEvicted, Refused, RunNotFound
-from rallypoint.rendezvous.errors import NotOwner, OutcomeUnknown, Refusal, RunBroken, of_unknown_outcome
-from rallypoint.rendezvous.guard import CheckOwned
+from rallypoint.rendezvous.base.cooperative import settle
+from rallypoint.rendezvous.base.entries import CheckLease, StoreChange, StoreJournal
+from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown, Refusal, RunBroken, of_unknown_outcome
+from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.ownership import CheckOwned
+from rallypoint.rendezvous.base.refusals import JournalFailed, RoundOver, StoreBusy
+from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
 from rallypoint.rendezvous.journal.journal import OwnershipLost
 from rallypoint.rendezvous.store.core import Draft, RunSpaces
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import CheckLease, StoreChange, StoreJournal
-from rallypoint.rendezvous.store.refusals import JournalFailed, RoundOver, StoreBusy
 from rallypoint.rendezvous.store.sweep import Sweep
 from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide

@@ -7,14 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from rallypoint.rendezvous.core.refusals import Refused, RunNotFound
-from rallypoint.rendezvous.errors import Draining, Refusal, RunBroken, going_away
-from rallypoint.rendezvous.gradual import Work, finish
-from rallypoint.rendezvous.guard import CheckOwned, always_owned
-from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import (
+from rallypoint.rendezvous.base.cooperative import Work, finish
+from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
     CheckLease,
     Settled,
@@ -22,9 +16,14 @@ from rallypoint.rendezvous.store.ports import (
     StoreJournal,
     at_once,
 )
-from rallypoint.rendezvous.store.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
+from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, going_away
+from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, StoreLimits
+from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
+from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
+from rallypoint.rendezvous.core.commands import Refused, RunNotFound
+from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.run_store import RunStore
-from rallypoint.rendezvous.store.sizes import FRAME_BYTES, MAX_MULTI_BYTES
 from rallypoint.rendezvous.store.writes import Write
 
 T = TypeVar("T")

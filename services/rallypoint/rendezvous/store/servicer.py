@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, TypedDict
 
 import grpc.aio
 
+from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.reader import StoreReader
-from rallypoint.rendezvous.store.operations import Operation
 from rallypoint.rendezvous.store.requests import (
     ReadRequest,
     WriteRequest,
@@ -24,7 +24,6 @@ from rallypoint.rendezvous.store.requests import (
     writer_of,
 )
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writer import Writer
 from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, Delete, MultiSet, Set
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 
-from rallypoint.rendezvous.store.ports import StoreChange
+from rallypoint.rendezvous.base.entries import StoreChange
 
 
 class Sweep:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rallypoint.rendezvous.core.refusals import Refused
+from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.base.limits import StoreLimits
+from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, TooManyWaiters
+from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.limits import StoreLimits
-from rallypoint.rendezvous.store.ports import StoreChange
-from rallypoint.rendezvous.store.refusals import KeyWaitTimedOut, TooManyWaiters
 from rallypoint.rendezvous.store.waiting import Waiter, Waiting
 
 # When to come back after TOO_MANY_WAITERS: keys that many wait for come all at once, or time out. Seconds.

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from zlib import crc32
 
+from rallypoint.rendezvous.base.entries import Operation, Writer, is_repetition
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
+from rallypoint.rendezvous.base.refusals import IntegerOverflow, NotAnInteger, OperationReused, ValueTooLarge
 from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, Draft
-from rallypoint.rendezvous.store.operations import Operation, is_repetition
-from rallypoint.rendezvous.store.refusals import IntegerOverflow, NotAnInteger, OperationReused, ValueTooLarge
-from rallypoint.rendezvous.store.sizes import MAX_VALUE_BYTES
-from rallypoint.rendezvous.store.writer import Writer
 
 # What a write answers.
 T_co = TypeVar("T_co", covariant=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from rallypoint.rendezvous.errors import NotOwner
+from rallypoint.rendezvous.base.errors import NotOwner
 
 CheckOwned: TypeAlias = Callable[[str], None]
 """Called with a run_id before anything is told of that run which no append has just vouched for; raises NotOwner."""

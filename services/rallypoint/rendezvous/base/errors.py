@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from rallypoint.rendezvous.core import refusals
+from rallypoint.rendezvous.core import commands
 
 
 class StreamReplaced(Exception):
@@ -28,7 +28,7 @@ class EventsCompacted(Exception):
         )
 
 
-class Draining(refusals.Refused):
+class Draining(commands.Refused):
     """The server is going away: its streams end, and are resumed elsewhere or later, as calls are repeated."""
 
     retry_after: ClassVar[float] = 0.1
@@ -38,7 +38,7 @@ class Draining(refusals.Refused):
 
 
 @dataclass(eq=False)
-class NotOwner(refusals.Refused):
+class NotOwner(commands.Refused):
     """The run belongs to another replica, or to nobody at the moment. Nothing was done.
 
     Attributes:
@@ -60,7 +60,7 @@ class NotOwner(refusals.Refused):
         return f"nothing was done: {_whose(self.run_id, self.owner, self.cause)}"
 
 
-class EtcdAway(refusals.Refused):
+class EtcdAway(commands.Refused):
     """This replica has no etcd at the moment: which runs there are, and where, is not known here. Nothing was done."""
 
     retry_after: ClassVar[float] = 0.5
@@ -70,7 +70,7 @@ class EtcdAway(refusals.Refused):
 
 
 @dataclass(eq=False)
-class EtcdFull(refusals.Refused):
+class EtcdFull(commands.Refused):
     """etcd takes no writes until somebody makes room. Nothing was done; what is only read is answered.
 
     Attributes:
@@ -85,7 +85,7 @@ class EtcdFull(refusals.Refused):
 
 
 @dataclass(eq=False)
-class RunBroken(refusals.Refused):
+class RunBroken(commands.Refused):
     """An error that nobody expected stopped the run; other runs go on. Nothing of its journal was deleted.
 
     Attributes:
@@ -104,7 +104,7 @@ class RunBroken(refusals.Refused):
 
 
 @dataclass(eq=False)
-class OutcomeUnknown(refusals.Refused):
+class OutcomeUnknown(commands.Refused):
     """The run went to another replica while the request was under way: it may have taken effect, or not.
 
     Attributes:
@@ -137,16 +137,16 @@ def _whose(run_id: str, owner: str | None, cause: str = "") -> str:
     return f"{what} belongs to the replica at {owner}; ask there"
 
 
-Refusal: TypeAlias = Callable[[str], refusals.Refused]
+Refusal: TypeAlias = Callable[[str], commands.Refused]
 """Makes the refusal of a request for the run of that name. A new one each time: one that is raised again and again
 would collect every traceback."""
 
 
-def going_away(run_id: str) -> refusals.Refused:
+def going_away(run_id: str) -> commands.Refused:
     """The refusal of whoever asks a server that is going away."""
     return Draining()
 
 
-def of_unknown_outcome(refusal: refusals.Refused) -> refusals.Refused:
+def of_unknown_outcome(refusal: commands.Refused) -> commands.Refused:
     """What a request that was under way ends with, where one that was not begun is told `refusal`."""
     return OutcomeUnknown(refusal.run_id, refusal.owner) if isinstance(refusal, NotOwner) else refusal

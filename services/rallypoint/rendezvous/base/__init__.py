@@ -1,0 +1,1 @@
+"""The vocabulary of everything in the rendezvous: errors, limits, ownership, entries, cooperative work."""

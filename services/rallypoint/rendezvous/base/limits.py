@@ -1,0 +1,202 @@
+"""What one service, and one run of it, may use, so that no run starves another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+from weakref import WeakSet
+
+from rallypoint.rendezvous.core.commands import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousLimits:
+    """Bounds of a rendezvous service. Whoever comes past one is refused, and told when to try again."""
+
+    # Runs at a time, closed ones that have not expired included. An idle run takes some 10 KB.
+    runs: int = 10_000
+    # Nodes of a run at a time, spares included. A node takes some 40 KB, most of it for its connection.
+    nodes_per_run: int = 16_384
+    # Streams of WatchRun and WatchEvents on a run at a time. Each change of a run is told to all of them.
+    subscribers_per_run: int = 1_000
+    # What is kept of a run's events for ListEvents and WatchEvents: the last ones, by number and by bytes,
+    # whichever bound comes first. Two rounds of 8,000 nodes have 32,000. They are held in memory.
+    events_per_run: int = 50_000
+    event_bytes_per_run: int = 16 * 1024 * 1024
+    # What is kept of the events of all runs together, in bytes: past it the longest histories are shortened first.
+    event_bytes: int = 512 * 1024 * 1024
+    # Seconds that a run without nodes is remembered; as long as torch's etcd rendezvous keeps one. Longer lets a
+    # job come back later, and keeps more runs.
+    run_ttl: float = 7_200.0
+    # Messages that a node may send on its stream: so many a second for ever, and so many at once. An agent sends a
+    # heartbeat every 5 s, and a few messages when a round changes; one that sends more is broken or hostile, and its
+    # stream is ended with TOO_MANY_REQUESTS. A message costs some 50 us, so 200 a second are 1 % of a core.
+    messages_per_second: float = 200.0
+    message_burst: int = 1_000
+
+
+@dataclass(eq=False)
+class LimitReached(Refused):
+    """Something is used up. `reason` is the machine's word for what, `retry_after` in seconds."""
+
+    reason: str
+    run_id: str
+    detail: str
+    limit: int
+    retry_after: float = 5.0
+
+    def __str__(self) -> str:
+        return f"{self.detail} (the limit is {self.limit})"
+
+
+class EventHistory(Protocol):
+    """The events of one run that are kept."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+
+    def shorten(self, most_bytes: int) -> None:
+        """Drop the oldest, until at most so many bytes are kept."""
+
+
+@dataclass(slots=True)
+class KeptEvents:
+    """What several histories keep together.
+
+    Attributes:
+        bytes: Bytes of all of them.
+        histories: All of them.
+    """
+
+    bytes: int = 0
+    histories: WeakSet[EventHistory] = field(default_factory=WeakSet)
+
+
+# ---- What is counted over all shards of a process, because the limits of a service are limits of the whole.
+
+
+@dataclass(slots=True)
+class Total:
+    """A sum that several have shares of."""
+
+    used: int = 0
+
+
+class Share:
+    """One shard's part of a total."""
+
+    __slots__ = ("_total", "own")
+
+    def __init__(self, total: Total | None = None) -> None:
+        """Begin with nothing; without a total to count in, be the whole of one."""
+        self._total = total or Total()
+        self.own = 0
+
+    @property
+    def together(self) -> int:
+        """What all have."""
+        return self._total.used
+
+    @property
+    def others(self) -> int:
+        """What the others have."""
+        return self._total.used - self.own
+
+    def add(self, more: int) -> None:
+        """Count more; or less, if negative."""
+        self.own += more
+        self._total.used += more
+
+    def release(self) -> None:
+        """Give back all of it."""
+        self.add(-self.own)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the shards of one process use together.
+
+    Attributes:
+        runs: Runs.
+        events: The events that are kept for people.
+        states: Runs that have a fenced state.
+        state_bytes: Bytes of these.
+        state_queued_bytes: Bytes of sets that wait for a commit to begin.
+        state_watchers: Open watches of fenced states.
+    """
+
+    runs: Total = field(default_factory=Total)
+    events: KeptEvents = field(default_factory=KeptEvents)
+    states: Total = field(default_factory=Total)
+    state_bytes: Total = field(default_factory=Total)
+    state_queued_bytes: Total = field(default_factory=Total)
+    state_watchers: Total = field(default_factory=Total)
+
+
+# ---- How much one run may take of a store that serves many.
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds of one run's store.
+
+    Attributes:
+        run_bytes: Most bytes of keys and values of all its spaces, 128 per entry included. Default 256 MiB. All
+            of it is held in memory, and once more in the journal.
+        run_keys: Most keys of all its spaces. Default 1,000,000. What a key costs besides its bytes is counted in
+            `run_bytes`; this bounds how long the store takes to read them all at its start, about 4 s.
+        waiters: Most requests that wait for keys at the same time. Default 100,000. Each takes about 1 KiB here,
+            and is an open call besides.
+        waited_keys: Most keys that these wait for, a key counted once for each that waits for it. Default
+            2,000,000, about 200 MiB: room for 1,024 nodes that each wait for a key of every other.
+        queued_bytes: Most bytes of writes that wait for a commit to begin. Default 64 MiB: sixteen of the
+            largest values. More of it lets a slow disk hold more memory; less refuses bursts (STORE_BUSY).
+        batch_bytes: Bytes after which a commit takes no further write. Default 8 MiB. One write more than these
+            always fits, so the largest does. Runs take turns commit by commit: more of it makes each of them
+            wait longer for the others, less costs a run that writes much.
+        batch_entries: Writes, and entries changed by them, after which a commit takes no further write. Default
+            1,000: about 10 ms in which the process does nothing else.
+        operations: Most (client, slot) pairs of one run whose last write is remembered, so that repeating
+            it is harmless. Default 65,536, about 16 MiB; more than any run has agents times concurrent writes.
+    """
+
+    run_bytes: int = 256 * 1024 * 1024
+    run_keys: int = 1_000_000
+    waiters: int = 100_000
+    waited_keys: int = 2_000_000
+    queued_bytes: int = 64 * 1024 * 1024
+    batch_bytes: int = 8 * 1024 * 1024
+    batch_entries: int = 1_000
+    operations: int = 65_536
+
+
+# A commit on etcd is one transaction as long as it has at most 100 operations and about 1 MiB: with more it takes three
+# or more, one after the other.
+ETCD_BATCH_BYTES = 1024 * 1024
+ETCD_BATCH_ENTRIES = 100
+
+
+def on_etcd(limits: StoreLimits) -> StoreLimits:
+    """The limits where the journal is in etcd: usual commits fit into one of its transactions."""
+    return replace(
+        limits,
+        batch_bytes=min(limits.batch_bytes, ETCD_BATCH_BYTES),
+        batch_entries=min(limits.batch_entries, ETCD_BATCH_ENTRIES),
+    )
+
+
+# ---- Sizes that the contract fixes (store_service.proto). All of them follow from what one message can carry.
+
+
+MAX_KEY_BYTES = 1024
+# A gRPC message has 4 MiB by default; 16 KiB of them for the key, the names and the framing around a value.
+MAX_VALUE_BYTES = 4 * 1024 * 1024 - 16 * 1024
+# What several keys and values may have together, each pair counted with what frames it: three tags and three
+# lengths take up to 13 bytes. Above the largest value with the longest key, so that one pair always fits; the
+# 8 KiB that are left hold the names of the run, the node and the operation.
+MAX_MULTI_BYTES = 4 * 1024 * 1024 - 8 * 1024
+FRAME_BYTES = 16
+MAX_KEYS = 10_000
+# As many of the longest keys are 2 MiB: they fit into one answer.
+MAX_PAGE_SIZE = 2_000
