@@ -10,8 +10,7 @@ import pytest
 from rallypoint.cli import roles
 from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.roles import serve_rendezvous_role
-from rallypoint.rendezvous.journal.journal import Entry, JournalError
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

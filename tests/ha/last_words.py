@@ -8,7 +8,7 @@ from ha.cluster import Cluster
 from ha.history import Fact, History
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
-from rallypoint.rendezvous.journal.etcd import read_space
+from rallypoint.rendezvous.journal.etcd.journal import read_space
 from rallypoint.rendezvous.replicas.keys import Keys
 
 

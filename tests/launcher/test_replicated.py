@@ -23,7 +23,7 @@ from rallypoint.launcher import replicated
 from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
 from rallypoint.launcher.run_lease import run_lease
 from rallypoint.launcher.seats import SEAT_TTL
-from rallypoint.rendezvous.journal.etcd import Owner
+from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.replicas import hosting
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.registration import Registration

@@ -22,8 +22,7 @@ from rallypoint.rendezvous.client import (
     Updated,
 )
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.journal.journal import Journal
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -21,8 +21,7 @@ from rallypoint.rendezvous.core.commands import (
 )
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal, Record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rpc.clock import LagSettings

@@ -9,7 +9,7 @@ import pytest
 from rallypoint.rendezvous.base.errors import going_away
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.shard import open_shard
 from rallypoint.rpc.clock import LagSettings
 

@@ -17,8 +17,7 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.hosted_run import Member
-from rallypoint.rendezvous.journal.journal import Entry, Journal, Recovered
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import Entry, Journal, MemoryJournal, Recovered
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.shard import Shard, open_shard
 from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set, Write

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFo
 from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Set

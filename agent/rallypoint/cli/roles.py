@@ -16,8 +16,7 @@ from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.limit_options import Limits
 from rallypoint.launcher.services import embedded_timer
 from rallypoint.rendezvous.error_table import translate as translate_rendezvous
-from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.only_replica import OnlyReplica
 from rallypoint.rendezvous.service import open_journal, rendezvous_services
 from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError

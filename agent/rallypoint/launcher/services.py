@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from rallypoint.rendezvous.error_table import translate as translate_rendezvous
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server

@@ -15,7 +15,7 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.values import KeyValue
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.journal.etcd import Owner
+from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.shard import Shard

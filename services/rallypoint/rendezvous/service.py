@@ -15,8 +15,7 @@ from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.rendezvous.home import Home, OneShard
-from rallypoint.rendezvous.journal.journal import Journal
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
 from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.shard import open_shard

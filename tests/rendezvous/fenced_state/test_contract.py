@@ -16,8 +16,7 @@ from rallypoint.rendezvous.fenced_state.client import FencedStateClient
 from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
-from rallypoint.rendezvous.journal.journal import Journal
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.fenced_state.state_fakes import RUN, channel_to

@@ -13,7 +13,14 @@ from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Put, Txn, TxnResult, prefix_end
-from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, Owner, Place, SpaceRead, read_space
+from rallypoint.rendezvous.journal.etcd.journal import (
+    CommitPool,
+    EtcdJournal,
+    Owner,
+    Place,
+    SpaceRead,
+    read_space,
+)
 from rallypoint.rpc.selector import Pace
 
 TTL = 60.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rallypoint.rendezvous.journal import sqlite_migration
+from rallypoint.rendezvous.journal import sqlite_reading
 
 _OK, _FULL, _IOERR_WRITE, _IOERR_FSYNC = 0, 13, 10 | 3 << 8, 10 | 4 << 8
 _IOERR_TRUNCATE, _IOERR_DELETE = 10 | 6 << 8, 10 | 10 << 8
@@ -221,7 +221,7 @@ def under_sqlite(disk: FaultyDisk, folder: Path) -> Iterator[None]:
     vfses = [library.sqlite3_vfs_find(name).contents for name in (None, b"unix-none")]
     before = [(vfs, vfs.open, vfs.delete) for vfs in vfses]
     layer = _Layer(disk, str(folder))
-    migration: Any = sqlite_migration
+    migration: Any = sqlite_reading
     migration.os = _Os(disk)
     try:
         for vfs in vfses:

@@ -13,7 +13,7 @@ import pytest
 
 from etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
 from rallypoint.etcd.session import Session
-from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, OwnershipLost
+from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, OwnershipLost
 from rallypoint.rendezvous.journal.journal import Entry, JournalError
 from rallypoint.rpc.selector import Pace
 from rendezvous.journal.entries import change, record

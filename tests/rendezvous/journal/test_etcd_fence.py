@@ -11,7 +11,7 @@ from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Txn
-from rallypoint.rendezvous.journal.etcd import OwnedElsewhere, OwnershipLost
+from rallypoint.rendezvous.journal.etcd.journal import OwnedElsewhere, OwnershipLost
 from rallypoint.rendezvous.journal.journal import JournalError
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, has_fence

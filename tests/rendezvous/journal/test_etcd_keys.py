@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.etcd.values import prefix_end
-from rallypoint.rendezvous.journal.etcd_keys import (
+from rallypoint.rendezvous.journal.etcd.keys import (
     HEAD,
     STAGED,
     CheckpointKey,

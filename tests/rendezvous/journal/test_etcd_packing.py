@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from rallypoint.etcd.values import Delete, Put
-from rallypoint.rendezvous.journal.etcd_keys import checkpoint_key, entry_key, pack_key
-from rallypoint.rendezvous.journal.etcd_packing import Change, Contents, Packing
-from rallypoint.rendezvous.journal.etcd_values import PART_BYTES
-from rallypoint.rendezvous.journal.journal import Entry
-from rallypoint.rendezvous.journal.spans import OutOfSequenceError
+from rallypoint.rendezvous.journal.etcd.commit import Change, Contents, Packing
+from rallypoint.rendezvous.journal.etcd.keys import PART_BYTES, checkpoint_key, entry_key, pack_key
+from rallypoint.rendezvous.journal.journal import Entry, OutOfSequenceError
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.model import Model, random_call
 

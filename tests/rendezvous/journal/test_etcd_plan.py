@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.etcd.values import Delete, Put, Txn, to_txn
-from rallypoint.rendezvous.journal.etcd_packing import Change
-from rallypoint.rendezvous.journal.etcd_plan import CLEAR_STAGING, Cost, Step, cost, plan, unstage
-from rallypoint.rendezvous.journal.etcd_values import PART_BYTES
+from rallypoint.rendezvous.journal.etcd.commit import CLEAR_STAGING, Change, Cost, Step, cost, plan, unstage
+from rallypoint.rendezvous.journal.etcd.keys import PART_BYTES
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 
 # Of etcd, by default; the head and the comparisons need some of it.

@@ -12,8 +12,8 @@ from etcd_server import NEEDS_ETCD, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Get, KeyValue, ModRevision, Put, Txn, TxnResult
-from rallypoint.rendezvous.journal.etcd import CommitPool, OwnershipLost
-from rallypoint.rendezvous.journal.etcd_pool import merged, split
+from rallypoint.rendezvous.journal.etcd.journal import CommitPool, OwnershipLost
+from rallypoint.rendezvous.journal.etcd.pool import merged, split
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rpc.selector import Pace
 from rendezvous.journal.entries import change, record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.journal.etcd_values import PART_BYTES, DamagedValue, seal, unseal
+from rallypoint.rendezvous.journal.etcd.keys import PART_BYTES, DamagedValue, seal, unseal
 
 _SIZES = [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, 3 * PART_BYTES + 1]
 

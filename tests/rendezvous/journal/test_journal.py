@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from etcd_server import NEEDS_ETCD
-from rallypoint.rendezvous.journal.journal import MARK, Checkpoint, Dropped, Entry, Journal, Recovered
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.journal import (
+    MARK,
+    Checkpoint,
+    Dropped,
+    Entry,
+    Journal,
+    MemoryJournal,
+    Recovered,
+)
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.etcd_shelf import etcd_shelf

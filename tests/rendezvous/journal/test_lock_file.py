@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.rendezvous.journal.lock_file import LockFile
+from rallypoint.rendezvous.journal.sqlite import LockFile
 
 
 def test_the_number_is_the_last_that_was_written(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.journal.journal import Dropped
-from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
+from rallypoint.rendezvous.journal.journal import Dropped, OutOfSequenceError, Span
 from rendezvous.journal.entries import checkpoint, forgotten, record
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.rendezvous.journal import sqlite_file
+from rallypoint.rendezvous.journal import sqlite
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.journal.lock_file import LockFile
-from rallypoint.rendezvous.journal.sqlite_file import JournalFile
+from rallypoint.rendezvous.journal.sqlite import JournalFile, LockFile
 from rendezvous.journal.faulty_disk import FaultyDisk, sqlite_library, under_sqlite
 from rendezvous.journal.model import Model, plain, random_call
 
@@ -211,7 +210,7 @@ def commit_entry_by_entry(patch: pytest.MonkeyPatch) -> None:
 
 def believe_what_the_kernel_shows(patch: pytest.MonkeyPatch) -> None:
     """What is found at the start is believed, though a sync of it may have failed or never come."""
-    patch.setattr(sqlite_file, "write_again", lambda path: None)
+    patch.setattr(sqlite, "write_again", lambda path: None)
 
 
 def count_commits_before_they_are_made(patch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ async def test_a_copy_is_kept_with_which_one_can_go_back(old: Path) -> None:
 def test_killed_in_the_middle_it_begins_again(old: Path, statement: int) -> None:
     """Before any statement of it, COMMIT is 13: the file is of one version or the other, and holds everything."""
     script = f"""
-        from rallypoint.rendezvous.journal import sqlite_file
+        from rallypoint.rendezvous.journal import sqlite as sqlite_file
         def migrate(connection):
             seen = []
             def die(text):

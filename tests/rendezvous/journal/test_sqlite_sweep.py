@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.journal.sqlite_sweep import BYTES_PER_STEP, ROWS_PER_STEP
+from rallypoint.rendezvous.journal.sqlite_rows import BYTES_PER_STEP, ROWS_PER_STEP
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.files import append, killed, recover, reopen
 

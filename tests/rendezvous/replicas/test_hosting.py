@@ -9,9 +9,8 @@ import pytest
 
 from log_events import log_events
 from rallypoint.etcd.values import KeyValue
-from rallypoint.rendezvous.journal.etcd import Owner
-from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.journal.memory import MemoryJournal
+from rallypoint.rendezvous.journal.etcd.journal import Owner
+from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.replicas import hosting as hosting_module
 from rallypoint.rendezvous.replicas.cluster import Cluster
 from rallypoint.rendezvous.replicas.hosting import Hosting

@@ -11,8 +11,8 @@ import pytest
 
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, ModRevision, Txn
-from rallypoint.rendezvous.journal.etcd import EtcdJournal
-from rallypoint.rendezvous.journal.etcd_pool import CommitPool
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import Entry
 from simulation.plants import give_no_new_term_to_leases, tell_before_commit
 

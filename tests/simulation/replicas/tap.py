@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.journal import etcd as journal
-from rallypoint.rendezvous.journal.etcd_fence import Fence
-from rallypoint.rendezvous.journal.etcd_keys import HEAD
+from rallypoint.rendezvous.journal.etcd import journal
+from rallypoint.rendezvous.journal.etcd.fence import Fence
+from rallypoint.rendezvous.journal.etcd.keys import HEAD
 from rallypoint.rendezvous.journal.journal import Entry
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead

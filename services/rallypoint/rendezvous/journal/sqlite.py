@@ -3,14 +3,282 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
 
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
-from rallypoint.rendezvous.journal.sqlite_file import JournalFile
+from rallypoint.rendezvous.journal.sqlite_reading import (
+    Contents,
+    keep_copy,
+    migrate,
+    read_untouched,
+    sync,
+    write_again,
+)
+from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows, Sweep
+from rallypoint.rpc.logs import get_logger
+
+# ---- One process at a time: a lock that goes with the process, and a number that outlives it.
+
+
+class LockFile:
+    """A file that is locked for as long as it is held, and holds a number.
+
+    The number is written without a sync: it survives the process, and may be an older one after loss of power.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the file; made where it is missing, and never removed.
+
+        To unlink it would let a third process lock a file that is no longer there.
+
+        Raises:
+            BlockingIOError: Another process holds it.
+            OSError: It can't be made.
+        """
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def read(self) -> int:
+        """The number; 0 where there is none, or none that can be trusted."""
+        content = os.pread(self._file, 64, 0)
+        number = content[:20]
+        return int(number) if number.isdigit() and content == _content(int(number)) else 0
+
+    def write(self, number: int) -> None:
+        """Put the number in place of the one before.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        os.pwrite(self._file, _content(number), 0)
+
+    def release(self) -> None:
+        """Let the next process have it."""
+        os.close(self._file)
+
+
+def _content(number: int) -> bytes:
+    digits = b"%020d" % number
+    return b"%b %08x\n" % (digits, crc32(digits))
+
+
+# ---- The file of the SQLite journal: opened, written and closed on one thread, by one connection.
+
+
+_log = get_logger(__name__)
+
+# The write-ahead log is carried over into the file when about so much is in it. More makes that rarer, and the log
+# and the next recovery longer. It is an estimate, since SQLite counts the pages of a log but does not tell: the rows
+# of a run are neighbours, and new ones change the page they come to and, when it overflows, those next to it.
+_LOG_BYTES = 16 << 20
+_PAGE_BYTES = 4 << 10
+_PAGES_PER_RUN = 3
+_ROW_BYTES = 256
+# What a very large commit made of the log is given back to the file system down to this.
+_LOG_LIMIT = 32 << 20
+
+
+class JournalFile:
+    """A SQLite file in write-ahead mode with synchronous=FULL: what is committed is on the disk.
+
+    (NORMAL could lose acknowledged commits with the power, and for a round number that means giving it out twice.)
+    One connection only, since SQLite before 3.51.3 can corrupt a log that two connections reset: a lock file keeps
+    other servers away, and exclusive locking everybody else, whose reading could also keep the log from ever
+    starting over.
+
+    SQLite takes a damaged log for one that ends where the damage is, and a log that was removed for an empty one:
+    acknowledged commits would be gone and nobody would know. So commits are counted, in the file and, once they
+    are on the disk, in the lock file. The latter may lag behind, after loss of power, but is never ahead.
+
+    Why what is read at the start is on the disk. The log that a process left behind may hold commits that are in the
+    memory of the kernel only: it was killed before it synced them, or a sync failed. After a failed sync Linux takes
+    the pages for written, so another sync succeeds and writes nothing. Therefore the log is written again, with the
+    bytes that it has, and synced, before a byte of it is believed (`write_again`). The file needs none of this: what
+    a checkpoint wrote into it is in the log too until the file was synced, and each process that finds a log writes all
+    of it into the file again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the file; it and its folder are made where they are missing."""
+        self._path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock: LockFile | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._contents = Contents()
+        self._sweep = Sweep(self._contents.spans)
+        self._logged = 0
+
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether there may be something to delete: each commit, also of nothing, deletes some of it."""
+        return bool(self._sweep)
+
+    @property
+    def log_is_long(self) -> bool:
+        """Whether `shorten_log` is due."""
+        return self._logged >= _LOG_BYTES
+
+    def open(self) -> Recovered:
+        """Take the lock, check the file, read it, bring it up to date.
+
+        Raises:
+            JournalError: See `Journal.open`.
+        """
+        try:
+            _make_folder(self._path.parent)
+            self._take_lock()
+            existed = self._path.exists()
+            log = self._path.with_name(self._path.name + "-wal")
+            write_again(log)
+            found = read_untouched(self._path)
+            if existed and (found is None or found.version == SCHEMA_VERSION):
+                self._check_nothing_lost(0 if found is None else found.commits)
+            self._contents = found or self._contents
+            self._connection = self._connect(None if found is None else found.version)
+            # Otherwise servers that are killed before they shorten it would make it, and each start, longer and longer.
+            self._logged = log.stat().st_size if log.exists() else 0
+            self._sweep = Sweep(self._contents.spans)
+            self._sweep.add(self._contents.leftovers)
+            recovered, self._contents.recovered = self._contents.recovered, Recovered([], [], [])
+            return recovered
+        except (OSError, sqlite3.Error, ValueError) as error:
+            self.close()
+            raise JournalError(
+                f"can't open the journal {self._path}: {_reason(error)}; mend that, or choose another file with "
+                "--journal"
+            ) from error
+        except JournalError:
+            self.close()
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = LockFile(self._lock_path)
+        except BlockingIOError as error:
+            raise JournalError(
+                f"the journal {self._path} is in use by another process; stop that one, or choose another file "
+                "with --journal"
+            ) from error
+
+    def _check_nothing_lost(self, commits: int) -> None:
+        assert self._lock is not None
+        if commits < (acknowledged := self._lock.read()):
+            raise JournalError(
+                f"the journal {self._path} has lost commits that were acknowledged: it holds {commits}, where "
+                f"{self._lock_path.name} counts {acknowledged}; its log {self._path.name}-wal is damaged or was "
+                "removed, and nothing was touched; bring it back, or, to go on from what there is, for example from a "
+                f"backup, remove {self._lock_path.name}"
+            )
+
+    def _connect(self, version: int | None) -> sqlite3.Connection:
+        if version is not None and version < SCHEMA_VERSION:
+            copy = keep_copy(self._path, version)
+            _log.info("journal.migrating", path=str(self._path), version=version, copy=str(copy))
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=True)
+        try:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA journal_size_limit = {_LOG_LIMIT}")
+            # Debian's SQLite overwrites with zeros what is deleted, by way of the log: 256 MiB to forget as much.
+            connection.execute("PRAGMA secure_delete = OFF")
+            # By itself, SQLite would carry the log over before it says that a commit is done, and say nothing where
+            # that fails.
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            if version is None:
+                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            elif version < SCHEMA_VERSION:
+                migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+        assert self._lock is not None
+        self._lock.write(self._contents.commits)
+        return connection
+
+    def commit(self, calls: Sequence[Sequence[Entry]]) -> None:
+        """Write all entries as one transaction; returns when it is on the disk.
+
+        Raises:
+            JournalError: Whether it is on the disk is unknown.
+        """
+        assert self._connection is not None
+        assert self._lock is not None
+        connection = self._connection
+        try:
+            rows = Rows(self._contents.spans)
+            for entries in calls:
+                for entry in entries:
+                    rows.add(entry)
+            before = connection.total_changes
+            connection.execute("BEGIN IMMEDIATE")
+            rows.write(connection)
+            self._sweep.add(rows.dropped)
+            self._sweep.step(connection)
+            self._contents.commits += 1
+            connection.execute("UPDATE commits SET number = ?", (self._contents.commits,))
+            connection.execute("COMMIT")
+            self._lock.write(self._contents.commits)
+            pages = 1 + _PAGES_PER_RUN * len(rows.runs)
+            self._logged += pages * _PAGE_BYTES + rows.size + _ROW_BYTES * (connection.total_changes - before)
+        except Exception as error:
+            raise self._unwritable(error) from error
+
+    def shorten_log(self) -> None:
+        """Carry the log over into the file, so that it starts over.
+
+        Raises:
+            JournalError: It failed; what was acknowledged is still in the log.
+        """
+        assert self._connection is not None
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            self._logged = 0
+        except sqlite3.Error as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: Exception) -> JournalError:
+        return JournalError(
+            f"can't write the journal {self._path}: {_reason(error)}; what of the last commit reached the disk is "
+            "unknown, so the service must start again and read it"
+        )
+
+    def close(self) -> None:
+        """Close the file and give the lock up."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder that lasts: what a folder lists is on the disk only once it was synced itself."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync(each.parent)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, sqlite3.Error):
+        name = getattr(error, "sqlite_errorname", None)
+        return f"{error} ({name})" if name else str(error)
+    return getattr(error, "strerror", None) or str(error)
+
 
 _T = TypeVar("_T")
 

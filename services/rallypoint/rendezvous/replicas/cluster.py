@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rallypoint.etcd.values import Change, KeyValue
-from rallypoint.rendezvous.journal.etcd_owner import Owner
+from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rendezvous.replicas.registration import Registration
 

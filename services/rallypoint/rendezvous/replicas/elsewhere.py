@@ -13,8 +13,8 @@ from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.values import Get, KeyValue, Txn
 from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rallypoint.rendezvous.base.errors import EtcdAway
-from rallypoint.rendezvous.journal.etcd_keys import HEAD
-from rallypoint.rendezvous.journal.etcd_reading import head_revision, interpret, read_pairs
+from rallypoint.rendezvous.journal.etcd.keys import HEAD
+from rallypoint.rendezvous.journal.etcd.reading import head_revision, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.replicas.keys import Keys

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
-from rallypoint.rendezvous.journal.etcd_owner import OwnedElsewhere, Owner
+from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.replicas.cluster import Cluster
 from rallypoint.rendezvous.replicas.news import News

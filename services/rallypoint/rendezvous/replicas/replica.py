@@ -12,7 +12,7 @@ from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, 
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.journal.etcd_owner import Owner
+from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.replicas.cluster import Cluster
 from rallypoint.rendezvous.replicas.hosting import Hosting
 from rallypoint.rendezvous.replicas.keys import Keys

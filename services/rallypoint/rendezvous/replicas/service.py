@@ -18,7 +18,7 @@ from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Tot
 from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.fenced_state.last_used import SampledUse
 from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
-from rallypoint.rendezvous.journal.etcd import CommitPool, EtcdJournal, Place
+from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, Place
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.reader import RunReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.journal.etcd_owner import Owner
+from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.replicas.cluster import Before
 from rallypoint.rendezvous.replicas.ownership import Why
 from rallypoint.rendezvous.replicas.waves import Wave, Waves

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import REMEDIES, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import Compare, CreateRevision, KeyValue, Put, Txn, TxnResult
-from rallypoint.rendezvous.journal.etcd_plan import MOST_BYTES
+from rallypoint.rendezvous.journal.etcd.commit import MOST_BYTES
 from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)

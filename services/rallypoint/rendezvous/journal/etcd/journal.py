@@ -11,13 +11,20 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.base.cooperative import Slices
-from rallypoint.rendezvous.journal.etcd_fence import Fence, unusable
-from rallypoint.rendezvous.journal.etcd_keys import Place
-from rallypoint.rendezvous.journal.etcd_owner import OwnedElsewhere, Owner
-from rallypoint.rendezvous.journal.etcd_packing import Contents, Packing
-from rallypoint.rendezvous.journal.etcd_plan import CLEAR_STAGING, Cost, Step, cost, finish, plan
-from rallypoint.rendezvous.journal.etcd_pool import CommitPool
-from rallypoint.rendezvous.journal.etcd_reading import (
+from rallypoint.rendezvous.journal.etcd.commit import (
+    CLEAR_STAGING,
+    Contents,
+    Cost,
+    Packing,
+    Step,
+    cost,
+    finish,
+    plan,
+)
+from rallypoint.rendezvous.journal.etcd.fence import Fence, unusable
+from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner, Place
+from rallypoint.rendezvous.journal.etcd.pool import CommitPool
+from rallypoint.rendezvous.journal.etcd.reading import (
     VERSION,
     SpaceRead,
     head_revision,

@@ -11,22 +11,29 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import KeyValue, Put, prefix_end
 from rallypoint.rendezvous.base.cooperative import Slices, Work, finish
 from rallypoint.rendezvous.base.entries import StoreChange
-from rallypoint.rendezvous.journal.etcd_keys import (
+from rallypoint.rendezvous.journal.etcd.commit import Change, Contents, unstage
+from rallypoint.rendezvous.journal.etcd.keys import (
     HEAD,
     STAGED,
     CheckpointKey,
+    DamagedValue,
     EntryKey,
     HighWaterKey,
     PackKey,
     checkpoint_key,
     parse,
+    seal,
     staged_key,
+    unseal,
 )
-from rallypoint.rendezvous.journal.etcd_packing import Change, Contents
-from rallypoint.rendezvous.journal.etcd_plan import unstage
-from rallypoint.rendezvous.journal.etcd_values import DamagedValue, seal, unseal
-from rallypoint.rendezvous.journal.journal import Checkpoint, JournalError, Record, Recovered
-from rallypoint.rendezvous.journal.spans import OutOfSequenceError, Span
+from rallypoint.rendezvous.journal.journal import (
+    Checkpoint,
+    JournalError,
+    OutOfSequenceError,
+    Record,
+    Recovered,
+    Span,
+)
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
 
 VERSION = 1

@@ -14,9 +14,17 @@ anything, whatever it is called. All keys here are without the prefix of the spa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from urllib.parse import quote, unquote
+from zlib import crc32
+
+from google.protobuf.message import DecodeError
+
+from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdValue
 
 HEAD = b"head"
 STAGED = b"staged/"
@@ -150,3 +158,97 @@ def _quoted(name: str) -> bytes:
 @lru_cache(maxsize=1024)
 def _unquoted(run_id: str) -> str:
     return unquote(run_id, errors="strict")
+
+
+# ---- Values as they stand in etcd: with a checksum, and cut into parts where they are too large for one key.
+
+
+# Bytes of a value under one key. Two such keys fit into a transaction of 1.5 MiB, etcd's default limit, besides others.
+PART_BYTES = 512 * 1024
+
+
+class DamagedValue(ValueError):
+    """What stands under a key is not what was written."""
+
+
+def seal(key: bytes, content: bytes) -> list[tuple[bytes, bytes]]:
+    """The keys of a value with what is put there: `key` first, then those of further parts.
+
+    etcd tells nobody when its disk has changed a value, or somebody else has put another one there; the checksum does.
+    """
+    checksum = crc32(content, crc32(key))
+    if len(content) <= PART_BYTES:
+        return [(key, EtcdValue(checksum=checksum, content=content).SerializeToString())]
+    parts = [content[at : at + PART_BYTES] for at in range(0, len(content), PART_BYTES)]
+    first = EtcdValue(checksum=checksum, parts=len(parts), content=parts[0]).SerializeToString()
+    return [(key, first), *((part_key(key, index), part) for index, part in enumerate(parts) if index)]
+
+
+def unseal(key: bytes, stored: Mapping[bytes, bytes]) -> tuple[bytes, int]:
+    """A value, and the number of its parts, from all that is stored.
+
+    Raises:
+        DamagedValue: A part is missing, or changed.
+    """
+    try:
+        value = EtcdValue.FromString(stored[key])
+    except DecodeError:
+        raise DamagedValue(
+            f"the value of {key.decode(errors='replace')!r} is no value of a journal"
+        ) from None
+    content, parts = value.content, max(1, value.parts)
+    if parts > 1:
+        try:
+            content = b"".join([content, *(stored[part_key(key, index)] for index in range(1, parts))])
+        except KeyError as missing:
+            raise DamagedValue(f"the key {missing.args[0].decode(errors='replace')!r} is missing") from None
+    if crc32(content, crc32(key)) != value.checksum:
+        raise DamagedValue(f"the value of {key.decode(errors='replace')!r} is not what was written")
+    return content, parts
+
+
+# ---- Who owns a journal on etcd: what stands under its owner key.
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A replica of the service.
+
+    Attributes:
+        replica: Its name, which its next process has too.
+        address: How clients reach it: host:port.
+        instance: Drawn anew by each process.
+    """
+
+    replica: str
+    address: str
+    instance: str
+
+    def encode(self, claim: str = "") -> bytes:
+        """As JSON. `claim`: what tells one claim of the same owner from another."""
+        return json.dumps({**asdict(self), **({"claim": claim} if claim else {})}).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Owner:
+        """From JSON. What isn't there is empty: somebody owns the journal all the same, whoever it is."""
+        try:
+            fields = json.loads(content)
+            known = {name: str(fields.get(name, "")) for name in cls.__slots__}
+        except (ValueError, AttributeError):
+            known = dict.fromkeys(cls.__slots__, "")
+        return cls(**known)
+
+
+class OwnedElsewhere(JournalError):
+    """The journal can't be opened: another process has it.
+
+    Attributes:
+        owner: Which.
+    """
+
+    def __init__(self, where: str, owner: Owner) -> None:
+        super().__init__(
+            f"the journal in etcd under {where} is owned by {owner.replica or 'another replica'} "
+            f"({owner.address or 'address unknown'}); it is free once that one stops, or its lease ends"
+        )
+        self.owner = owner

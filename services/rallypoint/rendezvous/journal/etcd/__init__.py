@@ -1,0 +1,1 @@
+"""A journal on etcd, fenced by the owner of its shard."""
