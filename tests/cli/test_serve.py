@@ -17,9 +17,9 @@ from rallypoint.cli import serve as serve_module
 from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.main import main
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
-from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

@@ -16,7 +16,7 @@ from ha.findings import Finding, Wrong
 from ha.history import NEVER, Operation, Outcome
 
 SET, GET = "state.set", "state.get"
-# A token begins with the number of its state, in hexadecimal; see rallypoint.rendezvous.fenced_state.tokens.
+# A token begins with the number of its state, in hexadecimal; see rallypoint.rendezvous.state.core.
 _NUMBER_DIGITS = 16
 
 

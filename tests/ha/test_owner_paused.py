@@ -16,8 +16,8 @@ from ha.crowd import steady, watched_crowd
 from ha.length import ordinarily
 from ha.runs import run_everywhere
 from ha.waiting import until
-from rallypoint.rendezvous.fenced_state.client import FencedStateClient
-from rallypoint.rendezvous.fenced_state.core import FencedState
+from rallypoint.rendezvous.state.client import FencedStateClient
+from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb

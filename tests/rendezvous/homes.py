@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.home import Home, OneShard
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 
 

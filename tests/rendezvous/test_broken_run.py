@@ -14,7 +14,7 @@ from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import Record
-from rallypoint.rendezvous.store.run_store import RunStore
+from rallypoint.rendezvous.store.store import RunStore
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken

@@ -12,7 +12,7 @@ from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import LeaseLost
-from rallypoint.rendezvous.fenced_state.core import SetState
+from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set
 from rendezvous.shard_fixtures import RUN, Scene, begun, idle, opened, refusal_of
 

@@ -7,9 +7,9 @@ import pytest
 
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.fenced_state.core import StateLimits
 from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
+from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

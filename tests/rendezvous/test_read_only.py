@@ -21,12 +21,12 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.core.state import RunState, WorkerFailure
 from rallypoint.rendezvous.event_servicer import EventServicer
-from rallypoint.rendezvous.fenced_state.core import SetState
 from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.reader import RunReader
 from rallypoint.rendezvous.run_pages import list_runs, nodes_page
+from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.store.writes import Add, Delete, Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.shard_fixtures import OWNER, RUN, Scene, ShardJournal, elsewhere, opened

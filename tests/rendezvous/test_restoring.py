@@ -17,10 +17,10 @@ from rallypoint.rendezvous.codec import decode_record, encode_record
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
-from rallypoint.rendezvous.fenced_state.core import SPACE, States
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record, Recovered
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.state.core import SPACE, States
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import journal_pb2

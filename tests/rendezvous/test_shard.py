@@ -13,9 +13,9 @@ from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown
 from rallypoint.rendezvous.base.refusals import JournalFailed
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.event_servicer import EventServicer
-from rallypoint.rendezvous.fenced_state.core import SPACE, SetState
 from rallypoint.rendezvous.home import OneShard
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
+from rallypoint.rendezvous.state.core import SPACE, SetState
 from rallypoint.rendezvous.store.writes import Add
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.shard_fixtures import (

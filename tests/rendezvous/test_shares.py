@@ -12,7 +12,7 @@ from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import LimitReached, RendezvousLimits, Share, Total, Totals
 from rallypoint.rendezvous.base.refusals import StateBusy, StatesFull, TooManyStates, TooManyWatchers
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.fenced_state.core import STATE_OVERHEAD_BYTES, SetState, StateLimits
+from rallypoint.rendezvous.state.core import STATE_OVERHEAD_BYTES, SetState, StateLimits
 from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, refusal_of
 
 

@@ -13,10 +13,10 @@ import pytest
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.fenced_state.core import SetState
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
 from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rendezvous.service import rendezvous_services
+from rallypoint.rendezvous.state.core import SetState
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -11,7 +11,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rallypoint.rendezvous.fenced_state.client import FencedStateClient
+from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace

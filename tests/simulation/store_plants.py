@@ -12,12 +12,11 @@ import pytest
 from rallypoint.rendezvous import shard
 from rallypoint.rendezvous.base.entries import RESERVED
 from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.fenced_state import core as states
-from rallypoint.rendezvous.fenced_state.core import SPACE
-from rallypoint.rendezvous.fenced_state.tokens import next_token
 from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.state import core as states
+from rallypoint.rendezvous.state.core import SPACE, next_token
 from rallypoint.rendezvous.store import core, writes
-from rallypoint.rendezvous.store.run_store import RunStore
+from rallypoint.rendezvous.store.store import RunStore
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -18,8 +18,7 @@ from operator import eq
 from typing import Any, TypeAlias
 
 from rallypoint.rendezvous.base.entries import RESERVED, StoreChange
-from rallypoint.rendezvous.fenced_state.core import SPACE, STATE_KEY
-from rallypoint.rendezvous.fenced_state.tokens import TOKEN_BYTES, number_of
+from rallypoint.rendezvous.state.core import SPACE, STATE_KEY, TOKEN_BYTES, number_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rendezvous.core.ledger import Violation, require

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from rallypoint.rendezvous.base.entries import Writer
-from rallypoint.rendezvous.fenced_state.client import FencedStateClient
+from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rpc.errors import ServiceError
 from torture.tormented_node import RUN, Place, TormentedNode

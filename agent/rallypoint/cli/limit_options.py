@@ -11,9 +11,9 @@ import click
 
 from rallypoint.cli.limit_flags import Flag, count, seconds, size
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
-from rallypoint.rendezvous.fenced_state.core import StateLimits
-from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.requests import MOST_NODES
+from rallypoint.rendezvous.state.core import StateLimits
+from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.serving.options import Finite, Setting
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -12,12 +12,12 @@ from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut
 from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.core.state import RunSettings, RunState
-from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, States
 from rallypoint.rendezvous.history import Histories, History
 from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import JournalError, Recovered
 from rallypoint.rendezvous.reader import RunsReader, StateReader, StoreReader
 from rallypoint.rendezvous.recovery import recover_runs
+from rallypoint.rendezvous.state.core import SPACE, FencedState, States
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.service import check_answer
 

@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.core.state import RunSettings, RunState
-from rallypoint.rendezvous.fenced_state.core import FencedState
 from rallypoint.rendezvous.history import History
+from rallypoint.rendezvous.state.core import FencedState
 
 _T = TypeVar("_T")
 

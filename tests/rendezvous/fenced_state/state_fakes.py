@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.fenced_state.core import SetState, StateLimits
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
-from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
+from rallypoint.rendezvous.state.core import SetState, StateLimits
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.homes import home_of
 from rendezvous.store.store_fakes import RUN, TestJournal, channel_to

@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.fenced_state.core import SPACE
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
-from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.state.core import SPACE
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.homes import home_of
 

@@ -14,9 +14,9 @@ import pytest
 from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.commands import LeaseLost
-from rallypoint.rendezvous.fenced_state.client import FencedStateClient
-from rallypoint.rendezvous.fenced_state.core import FencedState
-from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
+from rallypoint.rendezvous.state.client import FencedStateClient
+from rallypoint.rendezvous.state.core import FencedState
+from rallypoint.rendezvous.state.service import FencedStateService, StateView
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace
 from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.fenced_state.client import FencedStateClient
-from rallypoint.rendezvous.fenced_state.core import SPACE, FencedState, SetOutcome
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
-from rallypoint.rendezvous.fenced_state.servicer import fenced_registration
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
+from rallypoint.rendezvous.state.client import FencedStateClient
+from rallypoint.rendezvous.state.core import SPACE, FencedState, SetOutcome
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.fenced_state.state_fakes import RUN, channel_to
 from rendezvous.homes import home_of

@@ -17,7 +17,7 @@ from rallypoint.rendezvous.base.refusals import (
     StatesFull,
     TooManyStates,
 )
-from rallypoint.rendezvous.fenced_state.core import (
+from rallypoint.rendezvous.state.core import (
     OPERATION_BYTES,
     SPACE,
     STATE_OVERHEAD_BYTES,

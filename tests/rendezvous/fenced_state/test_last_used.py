@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.rendezvous.fenced_state.last_used import LastUsed, SampledUse
+from rallypoint.rendezvous.state.core import LastUsed, SampledUse
 
 
 def dropped(used: LastUsed, now: float) -> list[str]:

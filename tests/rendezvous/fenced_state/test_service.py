@@ -17,9 +17,9 @@ from rallypoint.rendezvous.base.refusals import (
     TooManyWatchers,
 )
 from rallypoint.rendezvous.core.commands import LeaseLost
-from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome, StateLimits
-from rallypoint.rendezvous.fenced_state.service import FencedStateService, StateView
 from rallypoint.rendezvous.journal.journal import JournalError
+from rallypoint.rendezvous.state.core import FencedState, SetOutcome, StateLimits
+from rallypoint.rendezvous.state.service import FencedStateService, StateView
 from rendezvous.fenced_state.state_fakes import RUN, Clock, TestJournal, asked, open_states, served, started
 
 

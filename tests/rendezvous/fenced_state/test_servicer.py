@@ -15,8 +15,8 @@ import pytest
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
 from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.core.state import Outcome
-from rallypoint.rendezvous.fenced_state.core import StateLimits
-from rallypoint.rendezvous.fenced_state.service import FencedStateService
+from rallypoint.rendezvous.state.core import StateLimits
+from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWriter

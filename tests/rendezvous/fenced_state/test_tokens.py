@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES, TOKEN_BYTES, next_token, number_of
+from rallypoint.rendezvous.state.core import NONCE_BYTES, TOKEN_BYTES, next_token, number_of
 
 
 def test_numbers_grow_and_nonces_tell_apart() -> None:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rallypoint.rendezvous.fenced_state.client import FencedStateClient
-from rallypoint.rendezvous.fenced_state.core import FencedState
+from rallypoint.rendezvous.state.client import FencedStateClient
+from rallypoint.rendezvous.state.core import FencedState
 from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
 pytestmark = pytest.mark.torch

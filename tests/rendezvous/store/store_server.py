@@ -6,10 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.servicer import store_registration
 from rallypoint.serving.server import Server, ServerOptions
 from rendezvous.homes import home_of
 from rendezvous.store.store_fakes import RUN

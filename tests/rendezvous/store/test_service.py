@@ -18,8 +18,8 @@ from rallypoint.rendezvous.base.refusals import (
     StoreBusy,
 )
 from rallypoint.rendezvous.core.commands import RunNotFound
-from rallypoint.rendezvous.store.run_store import RunStore
 from rallypoint.rendezvous.store.service import StoreService
+from rallypoint.rendezvous.store.store import RunStore
 from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
 

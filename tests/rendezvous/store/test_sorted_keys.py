@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.store import sorted_keys
-from rallypoint.rendezvous.store.sorted_keys import SortedKeys
+from rallypoint.rendezvous.store import core
+from rallypoint.rendezvous.store.core import SortedKeys
 
 names = st.text("ab\U0001f600\ue000", max_size=3)
 
@@ -24,7 +24,7 @@ def test_keys_are_a_sorted_list(
 ) -> None:
     """However many parts it has, however they were split and emptied, and wherever a page begins."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sorted_keys, "_PART", part)
+        patch.setattr(core, "_PART", part)
         keys, model = SortedKeys(start), set(start)
         for name in changes:
             (keys.remove if name in model else keys.add)(name)

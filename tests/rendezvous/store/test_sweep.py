@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rallypoint.rendezvous.base.entries import StoreChange
-from rallypoint.rendezvous.store.sweep import Sweep
+from rallypoint.rendezvous.store.store import Sweep
 
 
 def deletions(*keys: str) -> list[StoreChange]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.store.waiting import Waiting
+from rallypoint.rendezvous.store.waits import Waiting
 
 KEYS = ["a", "b", "c"]
 

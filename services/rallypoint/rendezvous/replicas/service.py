@@ -15,9 +15,6 @@ from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals, on_etcd
-from rallypoint.rendezvous.fenced_state.core import StateLimits
-from rallypoint.rendezvous.fenced_state.last_used import SampledUse
-from rallypoint.rendezvous.fenced_state.service import DEFAULT_TTL
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, Place
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
@@ -28,6 +25,8 @@ from rallypoint.rendezvous.replicas.listing import list_replicas
 from rallypoint.rendezvous.replicas.replica import Replica, Replicas, Tell, tell_nobody
 from rallypoint.rendezvous.service import registrations
 from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
+from rallypoint.rendezvous.state.core import SampledUse, StateLimits
+from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.selector import Pace
 from rallypoint.serving.server import Registration

@@ -23,7 +23,7 @@ from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut,
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.run_store import RunStore
+from rallypoint.rendezvous.store.store import RunStore
 from rallypoint.rendezvous.store.writes import Write
 
 T = TypeVar("T")

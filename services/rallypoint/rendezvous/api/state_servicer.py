@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from rallypoint.rendezvous.fenced_state.core import FencedState
-from rallypoint.rendezvous.fenced_state.requests import check_run_id, set_state
 from rallypoint.rendezvous.home import Home
+from rallypoint.rendezvous.state.client import check_run_id, set_state
+from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber

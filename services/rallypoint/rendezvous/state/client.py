@@ -10,16 +10,59 @@ import grpc
 import grpc.aio
 
 from rallypoint.rendezvous.base.entries import Writer
-from rallypoint.rendezvous.fenced_state.core import FencedState, SetOutcome
-from rallypoint.rendezvous.fenced_state.requests import check_run_id, check_state
+from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
+from rallypoint.rendezvous.state.core import FencedState, SetOutcome, SetState
 from rallypoint.rendezvous.store.client import OperationSlots
+from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.calls import Asking
-from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.errors import ServiceError, decode, invalid
 from rallypoint.rpc.replicas import Where, switchboard
 from rallypoint.rpc.selector import Pace
+from rallypoint.serving.requests import name
+
+# ---- Requests of the fenced state: what is well formed, and what it asks for.
+
+
+def check_run_id(run_id: str) -> None:
+    """Check the name of a run.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    name("run_id", run_id)
+
+
+def check_state(state: bytes) -> None:
+    """Check the size of a state.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if len(state) > MAX_VALUE_BYTES:
+        raise invalid(
+            "state", f"has {len(state):,} bytes; at most {MAX_VALUE_BYTES:,} fit, keep large data elsewhere"
+        )
+
+
+def set_state(request: pb.SetStateRequest) -> SetState:
+    """Return what is asked for.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    check_run_id(request.run_id)
+    check_state(request.state)
+    return SetState(
+        run_id=request.run_id,
+        state=request.state,
+        token=request.token if request.HasField("token") else None,
+        operation=operation_of(request),
+        writer=writer_of(request),
+    )
+
 
 # Long enough for a service to be restarted by hand. Seconds.
 DEFAULT_TIMEOUT = 300.0

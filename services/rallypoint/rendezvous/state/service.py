@@ -21,17 +21,17 @@ from rallypoint.rendezvous.base.limits import Share, Totals
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.base.refusals import JournalFailed, StateBusy, TooManyWatchers
 from rallypoint.rendezvous.core.commands import Refused
-from rallypoint.rendezvous.fenced_state.core import (
+from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
+from rallypoint.rendezvous.state.core import (
+    NONCE_BYTES,
     Draft,
     FencedState,
+    LastUsed,
     SetOutcome,
     SetState,
     StateLimits,
     States,
 )
-from rallypoint.rendezvous.fenced_state.last_used import LastUsed
-from rallypoint.rendezvous.fenced_state.tokens import NONCE_BYTES
-from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rpc.logs import get_logger
 
 # As long as torch's etcd rendezvous keeps its state. Shorter frees memory sooner; a job whose nodes are silent for

@@ -6,7 +6,7 @@ draft's entries durable and only then applies it, so what readers see is durable
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
@@ -21,7 +21,37 @@ from rallypoint.rendezvous.base.entries import (
     is_repetition,
 )
 from rallypoint.rendezvous.base.refusals import StatesFull, TooManyStates
-from rallypoint.rendezvous.fenced_state.tokens import TOKEN_BYTES, next_token, number_of
+
+# ---- Fencing tokens: what stands for one state of one run, and never for another. Pure.
+#
+# A token is a number, which grows by one with each state that replaces another, and a nonce drawn for this state
+# alone. The number orders the states of a run. The nonce is what fences: whatever happens to the numbers (the
+# state is dropped and set again, a journal in memory dies with its process, an old backup is restored), a token
+# that was given out once is not given out again.
+
+
+NONCE_BYTES = 16
+_NUMBER_BYTES = 8
+TOKEN_BYTES = _NUMBER_BYTES + NONCE_BYTES
+
+
+def next_token(before: bytes | None, nonce: bytes) -> bytes:
+    """Return the token of a state that replaces the one of the token `before`; None: it is the first.
+
+    Args:
+        before: A token of this module.
+        nonce: `NONCE_BYTES` random bytes, drawn for this token.
+    """
+    if len(nonce) != NONCE_BYTES:
+        raise ValueError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
+    number = 0 if before is None else number_of(before)
+    return (number + 1).to_bytes(_NUMBER_BYTES) + nonce
+
+
+def number_of(token: bytes) -> int:
+    """Return the number in a token of this module."""
+    return int.from_bytes(token[:_NUMBER_BYTES])
+
 
 # The space of a journal that is ours: a run's own is 0, and rounds have positive numbers.
 SPACE = -1
@@ -315,3 +345,62 @@ def _decode(run_id: str, value: bytes) -> FencedState:
     if value[:head] != _LAYOUT or len(value) < head + TOKEN_BYTES:
         raise ValueError(f"the entry of the fenced state of run {run_id!r} begins with {value[:head]!r}")
     return FencedState(state=value[head + TOKEN_BYTES :], token=value[head : head + TOKEN_BYTES])
+
+
+# ---- When names were used, and which were not for so long that they are dropped. Pure.
+
+
+class LastUsed:
+    """Names in the order of their last use; all live equally long after it."""
+
+    def __init__(self, ttl: float) -> None:
+        """Start with no names.
+
+        Args:
+            ttl: How long a name lives after its last use, seconds.
+        """
+        self._ttl = ttl
+        self._used: dict[str, float] = {}  # the one used longest ago first
+
+    def touch(self, name: str, now: float) -> None:
+        """Note a use."""
+        self._used.pop(name, None)  # the latest used goes to the end
+        self._used[name] = now
+
+    def discard(self, name: str) -> None:
+        """Forget a name, if it is known."""
+        self._used.pop(name, None)
+
+    def next_deadline(self) -> float | None:
+        """Return when the next name is due unless it is used before; None: there is none."""
+        return next((used + self._ttl for used in self._used.values()), None)
+
+    def due(self, now: float) -> Iterator[str]:
+        """Yield the names whose time is over, the one used longest ago first. Touch or discard each."""
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            yield next(iter(self._used))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a name is known; it may be due."""
+        return name in self._used
+
+
+class SampledUse:
+    """Uses that are seen in one place and counted in another: one in each period is passed on there."""
+
+    def __init__(self, period: float) -> None:
+        """Pass on the next use of every name.
+
+        Args:
+            period: Seconds. Those who count must let names live for so much longer.
+        """
+        self._passed_on = LastUsed(period)
+
+    def pass_on(self, name: str, now: float) -> bool:
+        """Note a use; return whether it is to be passed on."""
+        for old in self._passed_on.due(now):
+            self._passed_on.discard(old)
+        if name in self._passed_on:
+            return False
+        self._passed_on.touch(name, now)
+        return True
