@@ -16,7 +16,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
 from etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster, free_port
 from mortal import mortal
-from rallypoint.rendezvous.replicas.replica import Replicas
+from rallypoint.rendezvous.cluster.replica import Replicas
 
 pytestmark = [NEEDS_ETCD, pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -22,7 +22,7 @@ from ha.network import AGENTS, Network, missing, network_of
 from ha.process import HostProcess
 from ha.replicas import PREFIX, Replicas
 from ha.waiting import PATIENCE, until
-from rallypoint.rendezvous.replicas.placement import by_preference, shard_of
+from rallypoint.rendezvous.cluster.ownership import by_preference, shard_of
 
 __all__ = ["AGENTS", "ETCD", "PATIENCE", "REPLICAS", "TTL", "Cluster", "running_cluster"]
 

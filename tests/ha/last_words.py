@@ -8,8 +8,8 @@ from ha.cluster import Cluster
 from ha.history import Fact, History
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
+from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.journal import read_space
-from rallypoint.rendezvous.replicas.keys import Keys
 
 
 async def read_facts(cluster: Cluster, history: History, runs: Collection[str]) -> int:

@@ -23,10 +23,10 @@ from rallypoint.launcher import replicated
 from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
 from rallypoint.launcher.run_lease import run_lease
 from rallypoint.launcher.seats import SEAT_TTL
+from rallypoint.rendezvous.cluster import shards as hosting
+from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.cluster.view import Registration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
-from rallypoint.rendezvous.replicas import hosting
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb

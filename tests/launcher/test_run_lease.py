@@ -21,8 +21,8 @@ from rallypoint.launcher.run_lease import (
     on_lease,
     run_lease,
 )
+from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
-from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.selector import Pace
 

@@ -15,8 +15,8 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult, prefix_end
+from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
-from rallypoint.rendezvous.replicas.keys import Keys
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.selector import Pace
 

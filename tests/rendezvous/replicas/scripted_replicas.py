@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from rallypoint.rendezvous.replicas.ownership import (
+from rallypoint.rendezvous.cluster.ownership import (
     Claim,
     HandOver,
     Moves,

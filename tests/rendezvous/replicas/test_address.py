@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rallypoint.rendezvous.replicas.address import advertised_address, replica_name, split_shards
+from rallypoint.rendezvous.cluster.keys import advertised_address, replica_name, split_shards
 from rallypoint.rpc.endpoint import SettingError
 
 

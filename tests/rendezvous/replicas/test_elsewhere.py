@@ -15,10 +15,10 @@ from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.errors import EtcdAway, NotOwner
+from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.cluster.lookup import Elsewhere
 from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal, Owner, Place
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
-from rallypoint.rendezvous.replicas.keys import Keys
 from rendezvous.turn_counter import TickingClock
 
 pytestmark = NEEDS_ETCD

@@ -19,7 +19,7 @@ from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.base.errors import EtcdFull
-from rallypoint.rendezvous.replicas.keys import Keys
+from rallypoint.rendezvous.cluster.keys import Keys
 from rendezvous.replicas.served import PATIENCE, SHARDS, Served, refusal, run_in, served, shared_out, until
 
 pytestmark = [

@@ -9,15 +9,13 @@ import pytest
 
 from log_events import log_events
 from rallypoint.etcd.values import KeyValue
+from rallypoint.rendezvous.cluster import shards as hosting_module
+from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.cluster.ownership import Claim, HandOver, Moves, Release, Why, decide
+from rallypoint.rendezvous.cluster.shards import Hosting
+from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
-from rallypoint.rendezvous.replicas import hosting as hosting_module
-from rallypoint.rendezvous.replicas.cluster import Cluster
-from rallypoint.rendezvous.replicas.hosting import Hosting
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.news import News
-from rallypoint.rendezvous.replicas.ownership import Claim, HandOver, Moves, Release, Why, decide
-from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.shard import Shard, open_shard
 
 _KEYS = Keys("/test")

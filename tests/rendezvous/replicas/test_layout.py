@@ -9,8 +9,7 @@ import pytest
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.layout import DEFAULT_SHARDS, agreed_shards
+from rallypoint.rendezvous.cluster.keys import DEFAULT_SHARDS, Keys, agreed_shards
 from rallypoint.rpc.endpoint import SettingError
 
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.rendezvous.replicas.ownership import (
+from rallypoint.rendezvous.cluster.ownership import (
     Claim,
     HandOver,
     Moves,
     Release,
     Standing,
     Why,
+    by_preference,
     decide,
     declined_until,
 )
-from rallypoint.rendezvous.replicas.placement import by_preference
 
 NAMES = ("a", "b", "c")
 MOVES = Moves(settle=10, turn=3, claims=4, balancing=2, draining=3)

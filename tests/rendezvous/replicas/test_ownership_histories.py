@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.replicas.ownership import Moves
-from rallypoint.rendezvous.replicas.placement import by_preference
+from rallypoint.rendezvous.cluster.ownership import Moves, by_preference
 from rendezvous.replicas.scripted_replicas import LEASE, Scripted, World
 
 MOVES = Moves()

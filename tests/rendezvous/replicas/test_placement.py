@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from rallypoint.rendezvous.replicas.placement import by_preference, shard_of
+from rallypoint.rendezvous.cluster.ownership import by_preference, shard_of
 
 NAMES = ["a-29400", "b-29400", "c-29400"]
 

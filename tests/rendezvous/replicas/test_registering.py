@@ -13,10 +13,10 @@ from etcd_server import etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.values import Delete, Put, Txn
-from rallypoint.rendezvous.replicas import registering
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.registering import wait_for_name
-from rallypoint.rendezvous.replicas.registration import Registration
+from rallypoint.rendezvous.cluster import registering
+from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.cluster.registering import wait_for_name
+from rallypoint.rendezvous.cluster.view import Registration
 from rallypoint.rpc.endpoint import SettingError
 
 PATIENCE = 60.0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rallypoint.rendezvous.replicas.shared_read import SharedRead
+from rallypoint.rendezvous.cluster.lookup import SharedRead
 
 
 class _Source:

@@ -15,12 +15,11 @@ import pytest
 from rallypoint.etcd import cluster as etcd_connection
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.base.entries import StoreChange
+from rallypoint.rendezvous.cluster import service
+from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.cluster.ownership import Moves, shard_of
+from rallypoint.rendezvous.cluster.replica import Replica, Replicas
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
-from rallypoint.rendezvous.replicas import service
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.ownership import Moves
-from rallypoint.rendezvous.replicas.placement import shard_of
-from rallypoint.rendezvous.replicas.replica import Replica, Replicas
 from rallypoint.rpc import replicas
 from rallypoint.rpc.endpoint import Endpoint
 from rallypoint.rpc.replicas import Switchboard

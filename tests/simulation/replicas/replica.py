@@ -12,9 +12,9 @@ import grpc
 
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.base.limits import RendezvousLimits
+from rallypoint.rendezvous.cluster.replica import Replicas
+from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.replicas.replica import Replicas
-from rallypoint.rendezvous.replicas.service import ReplicatedServices, replicated_services
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace
 from rallypoint.serving.interceptor import CallInterceptor

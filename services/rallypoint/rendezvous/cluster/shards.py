@@ -11,19 +11,11 @@ from typing import Protocol
 
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
+from rallypoint.rendezvous.cluster.moves_log import ShardMoves
+from rallypoint.rendezvous.cluster.ownership import Claim, HandOver, Moves, Release, Standing, declined_until
+from rallypoint.rendezvous.cluster.view import Cluster, News
 from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.replicas.cluster import Cluster
-from rallypoint.rendezvous.replicas.news import News
-from rallypoint.rendezvous.replicas.ownership import (
-    Claim,
-    HandOver,
-    Moves,
-    Release,
-    Standing,
-    declined_until,
-)
-from rallypoint.rendezvous.replicas.shard_moves import ShardMoves
 from rallypoint.rendezvous.shard import Shard
 from rallypoint.rpc.logs import get_logger
 

@@ -9,8 +9,8 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.registration import Registration
+from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.cluster.view import Registration
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 

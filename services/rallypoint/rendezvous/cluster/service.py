@@ -15,14 +15,12 @@ from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals, on_etcd
+from rallypoint.rendezvous.cluster.lookup import Elsewhere, ReplicatedHome, list_replicas
+from rallypoint.rendezvous.cluster.replica import Replica, Replicas, Tell, tell_nobody
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, Place
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.read_only import ReadOnlyRuns
 from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.replicas.elsewhere import Elsewhere
-from rallypoint.rendezvous.replicas.home import ReplicatedHome
-from rallypoint.rendezvous.replicas.listing import list_replicas
-from rallypoint.rendezvous.replicas.replica import Replica, Replicas, Tell, tell_nobody
 from rallypoint.rendezvous.service import registrations
 from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
 from rallypoint.rendezvous.state.core import SampledUse, StateLimits

@@ -12,15 +12,12 @@ from rallypoint.etcd.errors import REMEDIES, Compacted, EtcdError, EtcdRefused, 
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
 from rallypoint.rendezvous.base.errors import NotOwner
+from rallypoint.rendezvous.cluster.keys import Keys, agreed_shards
+from rallypoint.rendezvous.cluster.ownership import Moves, decide
+from rallypoint.rendezvous.cluster.registering import register, wait_for_name, withdraw
+from rallypoint.rendezvous.cluster.shards import Hosting
+from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
-from rallypoint.rendezvous.replicas.cluster import Cluster
-from rallypoint.rendezvous.replicas.hosting import Hosting
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.layout import agreed_shards
-from rallypoint.rendezvous.replicas.news import News
-from rallypoint.rendezvous.replicas.ownership import Moves, decide
-from rallypoint.rendezvous.replicas.registering import register, wait_for_name, withdraw
-from rallypoint.rendezvous.replicas.registration import Registration
 from rallypoint.rendezvous.shard import Shard
 from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.endpoint import SettingError

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from rallypoint.etcd.values import Change, KeyValue
+from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import Owner
-from rallypoint.rendezvous.replicas.keys import Keys
-from rallypoint.rendezvous.replicas.registration import Registration
+
+# ---- What a replica says of itself to the others.
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One replica that is alive.
+
+    Attributes:
+        address: How clients reach it: host:port.
+        instance: Drawn anew by each process: tells a replica from the one of its name before.
+        since: When the process began to serve, unix seconds; for people.
+        lease_ttl: Seconds after which it is gone from etcd if it dies.
+    """
+
+    address: str
+    instance: str
+    since: float
+    lease_ttl: float
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Registration | None:
+        """From JSON; None if it is none. Fields that a newer version adds are left alone."""
+        try:
+            fields = json.loads(content)
+            return cls(
+                str(fields["address"]),
+                str(fields["instance"]),
+                float(fields["since"]),
+                float(fields["lease_ttl"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +131,47 @@ class Cluster:
         if shard is not None and (owned := self.owned.pop(shard, None)) is not None:
             self.free[shard] = now
             self.before[shard] = Before(owned.owner, ended)
+
+
+# ---- Waiting until something that changes has changed as wanted.
+
+
+class News:
+    """Tells whoever waits that something changed; each looks for itself at what.
+
+    Attributes:
+        count: How often there was news.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+        self.count = 0
+
+    def tell(self) -> None:
+        """Have everybody look who waits."""
+        self.count += 1
+        for each in self._waiting:
+            if not each.done():
+                each.set_result(None)
+
+    async def until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Return True as soon as a condition holds; False after `timeout` seconds without."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not holds():
+                    await self._next()
+        except TimeoutError:
+            return holds()
+        return True
+
+    async def since(self, seen: int, timeout: float | None) -> None:
+        """Return when there has been news after the `seen`-th, or after `timeout` seconds."""
+        await self.until(lambda: self.count > seen, timeout)
+
+    async def _next(self) -> None:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await waiting
+        finally:
+            self._waiting.discard(waiting)
