@@ -8,7 +8,7 @@ import pytest
 
 from rallypoint.agent import bounds
 from rallypoint.agent.settings import KNOWN_SETTINGS, RunSettingError, rendezvous_conf
-from rallypoint.rendezvous import requests
+from rallypoint.rendezvous.api import requests
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ha.findings import Finding, Wrong
 from ha.history import Fact, History, Told
 from ha.invariants import Message
-from rallypoint.rendezvous.codec import decode_record
+from rallypoint.rendezvous.runs.codec import decode_record
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Ledger, Violation

@@ -54,7 +54,7 @@ PLANTS: Mapping[str, Plant] = {
     ),
     # What happened to a run is told while it is on its way; stores and states wait.
     "run-told-before-commit": Plant(
-        "rallypoint.rendezvous.runs",
+        "rallypoint.rendezvous.runs.runs",
         "            await self._journal.append(step.entries)\n",
         "            self._committing = __import__('asyncio').ensure_future(self._journal.append(step.entries))\n",
     ),

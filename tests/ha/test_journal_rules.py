@@ -10,9 +10,9 @@ from google.protobuf.json_format import MessageToDict
 from ha.findings import Wrong
 from ha.history import Fact, History, Told
 from ha.journal_rules import check_journal
-from rallypoint.rendezvous.codec import encode_record
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import RunSettings, Seat
+from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 _SEAT = Seat("a", group_rank=0, base_rank=0, base_role_rank=0, role_world_size=2, local_world_size=2)

@@ -14,8 +14,6 @@ from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings, RunState, WorkerFailure
-from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import (
     Checkpoint,
     Dropped,
@@ -25,8 +23,9 @@ from rallypoint.rendezvous.journal.journal import (
     Record,
     Recovered,
 )
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.runs.run import Member, run_summary
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import run_summary
 from rallypoint.rpc.clock import LagSettings
 
 T = TypeVar("T")

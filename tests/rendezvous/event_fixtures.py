@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.servicer import RendezvousServicer
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.servicer import RendezvousServicer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

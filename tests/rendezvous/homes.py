@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.home import Home, OneShard
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.shard.home import Home, OneShard
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 

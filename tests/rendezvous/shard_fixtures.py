@@ -16,9 +16,9 @@ from rallypoint.rendezvous.base.entries import Operation, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings
-from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import Entry, Forgotten, OwnershipLost, Recovered
-from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.runs.run import Member
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.state.core import FencedState, SetState
 from rallypoint.rendezvous.store.writes import Set
 from rendezvous.engine_fixtures import NO_PAUSES, RUN, HeldJournal, begun, idle

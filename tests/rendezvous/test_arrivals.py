@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rallypoint.rendezvous.arrivals import Arrivals
+from rallypoint.rendezvous.runs.run import Arrivals
 
 QUIET = 0.02
 

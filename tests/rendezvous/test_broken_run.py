@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous import recovery, runs
 from rallypoint.rendezvous.base.errors import RunBroken
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.runs import recovery, runs
+from rallypoint.rendezvous.runs.run import HostedRun
 from rallypoint.rendezvous.store.store import RunStore
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -13,6 +13,8 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.client import (
     Admitted,
     Event,
@@ -21,10 +23,8 @@ from rallypoint.rendezvous.client import (
     RendezvousUnreachable,
     Updated,
 )
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

@@ -14,10 +14,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from log_events import log_events
 from rallypoint.rendezvous import client
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.client import Admitted, Event, Membership, RendezvousUnreachable
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -248,7 +248,7 @@ async def test_an_outage_is_told_once_with_who_was_lost(
             await other.asked.wait()
     other.owner = second = await fleet.own()
     assert (await fleet.admitted()).at == second
-    told = log_events(each for each in caplog.records if each.name == "rallypoint.rendezvous.outage")
+    told = log_events(each for each in caplog.records if each.name == "rallypoint.rendezvous.client")
     assert len(told) == 1
     (line,) = told
     if line.name == "rendezvous replica lost, looking for the next owner of the run":

@@ -20,8 +20,8 @@ from rallypoint.rendezvous.core.commands import (
     SettingsDiffer,
 )
 from rallypoint.rendezvous.core.state import RunSettings
-from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal, Record
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rpc.clock import LagSettings

@@ -16,15 +16,15 @@ from typing import Any, get_args
 
 import pytest
 
-from rallypoint.rendezvous import hosted_run
 from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.base.limits import RendezvousLimits
-from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.core.state import RankPolicy, ScaleUpPolicy, WorkerFailure
-from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.runs import run as hosted_run
+from rallypoint.rendezvous.runs.codec import decode_record
+from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rendezvous.engine_fixtures import Stage, idle, staged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.base import refusals as state
 from rallypoint.rendezvous.base import refusals as store
 from rallypoint.rendezvous.base.errors import (
@@ -21,7 +22,6 @@ from rallypoint.rendezvous.base.errors import (
 from rallypoint.rendezvous.base.limits import LimitReached
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import Outcome, ScaleUpPolicy
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import JournalError
 
 DIFFERENCES: dict[str, tuple[object, object]] = {

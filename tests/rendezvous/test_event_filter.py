@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rallypoint.rendezvous.codec import encode_record
+from rallypoint.rendezvous.api.events import wanted
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause
-from rallypoint.rendezvous.event_filter import wanted
+from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rallypoint.rendezvous.codec import encode_record
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import WorkerFailure
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.runs.codec import encode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from rendezvous.engine_fixtures import RUN

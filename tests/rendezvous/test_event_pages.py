@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from rallypoint.rendezvous.api.event_pages import Reader, page_cursor, page_token
+from rallypoint.rendezvous.api.events import Wanted
 from rallypoint.rendezvous.base.errors import EventsCompacted
-from rallypoint.rendezvous.codec import encode_record
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import RevisionAhead
 from rallypoint.rendezvous.core.state import RunSettings, WorkerFailure
-from rallypoint.rendezvous.event_filter import Wanted
-from rallypoint.rendezvous.event_pages import Reader, page_cursor, page_token
-from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.runs.codec import encode_record
+from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 

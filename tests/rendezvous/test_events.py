@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.rendezvous.codec import encode_record, to_message
+from rallypoint.rendezvous.api.events import event_of
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import (
     LossReason,
@@ -18,7 +18,7 @@ from rallypoint.rendezvous.core.state import (
     Seat,
     WorkerFailure,
 )
-from rallypoint.rendezvous.events import event_of
+from rallypoint.rendezvous.runs.codec import encode_record, to_message
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 

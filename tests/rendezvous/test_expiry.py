@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous.base.limits import RendezvousLimits
-from rallypoint.rendezvous.codec import to_message
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import LeaseLost, RevisionAhead, RunIsClosed, RunNotFound
 from rallypoint.rendezvous.core.snapshot import numbers_only
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import MARK, Dropped, Entry, Forgotten
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.runs.codec import to_message
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken

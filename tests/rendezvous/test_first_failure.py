@@ -11,8 +11,8 @@ from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import NodeIsEvicted
 from rallypoint.rendezvous.core.failures import SETTLING
 from rallypoint.rendezvous.core.state import WorkerFailure
-from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.hosted_run import Member
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.clock import LagSettings
 from rendezvous.engine_fixtures import RUN, Stage, begun, staged, taken

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.history import Histories, History
 from rallypoint.rendezvous.journal.journal import Record
+from rallypoint.rendezvous.runs.history import Histories, History
 
 
 def record(revision: int, size: int = 1) -> Record:

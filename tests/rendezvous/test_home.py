@@ -10,11 +10,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.service import registrations
-from rallypoint.rendezvous.shard import Shard
+from rallypoint.rendezvous.shard.reader import RunReader
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rallypoint.rendezvous import hosted_run
 from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import NodeIsEvicted, RevisionAhead, RunNotFound
+from rallypoint.rendezvous.runs import run as hosted_run
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.engine_fixtures import RUN, Stage, begun, idle, staged, taken
 

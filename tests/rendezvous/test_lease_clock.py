@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rallypoint.rendezvous.lease_clock import LeaseClock
+from rallypoint.rendezvous.runs.run import LeaseClock
 from rallypoint.rpc.clock import LagSettings
 
 # The timer runs in real time, by the thousandth of a second; the clock is the test's.

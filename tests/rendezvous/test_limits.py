@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc.aio
 import pytest
 
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import rendezvous_services
 from rallypoint.rendezvous.base.limits import RendezvousLimits
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import MemoryJournal
-from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as pb_grpc

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from log_events import log_events
-from rallypoint.rendezvous.outage import Outage
+from rallypoint.rendezvous.client import Outage
 from rallypoint.rpc.errors import ServiceError
 from serving.fleet import not_owner
 
@@ -20,7 +20,7 @@ GOING = ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is goi
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, "rallypoint.rendezvous.outage")
+    caplog.set_level(logging.INFO, "rallypoint.rendezvous.client")
     return caplog
 
 

@@ -11,7 +11,8 @@ from typing import cast
 
 import pytest
 
-from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.api.event_pages import EventServicer
+from rallypoint.rendezvous.api.requests import list_runs, nodes_page
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.entries import Operation
 from rallypoint.rendezvous.base.errors import NotOwner
@@ -20,12 +21,10 @@ from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut,
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.core.state import RunState, WorkerFailure
-from rallypoint.rendezvous.event_servicer import EventServicer
-from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.journal.journal import JournalError, Record
-from rallypoint.rendezvous.read_only import ReadOnlyRuns
-from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.run_pages import list_runs, nodes_page
+from rallypoint.rendezvous.runs import run as hosted_run
+from rallypoint.rendezvous.shard.home import Home
+from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.store.writes import Add, Delete, Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.rendezvous import hosted_run
 from rallypoint.rendezvous.base.cooperative import finish
 from rallypoint.rendezvous.base.limits import RendezvousLimits
-from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.history import History
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, JournalError, Record, Recovered
-from rallypoint.rendezvous.recovery import Numbers, RecoveredRuns, recover_runs
+from rallypoint.rendezvous.runs import run as hosted_run
+from rallypoint.rendezvous.runs.codec import decode_record
+from rallypoint.rendezvous.runs.history import History
+from rallypoint.rendezvous.runs.recovery import Numbers, RecoveredRuns, recover_runs
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
 from rendezvous.engine_fixtures import RUN, Stage, staged, taken

@@ -12,7 +12,14 @@ from grpc import StatusCode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.codec import from_message, to_message
+from rallypoint.rendezvous.api.requests import (
+    LONGEST,
+    MOST_NODES,
+    MOST_WORKERS_PER_NODE,
+    join_command,
+    run_settings,
+    worker_failure,
+)
 from rallypoint.rendezvous.core.ranks import assign_seats
 from rallypoint.rendezvous.core.state import (
     FailureKind,
@@ -22,14 +29,7 @@ from rallypoint.rendezvous.core.state import (
     ScaleUpPolicy,
     WorkerFailure,
 )
-from rallypoint.rendezvous.requests import (
-    LONGEST,
-    MOST_NODES,
-    MOST_WORKERS_PER_NODE,
-    join_command,
-    run_settings,
-    worker_failure,
-)
+from rallypoint.rendezvous.runs.codec import from_message, to_message
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 

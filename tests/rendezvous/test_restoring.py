@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous import recovery
 from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rallypoint.rendezvous.base.entries import RESERVED, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import RendezvousLimits, Totals
-from rallypoint.rendezvous.codec import decode_record, encode_record
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Record, Recovered
-from rallypoint.rendezvous.read_only import ReadOnlyRuns
-from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.runs import recovery
+from rallypoint.rendezvous.runs.codec import decode_record, encode_record
+from rallypoint.rendezvous.shard.reader import ReadOnlyRuns
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.state.core import SPACE, States
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.writes import Set

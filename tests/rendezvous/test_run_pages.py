@@ -9,14 +9,20 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from rallypoint.rendezvous import run_pages
+from rallypoint.rendezvous.api import requests
+from rallypoint.rendezvous.api.requests import (
+    TRACEBACK_BYTES,
+    check_list_runs,
+    first_node,
+    list_runs,
+    nodes_page,
+    runs_page,
+)
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import carry_out
 from rallypoint.rendezvous.core.state import Outcome, RunEnd, RunSettings, RunState, WorkerFailure
-from rallypoint.rendezvous.requests import TRACEBACK_BYTES
-from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page, runs_page
+from rallypoint.rendezvous.runs.run import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import NODES_PER_MESSAGE, run_message, run_summary
 from rallypoint.rpc.channel import MAX_MESSAGE_BYTES
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, SENTENCE_BYTES
@@ -237,7 +243,7 @@ async def test_readers_are_not_asked_for_more_summaries_than_the_page_has(
         made.append(state.run_id)
         return run_summary(state)
 
-    monkeypatch.setattr(run_pages, "run_summary", summary)
+    monkeypatch.setattr(requests, "run_summary", summary)
     readers = [Reader(runs_named(*(f"run-{number}{first}" for number in range(10)))) for first in range(8)]
     page = await list_runs(pb.ListRunsRequest(page_size=5), cast(Any, readers))
     assert [run.run_id for run in page.runs] == ["run-00", "run-01", "run-02", "run-03", "run-04"]

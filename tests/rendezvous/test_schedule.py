@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rallypoint.rendezvous.schedule import Schedule
+from rallypoint.rendezvous.runs.runs import Schedule
 
 
 def test_the_earliest_comes_first() -> None:

@@ -14,9 +14,9 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
-from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.hosted_run import Member
-from rallypoint.rendezvous.servicer import RendezvousServicer
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.servicer import RendezvousServicer
+from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

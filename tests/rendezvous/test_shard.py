@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from rallypoint.rendezvous.api.event_pages import EventServicer
 from rallypoint.rendezvous.base.entries import Operation, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown
 from rallypoint.rendezvous.base.refusals import JournalFailed
 from rallypoint.rendezvous.core import commands
-from rallypoint.rendezvous.event_servicer import EventServicer
-from rallypoint.rendezvous.home import OneShard
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
+from rallypoint.rendezvous.shard.home import OneShard
 from rallypoint.rendezvous.state.core import SPACE, SetState
 from rallypoint.rendezvous.store.writes import Add
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -10,7 +10,7 @@ from rallypoint.rendezvous.base.errors import going_away
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import MemoryJournal
-from rallypoint.rendezvous.shard import open_shard
+from rallypoint.rendezvous.shard.shard import open_shard
 from rallypoint.rpc.clock import LagSettings
 
 RUN = "run"

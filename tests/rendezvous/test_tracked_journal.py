@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rallypoint.rendezvous.shard import Shard
-from rallypoint.rendezvous.tracked_journal import TrackedJournal
+from rallypoint.rendezvous.runs.recovery import TrackedJournal
+from rallypoint.rendezvous.shard.shard import Shard
 from rendezvous.journal.entries import change
 from rendezvous.shard_fixtures import RUN, ShardJournal, begun, elsewhere, opened, refusal_of
 

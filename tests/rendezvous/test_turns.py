@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.turns import Turns
+from rallypoint.rendezvous.runs.runs import Turns
 
 
 def test_a_long_queue_keeps_no_short_one_waiting() -> None:

@@ -16,10 +16,10 @@ from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, RoundNotBegun, 
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.core.state import RunSettings
-from rallypoint.rendezvous.hosted_run import Member
 from rallypoint.rendezvous.journal.journal import Entry, Journal, MemoryJournal, Recovered
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
-from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.runs.run import Member
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set, Write
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.journal.conftest import etcd as etcd  # noqa: PLC0414 - a fixture

@@ -10,11 +10,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import rendezvous_services
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.commands import LeaseLost, RunIsClosed, RunNotFound
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import MemoryJournal
-from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService

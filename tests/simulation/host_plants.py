@@ -9,7 +9,7 @@ import pytest
 from rallypoint.rendezvous import client
 from rallypoint.rendezvous.core import apply, failures, newcomers
 from rallypoint.rendezvous.core.state import RunState
-from rallypoint.rendezvous.engine import RendezvousEngine
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from simulation.plants import Plant, give_no_time_after_a_pause
 
 

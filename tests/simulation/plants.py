@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from rallypoint.agent import core as agent_core
-from rallypoint.rendezvous import engine, recovery, runs
 from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.client import Membership
 from rallypoint.rendezvous.core import apply, decide, facts, failures, snapshot
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
-from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.hosted_run import HostedRun, Member
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.lease_clock import LeaseClock
+from rallypoint.rendezvous.runs import engine, recovery, runs
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock, Member
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import Openings

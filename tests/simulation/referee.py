@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import Outcome, Phase
 from rallypoint.rendezvous.journal.journal import MARK, Forgotten, Record
+from rallypoint.rendezvous.runs.codec import decode_record
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord
 from rallypoint.rpc.errors import ServiceError, decode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rallypoint.rendezvous import hosted_run
+from rallypoint.rendezvous.runs import run
 from rendezvous.core.ledger import Violation
 from simulation import faults
 from simulation.clockwork import Stuck
@@ -168,9 +168,9 @@ def replay_of(scenario: Scenario) -> tuple[list[str], str]:
 @contextmanager
 def _checkpoints(records: int) -> Iterator[None]:
     """Checkpoints so often that a short life sees some; the product's own number is for runs of days."""
-    before = hosted_run._RECORDS_PER_CHECKPOINT
-    hosted_run._RECORDS_PER_CHECKPOINT = records
+    before = run._RECORDS_PER_CHECKPOINT
+    run._RECORDS_PER_CHECKPOINT = records
     try:
         yield
     finally:
-        hosted_run._RECORDS_PER_CHECKPOINT = before
+        run._RECORDS_PER_CHECKPOINT = before

@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.base.cooperative import Slices
 from rallypoint.rendezvous.base.limits import RendezvousLimits
-from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.home import OneShard
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.service import registrations
-from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.shard.home import OneShard
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.interceptor import CallInterceptor

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous import shard
 from rallypoint.rendezvous.base.entries import RESERVED
-from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.journal.journal import Recovered
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.shard import shard
 from rallypoint.rendezvous.state import core as states
 from rallypoint.rendezvous.state.core import SPACE, next_token
 from rallypoint.rendezvous.store import core, writes

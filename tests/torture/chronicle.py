@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rallypoint.rendezvous.codec import decode_record
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.journal.sqlite_reading import reading
+from rallypoint.rendezvous.runs.codec import decode_record
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Ledger, require

@@ -8,10 +8,10 @@ from dataclasses import replace
 from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.replica_options import ReplicaFlags
 from rallypoint.etcd.endpoint import parse_address
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.cluster.keys import advertised_address, replica_name, split_shards
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import replicated_services
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rpc.endpoint import ServerOptions, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.server import Server

@@ -15,10 +15,10 @@ from rallypoint.agent.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.limit_options import Limits
 from rallypoint.launcher.services import embedded_timer
-from rallypoint.rendezvous.error_table import translate as translate_rendezvous
+from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
+from rallypoint.rendezvous.api.service import open_journal, rendezvous_services
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
-from rallypoint.rendezvous.only_replica import OnlyReplica
-from rallypoint.rendezvous.service import open_journal, rendezvous_services
+from rallypoint.rendezvous.shard.home import OnlyReplica
 from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
 from rallypoint.serving.server import Server
 from rallypoint.timer.errors import translate as translate_timer

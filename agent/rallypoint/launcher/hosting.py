@@ -15,7 +15,7 @@ from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintex
 from rallypoint.launcher.plan import Hosted
 from rallypoint.launcher.services import rendezvous_server
 from rallypoint.launcher.signals import signalled
-from rallypoint.rendezvous.service import SERVICE_NAME
+from rallypoint.rendezvous.api.service import SERVICE_NAME
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

@@ -23,13 +23,13 @@ from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintex
 from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, run_lease
 from rallypoint.launcher.seats import SEAT_TTL, seat
 from rallypoint.launcher.signpost import Signpost
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.cluster.keys import replica_name
 from rallypoint.rendezvous.cluster.ownership import Moves
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.core.state import Phase
-from rallypoint.rendezvous.error_table import translate
-from rallypoint.rendezvous.service import registrations
 from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.selector import FIRST_BACKOFF, Pace

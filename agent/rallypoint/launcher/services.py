@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from rallypoint.rendezvous.error_table import translate as translate_rendezvous
+from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
+from rallypoint.rendezvous.api.service import rendezvous_services
 from rallypoint.rendezvous.journal.journal import MemoryJournal
-from rallypoint.rendezvous.service import rendezvous_services
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
 from rallypoint.timer.errors import translate as translate_timer

@@ -17,8 +17,8 @@ from rallypoint.etcd.values import KeyValue
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.journal import Owner
-from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.shard import Shard
+from rallypoint.rendezvous.shard.reader import RunReader
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from rallypoint.rendezvous.codec import decode_record, encode_record, from_message, to_message
 from rallypoint.rendezvous.core import apply as leases
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core import decide as core
@@ -29,9 +28,10 @@ from rallypoint.rendezvous.core.state import (
     ScaleUpPolicy,
     WorkerFailure,
 )
+from rallypoint.rendezvous.runs.codec import decode_record, encode_record, from_message, to_message
+from rallypoint.rendezvous.runs.run import node_update, run_message
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1.journal_pb2 import JournalRecord, RunSnapshot
-from rallypoint.rendezvous.views import node_update, run_message
 from rendezvous.core.actors import Agent, Watcher
 from rendezvous.core.ledger import Ledger, Violation, require
 

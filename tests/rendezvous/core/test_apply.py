@@ -7,7 +7,7 @@ import pytest
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.apply import apply, restart_leases
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
-from rallypoint.rendezvous.views import run_message
+from rallypoint.rendezvous.runs.run import run_message
 from rendezvous.core.scripted_run import ScriptedRun
 
 

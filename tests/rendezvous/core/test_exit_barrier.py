@@ -7,7 +7,7 @@ import pytest
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.decide import next_deadline
 from rallypoint.rendezvous.core.state import Outcome, Phase, RoundEndCause
-from rallypoint.rendezvous.views import node_update
+from rallypoint.rendezvous.runs.run import node_update
 from rendezvous.core.scripted_run import ScriptedRun
 
 

@@ -8,7 +8,7 @@ from rallypoint.rendezvous.core import commands, decide, facts
 from rallypoint.rendezvous.core.commands import NodeIsEvicted, RunIsClosed, TooManyEvicted
 from rallypoint.rendezvous.core.decide import check_lease
 from rallypoint.rendezvous.core.state import Eviction, Phase, RoundEndCause, ScaleUpPolicy
-from rallypoint.rendezvous.views import run_message
+from rallypoint.rendezvous.runs.run import run_message
 from rendezvous.core.scripted_run import ScriptedRun
 
 

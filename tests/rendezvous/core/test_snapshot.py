@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from rallypoint.rendezvous.codec import from_message, to_message
 from rallypoint.rendezvous.core import commands, facts, failures
 from rallypoint.rendezvous.core.apply import apply, renew, restart_leases
 from rallypoint.rendezvous.core.decide import execute, settle
@@ -23,6 +22,7 @@ from rallypoint.rendezvous.core.snapshot import (
     take_tombstone,
 )
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunState
+from rallypoint.rendezvous.runs.codec import from_message, to_message
 from rallypoint.rendezvous.v1 import journal_pb2
 from rendezvous.core.scripted_run import ScriptedRun
 

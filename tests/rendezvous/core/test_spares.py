@@ -5,8 +5,8 @@ from __future__ import annotations
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.decide import next_deadline
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
+from rallypoint.rendezvous.runs.run import run_message
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import run_message
 from rendezvous.core.scripted_run import ScriptedRun
 
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.state.core import SetState, StateLimits
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService

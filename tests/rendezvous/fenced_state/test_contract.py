@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.client import FencedStateClient

@@ -13,10 +13,10 @@ import grpc.aio
 import pytest
 
 from rallypoint.etcd.endpoint import EtcdAddress
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.cluster.ownership import Moves, by_preference, shard_of
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.cluster.shards import Hosting
 from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
-from rallypoint.rendezvous.shard import Shard, open_shard
+from rallypoint.rendezvous.shard.shard import Shard, open_shard
 
 _KEYS = Keys("/test")
 _ME = Owner("replica-0", "10.0.0.1:29400", "mine")

@@ -17,11 +17,11 @@ from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.values import Delete, Put, Txn
-from rallypoint.rendezvous import recovery
 from rallypoint.rendezvous.cluster import replica
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.ownership import shard_of
 from rallypoint.rendezvous.cluster.view import Registration
+from rallypoint.rendezvous.runs import recovery
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rpc.endpoint import SettingError, parse_endpoint

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.limits import StoreLimits
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.channel import open_channel

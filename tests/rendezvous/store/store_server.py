@@ -6,8 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.serving.server import Server, ServerOptions

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 
 from rallypoint.etcd.endpoint import EtcdAddress
+from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
-from rallypoint.rendezvous.error_table import translate
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace
 from rallypoint.serving.interceptor import CallInterceptor

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from rallypoint.rendezvous.home import Home
+from rallypoint.rendezvous.shard.home import Home
 from rallypoint.rendezvous.state.client import check_run_id, set_state
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
@@ -23,7 +23,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 def fenced_registration(home: Home, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
     """Return what stands the fenced states of all runs up on a server; draining it drains those that are here.
 
-    The server is to be given `rallypoint.rendezvous.error_table.translate`.
+    The server is to be given `rallypoint.rendezvous.api.errors.translate`.
     """
     servicer = StateServicer(home, write_timeout)
 

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, TypedDict
 import grpc.aio
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
-from rallypoint.rendezvous.home import Home
-from rallypoint.rendezvous.reader import StoreReader
+from rallypoint.rendezvous.shard.home import Home
+from rallypoint.rendezvous.shard.reader import StoreReader
 from rallypoint.rendezvous.store.requests import (
     ReadRequest,
     WriteRequest,
@@ -37,7 +37,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 def store_registration(home: Home) -> Registration:
     """Return what stands the stores of all runs up on a server; draining the server drains those that are here.
 
-    The server is to be given `rallypoint.rendezvous.error_table.translate`.
+    The server is to be given `rallypoint.rendezvous.api.errors.translate`.
     """
     servicer = StoreServicer(home)
 

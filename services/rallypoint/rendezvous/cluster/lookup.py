@@ -21,8 +21,8 @@ from rallypoint.rendezvous.cluster.view import Cluster
 from rallypoint.rendezvous.journal.etcd.keys import HEAD
 from rallypoint.rendezvous.journal.etcd.reading import head_revision, interpret, read_pairs
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.shard import Shard
+from rallypoint.rendezvous.shard.reader import RunReader
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 # ---- One read for all who want it at the same time.

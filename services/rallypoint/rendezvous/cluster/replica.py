@@ -18,7 +18,7 @@ from rallypoint.rendezvous.cluster.registering import register, wait_for_name, w
 from rallypoint.rendezvous.cluster.shards import Hosting
 from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
-from rallypoint.rendezvous.shard import Shard
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger

@@ -12,6 +12,7 @@ from functools import partial
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
+from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.base.cooperative import Slices, Work
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals, on_etcd
@@ -19,10 +20,8 @@ from rallypoint.rendezvous.cluster.lookup import Elsewhere, ReplicatedHome, list
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas, Tell, tell_nobody
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, Place
 from rallypoint.rendezvous.journal.journal import Recovered
-from rallypoint.rendezvous.read_only import ReadOnlyRuns
-from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.service import registrations
-from rallypoint.rendezvous.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
+from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
+from rallypoint.rendezvous.shard.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
 from rallypoint.rendezvous.state.core import SampledUse, StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rpc.boot_time import boot_time

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.cluster.ownership import Claim, HandOver, Moves, Rele
 from rallypoint.rendezvous.cluster.view import Cluster, News
 from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.shard import Shard
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from rallypoint.rendezvous.base.cooperative import Work, finish
-from rallypoint.rendezvous.base.errors import Draining, NotOwner, Refusal, RunBroken
+from rallypoint.rendezvous.base.errors import Draining, NotOwner, Refusal, RunBroken, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, RendezvousLimits, Share, Totals
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
-from rallypoint.rendezvous.codec import encode_record, to_message
 from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
 from rallypoint.rendezvous.core.commands import Refused, RunNotFound
@@ -26,13 +27,11 @@ from rallypoint.rendezvous.core.snapshot import (
     take_tombstone,
 )
 from rallypoint.rendezvous.core.state import RunState
-from rallypoint.rendezvous.fact_log import log_fact
-from rallypoint.rendezvous.history import Histories
-from rallypoint.rendezvous.hosted_run import HostedRun
 from rallypoint.rendezvous.journal.journal import (
     MARK,
     Checkpoint,
     Dropped,
+    Entry,
     Forgotten,
     HighWater,
     Journal,
@@ -40,15 +39,144 @@ from rallypoint.rendezvous.journal.journal import (
     Record,
     Recovered,
 )
-from rallypoint.rendezvous.lease_clock import LeaseClock
-from rallypoint.rendezvous.recovery import Numbers, recover_runs
-from rallypoint.rendezvous.schedule import Schedule
-from rallypoint.rendezvous.step import SERVICE, Request, Step
-from rallypoint.rendezvous.turns import Turns
+from rallypoint.rendezvous.runs.codec import encode_record, to_message
+from rallypoint.rendezvous.runs.history import Histories, log_fact
+from rallypoint.rendezvous.runs.recovery import Numbers, recover_runs
+from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.logs import get_logger
 
+# ---- One step of the runs of a journal: what was asked for, and what is changed by it.
+
+
 _T = TypeVar("_T")
+
+# Who causes what nobody asked for: deadlines and consequences.
+SERVICE = "service"
+
+
+@dataclass(slots=True)
+class Request(Generic[_T]):
+    """A command, if any, and what is then read: with the facts that came of it, once all there is is durable."""
+
+    answer: asyncio.Future[_T]
+    read: Callable[[Sequence[facts.Fact]], _T]
+    run_id: str = ""
+    command: commands.Command | None = None
+    actor: str = SERVICE
+    undo: Callable[[_T], None] = lambda _: None
+    came_at: float = 0.0
+    happened: Sequence[facts.Fact] = ()
+    refusal: Refused | None = None
+
+    def settle(self) -> None:
+        """Answer; what was read for somebody who has gone meanwhile is undone."""
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            answer = self.read(self.happened)
+        except Exception as error:  # a refusal, or none: whatever it is, it concerns only this one
+            self.fail(error)
+        else:
+            if self.answer.done():
+                self.undo(answer)
+            else:
+                self.answer.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def abandon(self, refusal: Refusal) -> None:
+        """Answer although the commit is still under way, of which nobody here will learn how it ends."""
+        refused = refusal(self.run_id)
+        self.fail(refused if self.command is None else of_unknown_outcome(refused))
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step changes: durable together, and told only then."""
+
+    entries: list[Entry] = field(default_factory=list)
+    changed: dict[str, HostedRun] = field(default_factory=dict)
+    happened: list[tuple[HostedRun, facts.Fact, Record]] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+
+# ---- What waits to be carried out, run by run, so that a run with much of it keeps no other waiting.
+
+
+class Turns(Generic[_T]):
+    """A queue for each run, of which a turn takes the first few of each."""
+
+    def __init__(self, most_per_run: int) -> None:
+        """`most_per_run`: how many of one run a turn takes at most."""
+        self._most = most_per_run
+        self._waiting: dict[str, deque[_T]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, run_id: str, item: _T) -> None:
+        """Add to the end of a run's queue."""
+        self._waiting.setdefault(run_id, deque()).append(item)
+
+    def take(self) -> list[_T]:
+        """Take a turn: of each run what came first, in the order in which it came."""
+        taken: list[_T] = []
+        for run_id, queue in list(self._waiting.items()):
+            taken.extend(queue.popleft() for _ in range(min(self._most, len(queue))))
+            if not queue:
+                del self._waiting[run_id]
+        return taken
+
+
+# ---- When to look at which run again.
+
+
+class Schedule:
+    """One deadline per run. Asking for the next costs the same however many runs there are."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[str, float] = {}
+        # Entries whose deadline is no longer the run's are passed over when they come up.
+        self._queue: list[tuple[float, str]] = []
+
+    def put(self, run_id: str, deadline: float | None) -> None:
+        """Set a run's deadline in the place of the one before; None: it has none."""
+        if deadline is None:
+            self._deadlines.pop(run_id, None)
+        elif self._deadlines.get(run_id) != deadline:
+            self._deadlines[run_id] = deadline
+            heapq.heappush(self._queue, (deadline, run_id))
+            self._prune()
+
+    def next(self) -> float | None:
+        """The earliest deadline; None: there is none."""
+        while self._queue:
+            deadline, run_id = self._queue[0]
+            if self._deadlines.get(run_id) == deadline:
+                return deadline
+            heapq.heappop(self._queue)
+        return None
+
+    def due(self, now: float) -> list[str]:
+        """Take off the runs whose deadlines have come, the earliest first."""
+        due = []
+        while (deadline := self.next()) is not None and deadline <= now:
+            _, run_id = heapq.heappop(self._queue)
+            del self._deadlines[run_id]
+            due.append(run_id)
+        return due
+
+    def _prune(self) -> None:
+        """Deadlines that are moved more often than they come up must not pile up."""
+        if len(self._queue) > 2 * len(self._deadlines) + 64:
+            self._queue = [(deadline, run_id) for run_id, deadline in self._deadlines.items()]
+            heapq.heapify(self._queue)
+
+
 _log = get_logger(__name__)
 
 # What every node must act on. Others (who else joined, who confirmed) are for watchers only: a round that n

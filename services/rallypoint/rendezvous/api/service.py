@@ -9,15 +9,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from rallypoint.rendezvous.api.servicer import RendezvousServicer
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.errors import going_away
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
-from rallypoint.rendezvous.home import Home, OneShard
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
-from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
-from rallypoint.rendezvous.servicer import RendezvousServicer
-from rallypoint.rendezvous.shard import open_shard
+from rallypoint.rendezvous.shard.home import Home, ListReplicas, OneShard, OnlyReplica
+from rallypoint.rendezvous.shard.shard import open_shard
 from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc

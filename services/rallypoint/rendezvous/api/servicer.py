@@ -8,16 +8,22 @@ from typing import Any
 
 import grpc
 
+from rallypoint.rendezvous.api.event_pages import EventServicer
+from rallypoint.rendezvous.api.requests import (
+    check_list_runs,
+    first_node,
+    join_command,
+    line,
+    list_runs,
+    nodes_page,
+    worker_failure,
+)
 from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.core import commands, facts
-from rallypoint.rendezvous.engine import RendezvousEngine
-from rallypoint.rendezvous.event_servicer import EventServicer
-from rallypoint.rendezvous.home import Home
-from rallypoint.rendezvous.hosted_run import Member
-from rallypoint.rendezvous.only_replica import ListReplicas, OnlyReplica
-from rallypoint.rendezvous.requests import join_command, line, worker_failure
-from rallypoint.rendezvous.run_pages import check_list_runs, first_node, list_runs, nodes_page
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.runs.run import Member
+from rallypoint.rendezvous.shard.home import Home, ListReplicas, OnlyReplica
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
 from rallypoint.rendezvous.base.cooperative import Work
-from rallypoint.rendezvous.codec import NewerVersion, decode_record, from_message
 from rallypoint.rendezvous.core import apply as leases
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.snapshot import RunSnapshot, has_budgets, numbers_only, restore
 from rallypoint.rendezvous.core.state import RunState
-from rallypoint.rendezvous.history import History
-from rallypoint.rendezvous.hosted_run import HostedRun
-from rallypoint.rendezvous.journal.journal import MARK, JournalError, Record, Recovered
+from rallypoint.rendezvous.journal.journal import MARK, Entry, Journal, JournalError, Record, Recovered
+from rallypoint.rendezvous.runs.codec import NewerVersion, decode_record, from_message
+from rallypoint.rendezvous.runs.history import History
+from rallypoint.rendezvous.runs.run import HostedRun
 from rallypoint.rendezvous.v1 import journal_pb2
 
 
@@ -138,3 +139,44 @@ def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:
         )
     message = journal_pb2.JournalRecord.FromString(record.content)
     apply(run.state, decode_record(message), now, message.time.ToNanoseconds() / 1e9 - to_wall)
+
+
+# ---- A journal that can be asked to wait for what is on its way to it.
+
+
+class TrackedJournal:
+    """A journal that others can read too, who may see a commit before its owner has learned that it was made.
+
+    So an owner that answers from memory could tell what was, after somebody else told what is. It doesn't if it first
+    waits, with `settled`, for the commits under way: what one of them brought is in memory then.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        """Track what is appended to `journal`."""
+        self._journal = journal
+        self._under_way: set[asyncio.Future[None]] = set()
+
+    async def open(self) -> Recovered:
+        """See `Journal.open`."""
+        return await self._journal.open()
+
+    async def append(self, entries: Sequence[Entry]) -> None:
+        """See `Journal.append`."""
+        ended = asyncio.get_running_loop().create_future()
+        self._under_way.add(ended)
+        try:
+            await self._journal.append(entries)
+        finally:
+            # Whoever appended goes on in this very step of the event loop, and takes over what is durable; those who
+            # wait for it come after.
+            self._under_way.discard(ended)
+            ended.set_result(None)
+
+    async def close(self) -> None:
+        """See `Journal.close`."""
+        await self._journal.close()
+
+    async def settled(self) -> None:
+        """Return when each append that is under way has ended, well or not."""
+        if self._under_way:
+            await asyncio.wait([*self._under_way])

@@ -13,13 +13,13 @@ from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals
 from rallypoint.rendezvous.base.ownership import checked_by
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
-from rallypoint.rendezvous.engine import RendezvousEngine
 from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
-from rallypoint.rendezvous.reader import RunsReader
+from rallypoint.rendezvous.runs.engine import RendezvousEngine
+from rallypoint.rendezvous.runs.recovery import TrackedJournal
+from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.state.core import SPACE, StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL, FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.tracked_journal import TrackedJournal
 from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.logs import get_logger

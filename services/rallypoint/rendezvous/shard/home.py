@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
-from rallypoint.rendezvous.reader import RunReader
-from rallypoint.rendezvous.shard import Shard
+from rallypoint.rendezvous.shard.reader import RunReader
+from rallypoint.rendezvous.shard.shard import Shard
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
 class Home(Protocol):
@@ -71,3 +73,39 @@ class OneShard:
     def shards(self) -> Sequence[Shard]:
         """The one."""
         return [self._shard]
+
+
+# ---- ListReplicas where there is one: a service whose journal is its own.
+
+
+ListReplicas: TypeAlias = Callable[[str], pb.ListReplicasResponse]
+"""Answers ListReplicas for a run_id, "" for none."""
+
+
+class OnlyReplica:
+    """The only replica: it owns the one shard that there is."""
+
+    def __init__(self, journal: str = "memory", since: float | None = None, instance: str = "") -> None:
+        """Describe it: the kind of its journal, unix seconds, and what was drawn for the process."""
+        self._address = ""
+        self._journal = journal
+        self._since = since
+        self._instance = instance
+
+    def listen(self, address: str) -> None:
+        """Note where it listens."""
+        self._address = address
+
+    def __call__(self, run_id: str) -> pb.ListReplicasResponse:
+        """The answer."""
+        name = socket.gethostname()
+        replica = pb.Replica(name=name, address=self._address, instance=self._instance, shards=1)
+        if self._since is not None:
+            replica.since.FromNanoseconds(round(self._since * 1e9))
+        response = pb.ListReplicasResponse(
+            replicas=[replica], answered_by=name, journal=self._journal, shards=1
+        )
+        if run_id:
+            response.run.MergeFrom(pb.RunPlace(owner=name, address=self._address))
+            response.run.SetInParent()
+        return response

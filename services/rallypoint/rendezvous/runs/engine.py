@@ -14,12 +14,17 @@ from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.commands import RevisionAhead
 from rallypoint.rendezvous.core.decide import check_lease, check_revision
 from rallypoint.rendezvous.core.state import Phase, RunSettings, RunState
-from rallypoint.rendezvous.history import History
-from rallypoint.rendezvous.hosted_run import HostedRun, Member
-from rallypoint.rendezvous.runs import DurableRuns
-from rallypoint.rendezvous.step import SERVICE
+from rallypoint.rendezvous.runs.history import History
+from rallypoint.rendezvous.runs.run import (
+    HostedRun,
+    Member,
+    StoppedRun,
+    node_update,
+    run_message,
+    run_summary,
+)
+from rallypoint.rendezvous.runs.runs import SERVICE, DurableRuns
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rallypoint.rendezvous.views import StoppedRun, node_update, run_message, run_summary
 
 _T = TypeVar("_T")
 

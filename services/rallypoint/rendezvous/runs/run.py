@@ -1,0 +1,475 @@
+"""A run as this process hosts it: its state, and who is to be told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.errors import StreamReplaced
+from rallypoint.rendezvous.core import facts, failures
+from rallypoint.rendezvous.core.commands import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
+from rallypoint.rendezvous.core.decide import next_deadline
+from rallypoint.rendezvous.core.facts import explain_loss
+from rallypoint.rendezvous.core.state import LossReason, Phase, RunSettings, RunState, Seat
+from rallypoint.rendezvous.runs.codec import to_message
+from rallypoint.rendezvous.runs.history import History
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.clock import LagSettings, WatchClock
+
+# ---- First answers to newcomers, held back while more of them are coming.
+#
+# A node that waits for a round needs its lease soon, not at once; what it waits for is its place. In a storm of
+# newcomers
+# every message written is time in which nobody else is let in. So while they keep coming, the lease of each
+# waits, and
+# often goes out in one message with its place.
+
+
+# Newcomers that come this close together are one storm, seconds. A lone one waits no longer than this for its lease.
+_QUIET = 0.02
+# Of its lease's time to live: what a node may wait for it. With it, it learns how often to say that it is alive, and
+# has time to do so: its first heartbeat comes after another third, or half at most.
+_SHARE_OF_TERM = 1 / 3
+# And however long that is, seconds: whoever connects gives up after a while without an answer.
+_MOST_PATIENCE = 5.0
+
+
+class Arrivals:
+    """Newcomers of one run who have not been answered. Belongs to an event loop."""
+
+    def __init__(self) -> None:
+        # Until when each waits at most, in the order of their coming: in one run all wait equally long.
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, wake: Callable[[], None], time_to_live: float) -> None:
+        """Have a newcomer woken when it is quiet, and before a third of its lease's time to live (seconds) is over."""
+        loop = asyncio.get_running_loop()
+        self._last = loop.time()
+        self._waiting.append((self._last + min(_MOST_PATIENCE, time_to_live * _SHARE_OF_TERM), wake))
+        if self._timer is None:
+            self._look_again(loop)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_at(min(self._last + _QUIET, self._waiting[0][0]), self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        quiet = now >= self._last + _QUIET
+        while self._waiting and (quiet or now >= self._waiting[0][0]):
+            self._waiting.popleft()[1]()
+        if self._waiting:
+            self._look_again(loop)
+        else:
+            self._timer = None
+
+
+# ---- What is told of a run: to its nodes, and to people and tools.
+
+
+# A node has 100 bytes or so, and with the longest names 1,400; a client takes messages of 4 MiB. It takes 10 us to put
+# in, so that a run of any size keeps the others waiting for 20 ms at a time.
+NODES_PER_MESSAGE = 2_000
+
+
+def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
+    """The state of a run as one of its nodes must know it. Costs the same however many nodes there are."""
+    update = pb.NodeUpdate(
+        revision=state.revision, phase=pb.Phase.ValueType(state.phase), restart_count=state.restart_count
+    )
+    seat = state.seats.get(node_id)
+    if seat is not None:
+        _fill_assignment(update.assignment, state, seat)
+    if state.exit_barrier_passed:
+        update.exit_barrier_passed = True
+    if state.settling:
+        update.settling = True
+    _fill_ends(update, state)
+    _fill_hold(update, state)
+    return update
+
+
+def lease_message(state: RunState, number: int) -> pb.Lease:
+    """A lease and its terms."""
+    return pb.Lease(
+        lease=number,
+        incarnation=state.incarnation,
+        revision=state.revision,
+        time_to_live=_duration(state.settings.time_to_live),
+        keep_alive_interval=_duration(_heartbeat_interval(state.settings)),
+    )
+
+
+def _heartbeat_interval(settings: RunSettings) -> float:
+    """Seconds: a lease that may miss no heartbeat at all is renewed twice in its time, or it would flap."""
+    return min(settings.keep_alive_interval, settings.time_to_live / 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _duration(seconds: float) -> Duration:
+    """A duration, not to be changed: all leases of a run have the same two."""
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+@dataclass(slots=True)
+class StoppedRun(RunState):
+    """The name of a run that an unexpected error has stopped, in the place of its state.
+
+    Attributes:
+        broken: The kind of the error.
+    """
+
+    broken: str = ""
+
+
+def run_summary(state: RunState) -> pb.Run:
+    """A run without its nodes."""
+    if isinstance(state, StoppedRun):
+        return pb.Run(run_id=state.run_id, broken=state.broken)
+    run = pb.Run(
+        run_id=state.run_id,
+        revision=state.revision,
+        phase=pb.Phase.ValueType(state.phase),
+        round=state.round,
+        world_size=state.world_size,
+        restart_count=state.restart_count,
+        node_count=len(state.nodes),
+        succeeded_count=len(state.succeeded),
+        exit_barrier_passed=state.exit_barrier_passed,
+        counted_restarts=failures.counted(state),
+    )
+    run.settings.MergeFrom(to_message(state.settings))
+    _fill_ends(run, state)
+    _fill_hold(run, state)
+    return run
+
+
+def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.Run:
+    """A run with its nodes from the `first` to before the `end`: participants by group rank, then the wait list."""
+    run = run_summary(state)
+    seated = (state.nodes[node_id] for node_id in state.seats if node_id in state.nodes)
+    unseated = (node for node in state.nodes.values() if node.node_id not in state.seats)
+    caused = Counter(each.node_id for each in state.restarts if state.settings.max_restarts_per_node)
+    for node in islice(chain(seated, unseated), first, end):
+        entry = run.nodes.add(
+            node_id=node.node_id,
+            address=node.address,
+            role=node.role,
+            local_world_size=node.local_world_size,
+            state=_node_state(state, node.node_id),
+            connected=node.connected,
+            topology=node.topology,
+            lease=node.lease,
+            counted_restarts=caused[node.node_id],
+            watchdog_trouble=node.watchdog_trouble,
+        )
+        seat = state.seats.get(node.node_id)
+        if seat is not None:
+            _fill_assignment(entry.assignment, state, seat)
+    if first == 0:
+        run.evicted_node_ids.extend(sorted(state.evicted))
+    return run
+
+
+def _fill_assignment(assignment: pb.Assignment, state: RunState, seat: Seat) -> None:
+    assignment.round = state.round
+    assignment.group_rank = seat.group_rank
+    assignment.group_world_size = state.group_world_size
+    assignment.base_rank = seat.base_rank
+    assignment.world_size = state.world_size
+    assignment.base_role_rank = seat.base_role_rank
+    assignment.role_world_size = seat.role_world_size
+    assignment.master_address = state.master_address
+    assignment.master_port = state.master_port
+    assignment.fencing_token = state.fencing_token
+
+
+def _fill_ends(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
+    if state.last_round_end is not None:
+        message.last_round_end.MergeFrom(to_message(state.last_round_end))
+    if state.run_end is not None:
+        message.run_end.MergeFrom(to_message(state.run_end))
+
+
+def _fill_hold(message: pb.NodeUpdate | pb.Run, state: RunState) -> None:
+    if seconds := failures.held_back(state):
+        message.held_back.CopyFrom(_duration(seconds))
+
+
+def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
+    if node_id in state.departing:
+        return pb.NODE_STATE_DEPARTING
+    if node_id not in state.seats:
+        full = len(state.seats) >= state.settings.max_nodes
+        return pb.NODE_STATE_SPARE if full else pb.NODE_STATE_WAITING
+    if node_id in state.succeeded:
+        return pb.NODE_STATE_SUCCEEDED
+    if state.phase is Phase.FINAL:
+        return pb.NODE_STATE_RUNNING
+    return pb.NODE_STATE_ASSIGNED if node_id in state.unconfirmed else pb.NODE_STATE_CONFIRMED
+
+
+# A checkpoint is written after so many records at least, and after so many per node: each costs as much as its nodes,
+# and a recovery folds no more than these.
+_RECORDS_PER_CHECKPOINT = 1_000
+_RECORDS_PER_NODE = 4
+# A large run is told to its watchers no oftener than every so many seconds per node: building the message takes about a
+# tenth of that, so watching costs no more than a tenth of the server. A small one is told every change.
+_PACE_PER_NODE = 50e-6
+_SMALL_RUN = 256
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A node with a stream open; `updates` is what waits to be told to it."""
+
+    run_id: str
+    node_id: str
+    lease: pb.Lease
+    updates: Slot[pb.NodeUpdate]
+
+
+@dataclass(slots=True)
+class HostedRun:
+    """A run, and who is to be told of it."""
+
+    state: RunState
+    history: History
+    recorded: int = 0  # the last revision that was given to the journal
+    checkpoint: int = 0  # the last revision that a checkpoint has
+    writable_round: int | None = None  # see `RendezvousEngine.writable_round`
+    ended: bool = False  # whether it is durable that the run is closed
+    members: dict[str, Member] = field(default_factory=dict)
+    # Nodes that ask to be taken in again, with the leases that they show, and on how many streams they ask.
+    returning: Counter[tuple[str, int]] = field(default_factory=Counter)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    watchers: set[Slot[pb.Run]] = field(default_factory=set)
+    followers: set[Slot[int]] = field(default_factory=set)
+    # The revision that watchers were told last, and when they may be told again.
+    _told: int = 0
+    _tell_at: float = -math.inf
+    # The revision that followers were told last.
+    _followed: int = 0
+    # Whether members were told that the round settles, which they are once: failures may come by the thousand.
+    _settling: bool = False
+
+    def expires(self, time_to_live: float) -> float:
+        """When the run is to be forgotten; infinity while it has nodes."""
+        return math.inf if self.state.idle_since is None else self.state.idle_since + time_to_live
+
+    def next_deadline(self, time_to_live: float) -> float | None:
+        """When to look at the run again if nothing happens to it; None: never."""
+        deadline = min(next_deadline(self.state) or math.inf, self.expires(time_to_live))
+        if self.watchers and self._told < self.state.revision:
+            deadline = min(deadline, self._tell_at)
+        return None if deadline == math.inf else deadline
+
+    def wants_checkpoint(self) -> bool:
+        """Whether there are so many records since the last checkpoint that it is time for one."""
+        most = max(_RECORDS_PER_CHECKPOINT, _RECORDS_PER_NODE * len(self.state.nodes))
+        return self.recorded - self.checkpoint >= most
+
+    def latest_round(self) -> int:
+        """Return the one round whose workers may write, by the latest facts, durable or not."""
+        last, latest = self.state.last_round_end, self.state.round
+        over = last is not None and last.round == latest
+        # A run that came again after it expired begins where the rounds ended whose numbers it goes on from.
+        inherited = latest > 0 and self.state.fencing_token == 0
+        return latest + 1 if over or inherited else latest
+
+    def keep_writable_round(self) -> None:
+        """Take over from the state, which is durable as it is, which round may write, and whether any may."""
+        self.writable_round = self.latest_round()
+        self.ended = self.state.run_end is not None
+
+    def enrol(self, node_id: str, number: int) -> Member:
+        """Take a node's stream in, in the place of an older one of the same node."""
+        older = self.members.get(node_id)
+        if older is not None:
+            older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
+        lease = lease_message(self.state, number)
+        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
+        self.arrivals.add(member.updates.wake, self.state.settings.time_to_live)
+        return member
+
+    def farewell(self, node_id: str, number: int) -> Member:
+        """What a node gets that comes back to a run which was closed while it was away."""
+        member = Member(self.state.run_id, node_id, lease_message(self.state, number), Slot())
+        member.updates.put(node_update(self.state, node_id))
+        member.updates.end()
+        return member
+
+    def holds_lease(self, node_id: str, lease: int) -> bool:
+        """Whether a node's lease stands. The state may be ahead of what the node was told."""
+        node = self.state.nodes.get(node_id)
+        return node is not None and node.lease == lease
+
+    def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft | facts.NodeEvicted) -> None:
+        """End the stream of a node whose lease is gone: in order if it left, with the reason if not."""
+        member = self.members.get(fact.node_id)
+        if member is None or self.holds_lease(member.node_id, member.lease.lease):
+            return
+        del self.members[fact.node_id]
+        member.updates.end(None if isinstance(fact, facts.NodeLeft) else self._refusal(member, fact))
+
+    def _refusal(self, member: Member, loss: facts.NodeLost | facts.NodeEvicted) -> Refused:
+        run_id, settings = self.state.run_id, self.state.settings
+        if isinstance(loss, facts.NodeEvicted):
+            return NodeIsEvicted(run_id, loss.node_id, loss.reason, loss.by_service)
+        if loss.reason is LossReason.JOIN_TIMED_OUT:
+            return JoinTimedOut(run_id, loss.node_id, settings.min_nodes, settings.join_timeout)
+        node = self.state.nodes.get(loss.node_id)
+        detail = explain_loss(loss.node_id, loss.reason, settings)
+        return LeaseLost(run_id, loss.node_id, member.lease.lease, node.lease if node else None, detail)
+
+    def begins_to_settle(self) -> bool:
+        """Whether members must be told that the round settles; asked once for each change."""
+        before, self._settling = self._settling, self.state.settling
+        return self._settling and not before
+
+    def tell_members(self) -> None:
+        """Tell every node the present state, and end their streams once the run is closed."""
+        for member in self.members.values():
+            member.updates.put(node_update(self.state, member.node_id))
+        if self.state.run_end is not None:
+            for member in self.members.values():
+                member.updates.end()
+            self.members.clear()
+
+    def add_watcher(self, watcher: Slot[pb.Run], revision: int) -> None:
+        """Take a watcher in, which has seen `revision`; it is told at once if there is something newer."""
+        due = [*self.watchers] if self._told < self.state.revision else []
+        if self.state.revision > revision:
+            due.append(watcher)
+        if due:
+            message = run_message(self.state, end=NODES_PER_MESSAGE)
+            for each in due:
+                each.put(message)
+        self._told = self.state.revision
+        self.watchers.add(watcher)
+
+    def tell_watchers(self, now: float) -> None:
+        """Tell every watcher what is new, and end their streams once the run is closed.
+
+        A large run that changes quickly is told to them now and then only; its deadline sees to the rest.
+        """
+        if self._followed < self.history.latest:
+            self._followed = self.history.latest
+            for follower in self.followers:
+                follower.put(self._followed)
+        if self.watchers and self._told < self.state.revision and (now >= self._tell_at or self.ended):
+            message = run_message(self.state, end=NODES_PER_MESSAGE)
+            for watcher in self.watchers:
+                watcher.put(message)
+            self._told = self.state.revision
+            nodes = len(self.state.nodes)
+            self._tell_at = now + _PACE_PER_NODE * nodes if nodes > _SMALL_RUN else -math.inf
+        if self.ended:
+            for watcher in self.watchers:
+                watcher.end()
+            for follower in self.followers:
+                follower.end()
+            self.watchers.clear()
+            self.followers.clear()
+
+    def slots(self) -> Iterator[Slot[Any]]:
+        """Where everybody who is told of the run waits."""
+        yield from (member.updates for member in self.members.values())
+        yield from self.watchers
+        yield from self.followers
+
+
+# ---- The time by which leases and deadlines of runs are judged.
+
+
+class LeaseClock:
+    """Seconds that leave out the time for which this process was paused, and stand still once it drains.
+
+    While nodes can't show that they are alive, nothing may be held against them.
+
+    A timer of its own notices pauses, so that nothing else which takes long (a commit) is taken for one. Each reading
+    notices them too: the timer need not be the first to run when the process wakes.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        lag: LagSettings,
+        on_forgiven: Callable[[float, float], None] = lambda seconds, now: None,
+    ) -> None:
+        """Set up; `watch` begins.
+
+        Args:
+            clock: Monotonic seconds.
+            lag: How pauses are noticed and forgiven.
+            on_forgiven: Called with the seconds that were left out just now, and the time that this clock shows since.
+        """
+        self._clock = clock
+        self._lag = lag
+        self._on_forgiven = on_forgiven
+        self._shown = WatchClock(clock(), lag)
+        self._timer: asyncio.TimerHandle | None = None
+        # By when the timer is to have fired, if there is one.
+        self._due = 0.0
+        self._stopped_at: float | None = None
+
+    def now(self) -> float:
+        """The time, seconds."""
+        if self._stopped_at is not None:
+            return self._stopped_at
+        self._look()
+        return self._shown.read(self._clock())
+
+    def stop(self) -> None:
+        """Stand still from now on."""
+        self._stopped_at = self.now()
+        self.watch(wanted=False)
+
+    def patience(self, deadline: float | None) -> float | None:
+        """Seconds to wait for a deadline; None: for ever. It may prove to be too early, if there is a pause."""
+        if deadline is None or self._stopped_at is not None:
+            return None
+        return max(0.0, deadline - self.now())
+
+    def watch(self, *, wanted: bool) -> None:
+        """Notice pauses from now on, or no longer: without deadlines nobody need be woken for that."""
+        if not wanted:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None and self._stopped_at is None:
+            self._due = self._clock() + self._lag.pulse
+            self._set_timer()
+
+    def leave_out(self, since: float) -> None:
+        """Leave out the time since the clock that this one goes by showed `since`, if it is long enough for a pause."""
+        self._forgive(since + self._lag.pulse)
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._lag.pulse, self._pulse)
+
+    def _pulse(self) -> None:
+        self._look()
+        self._set_timer()
+
+    def _look(self) -> None:
+        if self._timer is not None:
+            due, self._due = self._due, self._clock() + self._lag.pulse
+            self._forgive(due)
+
+    def _forgive(self, due: float) -> None:
+        now = self._clock()
+        if (seconds := self._shown.observe(now, due)) > 0:
+            self._on_forgiven(seconds, self._shown.read(now))
