@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rallypoint.timer.client import ExpiredTimer, OnExpired, OnForgotten
+from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from rallypoint.timer import table, wire
+from rallypoint.timer.worker import table, wire
 
 # Seconds. Far more than a call may take that doesn't wait for the agent, far less than one that waits for ever.
 SOON = 20.0

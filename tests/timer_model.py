@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings, TimerState
+from rallypoint.timer.core.values import Learned, Subscription, TimerName, TimerSettings, TimerState
 
 SETTINGS = TimerSettings(
     reoffer_interval=5.0,

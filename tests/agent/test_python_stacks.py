@@ -15,7 +15,7 @@ from process_probe import until
 from rallypoint.agent import python_stacks
 from rallypoint.agent.native_stacks import look_at
 from rallypoint.agent.python_stacks import StackPipe, in_order, innermost, last_dump, looks_like_stacks, spy
-from rallypoint.timer import stacks
+from rallypoint.timer.worker import process as stacks
 
 HELPER = """\
 Thread 0x00007f16b7b7e6c0 (most recent call first):

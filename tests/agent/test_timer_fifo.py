@@ -25,7 +25,7 @@ from rallypoint.agent.spawner import descendants
 from rallypoint.agent.timer_fifo import MalformedRequest, TimerFifo, TimerRequest, parse
 from rallypoint.agent.timer_holders import LONGEST, Holders, TimerLimits
 from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.timer.wire import NO_SIGNAL
+from rallypoint.timer.worker.wire import NO_SIGNAL
 from remembered_timers import RememberedTimers, eventually
 
 WALL = 1_700_000_000.0

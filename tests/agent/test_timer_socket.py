@@ -16,8 +16,8 @@ import pytest
 
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.timer_socket import TimerLimits, TimerSocket, TimerSocketError
-from rallypoint.timer import wire
-from rallypoint.timer.client import ExpiredTimer
+from rallypoint.timer.client.client import ExpiredTimer
+from rallypoint.timer.worker import wire
 from remembered_timers import RememberedTimers
 
 pytestmark = pytest.mark.integration

@@ -21,9 +21,9 @@ from rallypoint.agent.hang import Hang
 from rallypoint.agent.timer_holders import LONGEST, Holder, Holders, TimerLimits
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.agent.timer_tables import Table, TableRefused, Tables
-from rallypoint.timer import wire
-from rallypoint.timer.client import ExpiredTimer
-from rallypoint.timer.table import SIZE, SLOTS, TableWriter
+from rallypoint.timer.client.client import ExpiredTimer
+from rallypoint.timer.worker import wire
+from rallypoint.timer.worker.table import SIZE, SLOTS, TableWriter
 from remembered_timers import RememberedTimers, eventually
 
 ADD_SEALS, SHRINK, GROW = 1033, 0x2, 0x4

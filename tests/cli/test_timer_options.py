@@ -14,10 +14,10 @@ from rallypoint.cli import serve as serve_module
 from rallypoint.cli.main import main
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
+from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-from rallypoint.timer.values import TimerSettings
 
 # Every setting that has a flag, with a value that no default has.
 SETTINGS: dict[str, int | float] = {

@@ -35,7 +35,7 @@ def _imports(path: Path) -> set[str]:
 IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threading", "time", "uuid"}
 
 
-ALSO_PURE = {"rallypoint.timer.run_progress"}
+ALSO_PURE = {"rallypoint.timer.core.progress"}
 """Cores by another name."""
 
 
@@ -92,10 +92,10 @@ def test_the_agent_reaches_services_through_their_clients() -> None:
         "rallypoint.rendezvous.client",
         "rallypoint.rendezvous.store.client",
         "rallypoint.rendezvous.v1",
-        "rallypoint.timer.client",
-        "rallypoint.timer.stacks",
-        "rallypoint.timer.table",
-        "rallypoint.timer.wire",
+        "rallypoint.timer.client.client",
+        "rallypoint.timer.worker.process",
+        "rallypoint.timer.worker.table",
+        "rallypoint.timer.worker.wire",
         "rallypoint.timer.v1",
     )
     wrong = [

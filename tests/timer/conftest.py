@@ -11,11 +11,10 @@ import pytest
 
 from rallypoint.rpc.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions
-from rallypoint.timer.errors import translate
-from rallypoint.timer.service import registration_of
+from rallypoint.timer.core.values import TimerSettings
+from rallypoint.timer.server.service import registration_of, translate
+from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-from rallypoint.timer.values import TimerSettings
-from rallypoint.timer.watchdog import Watchdog
 
 
 class Clock:

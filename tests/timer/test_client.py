@@ -17,10 +17,10 @@ import pytest
 
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.values import TimerSettings
 
 from .conftest import Clock, Service, eventually
 from .scripted import Scripted, listen, serving
@@ -144,7 +144,7 @@ async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_pat
     async def serve() -> asyncio.subprocess.Process:
         script = (
             "from rallypoint.rpc import loop; from rallypoint.serving.server import Server, ServerOptions\n"
-            "from rallypoint.timer.service import timer_registration, translate\n"
+            "from rallypoint.timer.server.service import timer_registration, translate\n"
             "async def main():\n"
             f"    server = Server(ServerOptions(host={address!r}), services=[timer_registration()],"
             " translate=translate)\n"
@@ -457,7 +457,7 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
         await eventually(lambda: node.client._subscribed)
         assert "is no valid duration" in caplog.text
         with monkeypatch.context() as buggy:
-            buggy.setattr("rallypoint.timer.client.action_of", fail)
+            buggy.setattr("rallypoint.timer.client.client.action_of", fail)
             node.client.acquire("0@1", "s", 60.0)
             await eventually(lambda: "a bug" in caplog.text)
         await eventually(lambda: any(seen[1:2] and seen[1].HasField("acquire") for seen in script.seen))

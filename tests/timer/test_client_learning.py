@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.values import TimerSettings
 
 from .conftest import Clock, Service, eventually
 from .scripted import Scripted, listen, serving

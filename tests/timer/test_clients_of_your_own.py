@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.timer import Client, TimerClient, configure, expires
-from rallypoint.timer.process import SOCKET_VARIABLE, process
-from rallypoint.timer.worker import progress
+from rallypoint.timer.worker.expires import progress
+from rallypoint.timer.worker.process import SOCKET_VARIABLE, process
 from timer_agent import Agent
 
 

@@ -7,9 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.core import MAX_AFTER, TimerTable
-from rallypoint.timer.refusals import InvalidField, LeaseLost, Refused, StreamReplaced, TooMany
-from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings, TimerState
+from rallypoint.timer.core.core import MAX_AFTER, TimerTable
+from rallypoint.timer.core.values import (
+    InvalidField,
+    Learned,
+    LeaseLost,
+    Refused,
+    StreamReplaced,
+    Subscription,
+    TimerName,
+    TimerSettings,
+    TimerState,
+    TooMany,
+)
 
 LAG = LagSettings(tolerance=0.125, pulse=0.5, settle=1.0)
 

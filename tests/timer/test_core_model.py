@@ -19,16 +19,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rallypoint.timer.core import TimerTable
-from rallypoint.timer.refusals import LeaseLost, StreamReplaced, TooMany
-from rallypoint.timer.values import (
+from rallypoint.timer.core.core import TimerTable
+from rallypoint.timer.core.values import (
     RAN_OUT,
     Advance,
     Expiry,
     Learned,
+    LeaseLost,
+    StreamReplaced,
     Subscription,
     TimerName,
     TimerState,
+    TooMany,
 )
 from timer_model import ROUNDING, SETTINGS, Held, Known, Model, Place
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.timer.deadlines import DeadlineQueue
+from rallypoint.timer.core.countdown import DeadlineQueue
 
 # Twentieths of a second, so that many share a slot.
 TIMES = st.integers(-5, 20).map(lambda number: number / 20)

@@ -7,8 +7,8 @@ from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.timer.core.values import InvalidField
 from rallypoint.timer.durations import to_duration, to_seconds
-from rallypoint.timer.refusals import InvalidField
 
 
 @given(st.floats(-1e6, 1e6))

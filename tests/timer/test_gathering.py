@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rallypoint.timer.gathering import Gathering
+from rallypoint.timer.client.pacing import Gathering
 
 
 @pytest.mark.parametrize(

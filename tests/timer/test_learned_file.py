@@ -12,8 +12,8 @@ from zlib import crc32
 import pytest
 
 from rallypoint.rpc.endpoint import SettingError
-from rallypoint.timer.learned_file import FORMAT, LearnedFile, LearnedRun
-from rallypoint.timer.values import Learned
+from rallypoint.timer.core.values import Learned
+from rallypoint.timer.server.learned import FORMAT, LearnedFile, LearnedRun
 
 DAY = 24 * 3600.0
 RUNS = [

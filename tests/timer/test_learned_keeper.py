@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.rpc.endpoint import SettingError
-from rallypoint.timer.learned_file import LearnedFile, LearnedRun
-from rallypoint.timer.learned_keeper import LearnedKeeper, keep_learned
-from rallypoint.timer.values import Learned, TimerSettings
-from rallypoint.timer.watchdog import Watchdog
+from rallypoint.timer.core.values import Learned, TimerSettings
+from rallypoint.timer.server.learned import LearnedFile, LearnedKeeper, LearnedRun, keep_learned
+from rallypoint.timer.server.watchdog import Watchdog
 
 from .conftest import eventually
 

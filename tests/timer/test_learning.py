@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.timer.learning import ScopeBook
-from rallypoint.timer.refusals import TooMany
-from rallypoint.timer.values import Learned, ScopeView, TimerSettings
+from rallypoint.timer.core.learning import ScopeBook
+from rallypoint.timer.core.values import Learned, ScopeView, TimerSettings, TooMany
 
 SETTINGS = TimerSettings(
     learn_warm_up=3,

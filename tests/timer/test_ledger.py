@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from rallypoint.timer.core import TimerTable
-from rallypoint.timer.ledger import (
+from rallypoint.timer.client.mirror import (
     MOST_SCOPES,
     Acknowledge,
     Change,
@@ -20,7 +19,8 @@ from rallypoint.timer.ledger import (
     Start,
     Step,
 )
-from rallypoint.timer.values import Expiry, Subscription
+from rallypoint.timer.core.core import TimerTable
+from rallypoint.timer.core.values import Expiry, Subscription
 
 WORKERS = ["0@1", "1@1", "2@1"]
 SCOPES = ["s", "t"]

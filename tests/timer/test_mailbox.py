@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.timer.mailbox import Mail, Mailbox, Refusal
-from rallypoint.timer.refusals import InvalidField
-from rallypoint.timer.run_progress import Stall, WorkerProgress
-from rallypoint.timer.values import Expiry, Learned, TimerName
+from rallypoint.timer.core.progress import Stall, WorkerProgress
+from rallypoint.timer.core.values import Expiry, InvalidField, Learned, TimerName
+from rallypoint.timer.server.outbox import Mail, Mailbox, Refusal
 
 NAME = TimerName("run", "a", "0@1", "s")
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.timer import wire
-from rallypoint.timer.own_file import OwnFile
-from rallypoint.timer.shared_memory import SharedMemory
+from rallypoint.timer.worker import wire
+from rallypoint.timer.worker.table import OwnFile, SharedMemory
 from timer_agent import Agent
 
 # Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
@@ -117,8 +116,8 @@ def test_memory_that_was_not_finished_is_let_go_of(monkeypatch: pytest.MonkeyPat
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rallypoint.timer.shared_memory.os.memfd_create", remember)
-    monkeypatch.setattr("rallypoint.timer.shared_memory.os.ftruncate", interrupt)
+    monkeypatch.setattr("rallypoint.timer.worker.table.os.memfd_create", remember)
+    monkeypatch.setattr("rallypoint.timer.worker.table.os.ftruncate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         SharedMemory(4096)
     gc.collect()

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from rallypoint.timer.page_token import decode_page_token, encode_page_token
-from rallypoint.timer.refusals import InvalidField
+from rallypoint.timer.core.values import InvalidField
+from rallypoint.timer.server.servicer import decode_page_token, encode_page_token
 
 
 @pytest.mark.parametrize("name", [("run", "s"), ("", ""), ("\0", "ü" * 256), ('"],["', "\\")])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.timer.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerClient
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
@@ -26,7 +26,7 @@ AGENT = """
 import asyncio, os, signal, sys
 from rallypoint.agent.timer_socket import TimerSocket
 from rallypoint.rpc.channel import open_channel
-from rallypoint.timer.client import TimerClient
+from rallypoint.timer.client.client import TimerClient
 
 async def reap(hang):
     os.kill(hang.pid, signal.SIGKILL)
@@ -46,7 +46,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 WORKER = """
 import socket, sys, time
-from rallypoint.timer import wire
+from rallypoint.timer.worker import wire
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(sys.argv[1])
 connection.send(wire.acquire(1, time.monotonic_ns(), 5.0, sys.argv[2].encode()))

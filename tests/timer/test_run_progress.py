@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from rallypoint.timer.core import MAX_AFTER
-from rallypoint.timer.refusals import InvalidField
-from rallypoint.timer.run_progress import ProgressBoard, ProgressSettings, Stall
+from rallypoint.timer.core.core import MAX_AFTER
+from rallypoint.timer.core.progress import ProgressBoard, ProgressSettings, Stall
+from rallypoint.timer.core.values import InvalidField
 
 RUN = "run"
 STALL_AFTER = 60.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.timer.stacks import STACK_SIGNAL, STACKS_VARIABLE
+from rallypoint.timer.worker.process import STACK_SIGNAL, STACKS_VARIABLE
 
 # Seconds that anything may take that does happen.
 SOON = 20.0
@@ -129,7 +129,7 @@ def test_files_of_a_program_that_closed_all_others_are_not_written_to(fifo: Fifo
 
 
 @pytest.mark.parametrize(
-    "use", ["with expires(60): pass", "from rallypoint.timer.worker import progress; progress(1)"]
+    "use", ["with expires(60): pass", "from rallypoint.timer.worker.expires import progress; progress(1)"]
 )
 def test_the_first_use_is_enough(fifo: Fifo, use: str) -> None:
     """Whichever of the calls it is; importing alone changes nothing."""

@@ -10,10 +10,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rpc.errors import decode
+from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
-from rallypoint.timer.supervision import MAX_ACTIONS
+from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.values import TimerSettings
 
 from .conftest import Service, eventually
 from .random_messages import random_message

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rallypoint.timer import table
-from rallypoint.timer.shared_memory import SharedMemory
-from rallypoint.timer.table import (
+from rallypoint.timer.worker import table
+from rallypoint.timer.worker.table import (
     LEARNED,
     SIZE,
     SLOTS,
     MalformedTable,
     Observation,
+    SharedMemory,
     Slot,
     Step,
     TableReader,
@@ -360,7 +360,7 @@ def test_no_torn_timer_is_ever_read() -> None:
 # A few slots, taken and freed in turn, for as long as the parent lives.
 WRITER = """
 import mmap, os, sys
-from rallypoint.timer.table import SIZE, TableWriter
+from rallypoint.timer.worker.table import SIZE, TableWriter
 memory = memoryview(mmap.mmap(int(sys.argv[1]), SIZE))
 writer = TableWriter(memory)
 print("writing", flush=True)

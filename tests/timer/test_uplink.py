@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.timer import link, uplink, wire
-from rallypoint.timer.link import Link
-from rallypoint.timer.table import SLOTS, TableWriter
-from rallypoint.timer.uplink import Uplink
+from rallypoint.timer.worker import connection as link
+from rallypoint.timer.worker import connection as uplink
+from rallypoint.timer.worker import wire
+from rallypoint.timer.worker.connection import Link, Uplink
+from rallypoint.timer.worker.table import SLOTS, TableWriter
 from timer_agent import SOON, Agent, Connection
 
 SECOND = 1_000_000_000
@@ -155,7 +156,7 @@ def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
     def refuse(*_: object) -> bytes:
         raise OSError(25, "Inappropriate ioctl for device")
 
-    monkeypatch.setattr("rallypoint.timer.link.fcntl.ioctl", refuse)
+    monkeypatch.setattr("rallypoint.timer.worker.connection.fcntl.ioctl", refuse)
     up = Uplink(agent.path, 1.0)
     for _ in range(3):
         acquire(up)
@@ -187,8 +188,8 @@ def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("rallypoint.timer.link.socket.socket", refuse)
-    monkeypatch.setattr("rallypoint.timer.shared_memory.os.memfd_create", refuse)
+    monkeypatch.setattr("rallypoint.timer.worker.connection.socket.socket", refuse)
+    monkeypatch.setattr("rallypoint.timer.worker.table.os.memfd_create", refuse)
     up = Uplink(agent.path, 1.0)
     release(up, acquire(up))
     assert up._link is None
@@ -347,7 +348,7 @@ class TestWithoutSharedMemory:
         def refuse(*_: object) -> int:
             raise OSError(38, "Function not implemented")
 
-        monkeypatch.setattr("rallypoint.timer.shared_memory.os.memfd_create", refuse)
+        monkeypatch.setattr("rallypoint.timer.worker.table.os.memfd_create", refuse)
 
     def test_each_change_is_told(self, agent: Agent) -> None:
         """Timers, their end, those that learn, and progress."""

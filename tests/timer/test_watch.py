@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.watch import Watch
+from rallypoint.timer.client.pacing import Watch
 
 from .conftest import Clock, eventually
 

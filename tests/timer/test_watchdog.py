@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from rallypoint.timer.mailbox import Mail, Mailbox
-from rallypoint.timer.refusals import StreamReplaced
-from rallypoint.timer.run_progress import Stall
-from rallypoint.timer.values import Learned, Subscription, TimerName, TimerSettings
-from rallypoint.timer.watchdog import Watchdog
+from rallypoint.timer.core.progress import Stall
+from rallypoint.timer.core.values import Learned, StreamReplaced, Subscription, TimerName, TimerSettings
+from rallypoint.timer.server.outbox import Mail, Mailbox
+from rallypoint.timer.server.watchdog import Watchdog
 
 from .conftest import Clock, eventually
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rallypoint.timer import wire
+from rallypoint.timer.worker import wire
 
 TOKENS = st.integers(0, 2**64 - 1)
 

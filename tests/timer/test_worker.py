@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.timer import Client, configure, expires, place
-from rallypoint.timer.process import SOCKET_VARIABLE, Process, process
-from rallypoint.timer.shared_memory import private_memory
-from rallypoint.timer.table import NEVER, SIZE, SLOTS, Slot, TableReader, TableWriter
-from rallypoint.timer.uplink import Uplink
-from rallypoint.timer.worker import progress
+from rallypoint.timer import Client, configure, expires
+from rallypoint.timer.worker import scopes as place
+from rallypoint.timer.worker.connection import Uplink
+from rallypoint.timer.worker.expires import progress
+from rallypoint.timer.worker.process import SOCKET_VARIABLE, Process, process
+from rallypoint.timer.worker.table import NEVER, SIZE, SLOTS, Slot, TableReader, TableWriter, private_memory
 
 SECOND = 1_000_000_000
 
@@ -463,7 +463,7 @@ def test_patience_has_bounds(patience: float) -> None:
 def test_what_the_package_exports_is_what_it_says_whatever_else_was_imported() -> None:
     """A module of the service that has the name of one of them would take its place."""
     script = (
-        "import rallypoint.timer as timer; import rallypoint.timer.service, rallypoint.timer.client; "
+        "import rallypoint.timer as timer; import rallypoint.timer.server.service, rallypoint.timer.client.client; "
         "print([name for name in timer.__all__ if not callable(getattr(timer, name))])"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.timer.client import ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ExpiredTimer, TimerClient
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from torture.mortal_server import PATIENCE, MortalServer

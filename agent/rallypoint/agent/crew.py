@@ -43,7 +43,7 @@ from rallypoint.agent.user_signals import would_end
 from rallypoint.agent.worker_output import WorkerOutput
 from rallypoint.agent.workers import StopReport, WorkerGroup
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.stacks import STACKS_VARIABLE
+from rallypoint.timer.worker.process import STACKS_VARIABLE
 
 # Seconds that the report of a failure waits for a worker's last output to be in its file, where logs are rotated.
 _LAST_WORDS = 1.0

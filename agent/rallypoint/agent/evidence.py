@@ -16,7 +16,7 @@ from rallypoint.agent.hang import Hang
 from rallypoint.agent.native_stacks import ProcessLook, look_at, render_threads
 from rallypoint.agent.python_stacks import StackPipe, in_order, innermost, looks_like_stacks, spy
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.stacks import STACK_SIGNAL
+from rallypoint.timer.worker.process import STACK_SIGNAL
 
 # Of the time since a timer began: who used more of it computes, who used less waits.
 _BUSY, _IDLE = 0.5, 0.05

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from rallypoint.timer.stacks import STACK_SIGNAL
+from rallypoint.timer.worker.process import STACK_SIGNAL
 
 FIRST_WORD = 0.5
 """Seconds until a process that was asked begins to write. Milliseconds as a rule; one in uninterruptible sleep

@@ -25,7 +25,7 @@ from typing import Any
 from rallypoint.agent.spawner import descendants, look_up
 from rallypoint.agent.timer_holders import LONGEST, Holder, Holders
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.wire import MAX_SCOPE_BYTES, NO_SIGNAL
+from rallypoint.timer.worker.wire import MAX_SCOPE_BYTES, NO_SIGNAL
 
 log = get_logger(__name__)
 

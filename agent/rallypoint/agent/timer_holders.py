@@ -10,8 +10,8 @@ from typing import Protocol
 
 from rallypoint.agent.processor_time import processor_time_of
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer.client import ExpiredTimer, OnExpired, OnForgotten
-from rallypoint.timer.wire import NO_SIGNAL
+from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
+from rallypoint.timer.worker.wire import NO_SIGNAL
 
 log = get_logger(__name__)
 
@@ -23,7 +23,7 @@ _FIRST_NUMBER = 2
 
 
 class Timers(Protocol):
-    """What is needed of a rallypoint.timer.client.TimerClient."""
+    """What is needed of a rallypoint.timer.client.client.TimerClient."""
 
     def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
         """Begins to talk with the service."""
@@ -162,7 +162,7 @@ class Holder:
             scope: see HeldTimer.
             after: seconds that it may take; any if it learns.
             since: when it began, by CLOCK_MONOTONIC, in seconds; 0: now.
-            signal: as in rallypoint.timer.wire.Acquire.
+            signal: as in rallypoint.timer.worker.wire.Acquire.
             learns: whether how long it may take is learned.
         """
         former, worker = self._held.get(key), self._worker

@@ -22,8 +22,8 @@ from rallypoint.agent.timer_fifo import TimerFifo
 from rallypoint.agent.timer_holders import Holder, Holders, TimerLimits, Timers
 from rallypoint.agent.timer_tables import Table, TableRefused, Tables
 from rallypoint.rpc.logs import get_logger
-from rallypoint.timer import wire
-from rallypoint.timer.client import ExpiredTimer
+from rallypoint.timer.client.client import ExpiredTimer
+from rallypoint.timer.worker import wire
 
 __all__ = ["TimerLimits", "TimerSocket", "TimerSocketError"]
 

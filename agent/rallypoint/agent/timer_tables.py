@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 from rallypoint.agent.timer_holders import Holder
-from rallypoint.timer.table import SIZE, SLOTS, MalformedTable, Slot, TableReader
+from rallypoint.timer.worker.table import SIZE, SLOTS, MalformedTable, Slot, TableReader
 
 # Seconds between two looks. Half of the shortest timer for which a worker does not ring.
 _PERIOD = 0.05

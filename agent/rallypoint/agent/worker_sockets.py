@@ -18,7 +18,7 @@ from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.replicas import Where
-from rallypoint.timer.client import TimerClient
+from rallypoint.timer.client.client import TimerClient
 
 # A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.
 _LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/store")

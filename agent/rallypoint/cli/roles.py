@@ -21,9 +21,9 @@ from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.home import OnlyReplica
 from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
 from rallypoint.serving.server import Server
-from rallypoint.timer.errors import translate as translate_timer
-from rallypoint.timer.service import timer_service
-from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.core.values import TimerSettings
+from rallypoint.timer.server.service import timer_service
+from rallypoint.timer.server.service import translate as translate_timer
 
 
 async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits: Limits) -> None:

@@ -17,7 +17,7 @@ from rallypoint.rpc.endpoint import ClientTLS, ServerOptions
 from rallypoint.rpc.logs import configure_logs
 from rallypoint.rpc.loop import run
 from rallypoint.serving.options import Setting, server_options
-from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.core.values import TimerSettings
 
 
 @click.group()

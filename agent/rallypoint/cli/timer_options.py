@@ -11,7 +11,7 @@ import click
 
 from rallypoint.cli.limit_flags import Flag, count, seconds
 from rallypoint.serving.options import Finite, Setting
-from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.core.values import TimerSettings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

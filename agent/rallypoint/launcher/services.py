@@ -10,8 +10,8 @@ from rallypoint.rendezvous.api.service import rendezvous_services
 from rallypoint.rendezvous.journal.journal import MemoryJournal
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.serving.server import Server
-from rallypoint.timer.errors import translate as translate_timer
-from rallypoint.timer.service import timer_registration
+from rallypoint.timer.server.service import timer_registration
+from rallypoint.timer.server.service import translate as translate_timer
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from torch.distributed.elastic.timer import TimerClient, api
 from rallypoint.timer import expires
 
 if TYPE_CHECKING:
-    from rallypoint.timer.guard import Guard
+    from rallypoint.timer.worker.expires import Guard
 
 __all__ = ["RallypointTimerClient"]
 

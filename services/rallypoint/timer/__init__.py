@@ -4,8 +4,7 @@ This package is what a worker process imports, so importing it loads neither gRP
 its client are in modules of their own.
 """
 
-from rallypoint.timer.process import TimerClient
-from rallypoint.timer.scoped_client import Client
-from rallypoint.timer.worker import configure, expires, progress
+from rallypoint.timer.worker.expires import Client, configure, expires, progress
+from rallypoint.timer.worker.process import TimerClient
 
 __all__ = ["Client", "TimerClient", "configure", "expires", "progress"]

@@ -6,7 +6,7 @@ import math
 
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.timer.refusals import InvalidField
+from rallypoint.timer.core.values import InvalidField
 
 # What a Duration may hold, by its own definition: about 10,000 years.
 _MAX_SECONDS = 315_576_000_000

@@ -11,7 +11,7 @@ from typing import Any
 
 from rallypoint.agent.hang import Hang
 from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.timer.client import TimerClient
+from rallypoint.timer.client.client import TimerClient
 from simulation.clockwork import Clockwork, Process
 from simulation.network import Link, Network
 from simulation.timers.programs import Program, Temper

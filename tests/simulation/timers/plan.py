@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rallypoint.timer.values import TimerSettings
+from rallypoint.timer.core.values import TimerSettings
 from simulation.timers.host import Reaping
 from simulation.timers.programs import Temper
 

@@ -14,14 +14,13 @@ from rallypoint.agent.timer_tables import Table, Tables
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import Openings
-from rallypoint.timer.client import TimerClient
-from rallypoint.timer.client_values import ExpiredTimer
-from rallypoint.timer.core import TimerTable
-from rallypoint.timer.countdown import Countdown
-from rallypoint.timer.learning import Scope, ScopeBook
-from rallypoint.timer.ledger import Change, Ledger, Start
-from rallypoint.timer.nodes import Node
-from rallypoint.timer.values import Subscription, TimerSettings
+from rallypoint.timer.client.client import ExpiredTimer, TimerClient
+from rallypoint.timer.client.mirror import Change, Ledger, Start
+from rallypoint.timer.core.core import TimerTable
+from rallypoint.timer.core.countdown import Countdown
+from rallypoint.timer.core.learning import Scope, ScopeBook
+from rallypoint.timer.core.nodes import Node
+from rallypoint.timer.core.values import Subscription, TimerSettings
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -153,7 +152,7 @@ def drop_what_was_registered(patch: pytest.MonkeyPatch) -> None:
     registered = TimerTable.registered
     patch.setattr(TimerTable, "registered", thorough)
     patch.setattr(
-        "rallypoint.timer.nodes.Nodes.subscribed",
+        "rallypoint.timer.core.nodes.Nodes.subscribed",
         lambda self, subscription: self.get(subscription.run_id, subscription.node_id),
     )
 

@@ -18,8 +18,8 @@ from math import isclose
 from typing import Any, Protocol
 
 from rallypoint.agent.hang import Hang
+from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from rallypoint.timer.values import TimerSettings
 from rendezvous.core.ledger import Violation
 from simulation.timers.truth import Completions, Span
 from simulation.wire import ServerCall, Status

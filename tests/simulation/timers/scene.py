@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from rallypoint.timer.values import Learned
+from rallypoint.timer.core.values import Learned
 from simulation.clockwork import Clockwork, Process
 from simulation.network import Link, Network
 from simulation.timers.host import Host, resume

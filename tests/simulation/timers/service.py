@@ -12,11 +12,11 @@ import grpc
 
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.interceptor import CallInterceptor
-from rallypoint.timer.errors import translate
-from rallypoint.timer.servicer import TimerServicer
+from rallypoint.timer.core.values import TimerSettings
+from rallypoint.timer.server.service import translate
+from rallypoint.timer.server.servicer import TimerServicer
+from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-from rallypoint.timer.values import TimerSettings
-from rallypoint.timer.watchdog import Watchdog
 from simulation.clockwork import Process
 from simulation.handlers import handlers_of
 from simulation.network import Connection, Link

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rallypoint.timer import uplink, wire
-from rallypoint.timer.guard import Guard, LearningGuard
-from rallypoint.timer.process import PATIENCE
-from rallypoint.timer.process import Process as Timers
-from rallypoint.timer.uplink import Uplink
-from rallypoint.timer.worker import expires
+from rallypoint.timer.worker import connection, wire
+from rallypoint.timer.worker.connection import Uplink
+from rallypoint.timer.worker.expires import Guard, LearningGuard, expires
+from rallypoint.timer.worker.process import PATIENCE
+from rallypoint.timer.worker.process import Process as Timers
 from simulation.timers.sockets import Line
 
 # Messages that a socket holds for an agent that doesn't read.
@@ -42,7 +41,7 @@ class Speech(Protocol):
 
 
 class Link:
-    """Takes the place of rallypoint.timer.link.Link."""
+    """Takes the place of rallypoint.timer.worker.connection.Link."""
 
     def __init__(self, line: Line, opened_at: int) -> None:
         self.opened_at = opened_at
@@ -75,7 +74,7 @@ _speakers: dict[str, ByTable] = {}
 @contextmanager
 def simulated_links() -> Iterator[None]:
     """Has the product's uplinks connect to simulated agents."""
-    module: Any = uplink
+    module: Any = connection
     before = module.Link
     module.Link = lambda path, patience, opened_at: _speakers[path].open(opened_at)
     try:

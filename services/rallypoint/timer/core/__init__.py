@@ -1,0 +1,1 @@
+"""Pure decisions about timers: deadlines, learned timeouts, progress."""

@@ -1,0 +1,394 @@
+"""The watchdog's decisions: what is taken of whom, and what comes of it. Pure; time is an argument.
+
+`now` is the monotonic clock's, in seconds; it never goes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rallypoint.timer.core.countdown import Countdown
+from rallypoint.timer.core.learning import ScopeBook
+from rallypoint.timer.core.nodes import Nodes, Timer
+from rallypoint.timer.core.values import (
+    MAX_NAME_BYTES,
+    MAX_SCOPE_BYTES,
+    RAN_OUT,
+    Advance,
+    InvalidField,
+    Learned,
+    ScopeView,
+    Subscription,
+    TimerName,
+    TimerSettings,
+    TimerState,
+    TimerView,
+    TooMany,
+    check_name,
+)
+
+__all__ = ["MAX_AFTER", "MAX_NAME_BYTES", "MAX_SCOPE_BYTES", "TimerTable"]
+
+# Ten years: a slip of units is caught, and no sum of durations overflows anything.
+MAX_AFTER = 315_360_000.0
+
+
+class TimerTable:
+    """All timers of a service. A request that is refused raises a refusals.Refused and changes nothing."""
+
+    def __init__(self, now: float, settings: TimerSettings | None = None) -> None:
+        self.settings = settings or TimerSettings()
+        self._book: ScopeBook[Timer] = ScopeBook(self.settings)
+        self._nodes = Nodes(self.settings.max_nodes, self._book)
+        self._countdown = Countdown(now, self.settings, self._nodes, self._book)
+        self._last_number = 0
+
+    def __len__(self) -> int:
+        return len(self._countdown)
+
+    # What agents do, on a stream.
+
+    def subscribe(
+        self,
+        run_id: str,
+        node_id: str,
+        lease: int,
+        now: float,
+        *,
+        incarnation: str = "",
+        lease_age: float = 0.0,
+    ) -> Subscription:
+        """Makes the caller the node's one subscriber. Expiries that wait are told by the next `advance`.
+
+        Args:
+            run_id: name of the run.
+            node_id: name of the node.
+            lease: the node's.
+            now: the monotonic clock, in seconds.
+            incarnation: of the run, whose lease it is; empty: not known.
+            lease_age: seconds for which the node has held it, at least 0.
+
+        Raises:
+            InvalidField: a name is empty or too long, or a number is out of range.
+            LeaseLost: a newer lease of the node is known.
+            TooMany: too many nodes.
+        """
+        _check_seconds("lease_age", lease_age)
+        former = self._nodes.get(run_id, node_id)
+        is_over = former is not None and former.incarnation and former.began_anew(incarnation)
+        node = self._nodes.claim(run_id, node_id, lease, incarnation, now - lease_age)
+        if is_over:
+            # Its workers are gone, and those of the new one have the same names.
+            for worker_id in list(node.workers):
+                self._countdown.clear(node, worker_id)
+        self._last_number += 1
+        node.stream = self._last_number
+        self._countdown.subscribed(node, now)
+        return Subscription(run_id, node_id, lease, node.stream, incarnation)
+
+    def unsubscribe(self, subscription: Subscription, now: float) -> None:
+        """The subscriber is gone. Its timers go on; harmless if it isn't the subscriber any more."""
+        node = self._nodes.get(subscription.run_id, subscription.node_id)
+        if node is None or node.stream != subscription.number:
+            return
+        node.stream = 0
+        self._countdown.unsubscribed(node, now)
+
+    def register(
+        self,
+        subscription: Subscription,
+        worker_id: str,
+        scope: str,
+        after: float,
+        now: float,
+        *,
+        sequence: int,
+        elapsed: float = 0.0,
+        learned_as: str = "",
+    ) -> None:
+        """Starts the timer of a subscriber's worker `elapsed` seconds ago, in place of the one of that name.
+
+        Registering the same sequence number again changes nothing, so a timer that ran out stays run out.
+
+        Args:
+            subscription: the subscriber's.
+            worker_id: the worker.
+            scope: what it is doing.
+            after: how long that may take, in seconds; 0 if that is to be learned.
+            now: the monotonic clock, in seconds.
+            sequence: the client's number for it, more than 0.
+            elapsed: seconds that have passed of it, at least 0.
+            learned_as: the scope to learn from; empty: `after` is given.
+
+        Raises:
+            InvalidField, TooMany: the timer is not taken.
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        node = self._nodes.subscribed(subscription)
+        if sequence <= 0:
+            raise InvalidField("sequence", "must be more than zero")
+        _check_seconds("elapsed", elapsed)
+        former = node.find(worker_id, scope)
+        if former is not None and former.sequence == sequence:
+            former.stream = subscription.number
+            return
+        began = now - elapsed
+        start = self._countdown.watch(began)
+        timer = Timer(node, worker_id, scope, after, start, began, sequence, subscription.number)
+        self._start(timer, former, learned_as)
+
+    def end(self, subscription: Subscription, worker_id: str, scope: str) -> None:
+        """Ends the timer of a subscriber's worker; harmless if there is none.
+
+        Raises:
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        timer = self._nodes.subscribed(subscription).find(worker_id, scope)
+        if timer is not None:
+            self._countdown.drop(timer)
+
+    def clear(self, subscription: Subscription, worker_id: str) -> None:
+        """Ends all timers of a worker that is gone, run out or not.
+
+        Raises:
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        self._countdown.clear(self._nodes.subscribed(subscription), worker_id)
+
+    def acknowledge(self, subscription: Subscription, expiry_id: int) -> None:
+        """The expiry was dealt with, its timer ends; harmless if there is no such expiry on the node.
+
+        Raises:
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        timer = self._nodes.subscribed(subscription).expired.get(expiry_id)
+        if timer is not None:
+            self._countdown.drop(timer)
+
+    def registered(self, subscription: Subscription) -> None:
+        """All timers of the node were registered: those that only an earlier subscription knew end.
+
+        Raises:
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        node = self._nodes.subscribed(subscription)
+        held = [timer for scopes in node.workers.values() for timer in scopes.values()]
+        for timer in held:
+            if 0 < timer.stream < subscription.number:
+                self._countdown.drop(timer)
+
+    def observe(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
+        """Workers of the node have left a scope that learns.
+
+        Args:
+            subscription: the subscriber's.
+            scope: what their timers were `learned_as`.
+            count: how many times they left it, each told once; at least 1.
+            longest: the longest that it took, ever, in seconds.
+
+        Raises:
+            InvalidField, TooMany: nothing was learned.
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        node = self._nodes.subscribed(subscription)
+        _check_learned(scope, count, longest)
+        ripe = self._book.observe(node.run_id, scope, count, longest)
+        if ripe is not None:
+            self._countdown.ripen(ripe)
+
+    def learn(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
+        """An agent brings what an earlier service told it that the run has learned.
+
+        Args:
+            subscription: the subscriber's.
+            scope: the scope.
+            count: how many completions were seen, ours perhaps among them; at least 1.
+            longest: the longest of them, in seconds.
+
+        Raises:
+            InvalidField, TooMany: nothing was learned.
+            LeaseLost, StreamReplaced: the subscription is not in force any more.
+        """
+        node = self._nodes.subscribed(subscription)
+        _check_learned(scope, count, longest)
+        ripe = self._book.learn(node.run_id, scope, count, longest)
+        if ripe is not None:
+            self._countdown.ripen(ripe)
+
+    # What single calls do.
+
+    def acquire(
+        self, name: TimerName, after: float, now: float, *, elapsed: float = 0.0, lease: int | None = None
+    ) -> None:
+        """Starts a timer `elapsed` seconds ago, in place of the one of that name.
+
+        Raises:
+            InvalidField, TooMany: the timer is not taken.
+            LeaseLost: a newer lease of the node is known.
+        """
+        _check_seconds("elapsed", elapsed)
+        node = self._nodes.claim(name.run_id, name.node_id, lease)
+        began = now - elapsed
+        timer = Timer(node, name.worker_id, name.scope, after, self._countdown.watch(began), began, 0, 0)
+        try:
+            self._start(timer, node.find(name.worker_id, name.scope))
+        finally:
+            self._countdown.forget_if_idle(node, now)
+
+    def release(self, name: TimerName, now: float, *, lease: int | None = None) -> bool:
+        """Ends a timer; says whether there was one.
+
+        Raises:
+            InvalidField: a name is empty or too long.
+            LeaseLost: a newer lease of the node is known.
+        """
+        check_name("run_id", name.run_id)
+        check_name("node_id", name.node_id)
+        check_name("worker_id", name.worker_id)
+        check_name("scope", name.scope, MAX_SCOPE_BYTES)
+        node = self._nodes.get(name.run_id, name.node_id)
+        if node is None:
+            return False
+        node.check_lease(lease)
+        timer = node.find(name.worker_id, name.scope)
+        if timer is None:
+            return False
+        self._countdown.drop(timer)
+        self._countdown.forget_if_idle(node, now)
+        return True
+
+    def clear_worker(
+        self, run_id: str, node_id: str, worker_id: str, now: float, lease: int | None = None
+    ) -> int:
+        """Ends all timers of a worker that is gone, run out or not; says how many.
+
+        Raises:
+            InvalidField: a name is empty or too long.
+            LeaseLost: a newer lease of the node is known.
+        """
+        check_name("run_id", run_id)
+        check_name("node_id", node_id)
+        check_name("worker_id", worker_id)
+        node = self._nodes.get(run_id, node_id)
+        if node is None:
+            return 0
+        node.check_lease(lease)
+        cleared = self._countdown.clear(node, worker_id)
+        if cleared:
+            self._countdown.forget_if_idle(node, now)
+        return cleared
+
+    def timers(
+        self,
+        now: float,
+        run_id: str = "",
+        node_id: str = "",
+        beyond: TimerName | None = None,
+        states: frozenset[TimerState] = frozenset(),
+    ) -> Iterator[TimerView]:
+        """The timers of a run and node ("": of all) in one of these states (none: in any), ordered by their
+        names, from `beyond` (excluded) on."""
+        ran_out = bool(states) and states <= RAN_OUT
+        for node in self._nodes.ordered(run_id, node_id, beyond):
+            for timer in node.ordered_expired(beyond) if ran_out else node.ordered(beyond):
+                state = self._countdown.state(timer)
+                if not states or state in states:
+                    yield self._countdown.view(timer, state, now)
+
+    # What is known of scopes.
+
+    def forget_scopes(self, run_id: str, scope: str) -> int:
+        """Forgets what the run has learned of a scope ("": of all); says of how many there was something.
+
+        Timers that go by it and have not run out can't, until enough was seen again.
+
+        Raises:
+            InvalidField: a name is empty or too long.
+        """
+        check_name("run_id", run_id)
+        if scope:
+            check_name("scope", scope, MAX_SCOPE_BYTES)
+        return self._book.forget(run_id, scope)
+
+    def scopes(self, run_id: str = "", beyond: tuple[str, str] | None = None) -> Iterator[ScopeView]:
+        """The scopes of a run ("": of all), ordered by run_id and scope, from `beyond` (excluded) on."""
+        return self._book.scopes(run_id, beyond)
+
+    def learned_of(self, run_id: str) -> list[Learned]:
+        """All that the run has learned: what a new subscriber of it is to be told."""
+        return self._book.learned_of(run_id)
+
+    def all_learned(self) -> Iterator[tuple[str, Learned]]:
+        """All that was learned, by run_id, in the order in which to `restore` it."""
+        return self._book.all_learned()
+
+    def take_learned(self) -> list[tuple[str, Learned]]:
+        """What has changed since the last call and is worth telling, by run_id: that enough was seen of a scope,
+        that its longest has grown, and, with a count of 0, that it was forgotten. Each scope once, as it is now.
+        A count that has merely grown is not told for its own sake.
+        """
+        return self._book.take_learned()
+
+    def restore(self, run_id: str, learned: Learned, now: float) -> None:
+        """Takes up what `all_learned` gave out earlier. Nobody is told for it.
+
+        Raises:
+            InvalidField, TooMany: nothing was learned.
+        """
+        check_name("run_id", run_id)
+        _check_learned(learned.scope, learned.count, learned.longest)
+        ripe = self._book.restore(run_id, learned, now)
+        if ripe is not None:
+            self._countdown.ripen(ripe)
+
+    # What time does.
+
+    def next_wake(self, now: float) -> float | None:
+        """When to call `advance` next, in the time of `now`; None: not before something else happens."""
+        return self._countdown.next_wake(now)
+
+    def advance(self, now: float, due: float) -> Advance:
+        """Lets time pass. All that arrived before is to be put in first. If much is due, the rest waits for the
+        next call, for which `next_wake` then says `now`.
+
+        Args:
+            now: the monotonic clock, in seconds.
+            due: when this call was meant to be made: what `next_wake` said. If it comes late, every deadline
+                moves by as much (and some more, see LagSettings) before any timer is judged.
+        """
+        return self._countdown.advance(now, due)
+
+    # Within.
+
+    def _start(self, timer: Timer, former: Timer | None, learned_as: str = "") -> None:
+        node = timer.node
+        check_name("worker_id", timer.worker_id)
+        check_name("scope", timer.scope, MAX_SCOPE_BYTES)
+        if learned_as:
+            check_name("learned_as", learned_as, MAX_SCOPE_BYTES)
+            if timer.after:
+                raise InvalidField("after", "must not be set for a timer that learns")
+        elif not 0 < timer.after <= MAX_AFTER:
+            raise InvalidField("after", "must be more than zero and at most ten years")
+        if former is None:
+            if node.timers >= self.settings.max_timers_per_node:
+                raise TooMany(f"too many timers on node {node.node_id!r}", self.settings.max_timers_per_node)
+            if len(self._countdown) >= self.settings.max_timers:
+                raise TooMany("too many timers", self.settings.max_timers)
+        if learned_as:
+            timer.learns = self._book.scope(node.run_id, learned_as)
+        self._countdown.start(timer, former)
+
+
+def _check_seconds(field: str, seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        raise InvalidField(field, "must be a number of seconds, and not negative")
+
+
+def _check_learned(scope: str, count: int, longest: float) -> None:
+    check_name("scope", scope, MAX_SCOPE_BYTES)
+    if count < 1:
+        raise InvalidField("count", "must be at least 1")
+    if not 0 <= longest <= MAX_AFTER:
+        raise InvalidField("longest", "must not be negative, and at most ten years")

@@ -1,0 +1,1 @@
+"""The timer service: watchdog, outbox, learned timeouts on disk, servicer."""

@@ -1,0 +1,118 @@
+"""Standing the timer service up: alone in a process, or beside other services in one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from grpc import StatusCode
+
+from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.server import Registration
+from rallypoint.timer.core.values import (
+    Draining,
+    InvalidField,
+    LeaseLost,
+    Refused,
+    StreamReplaced,
+    TimerSettings,
+    TooMany,
+)
+from rallypoint.timer.server.servicer import TimerServicer
+from rallypoint.timer.server.watchdog import Watchdog
+from rallypoint.timer.v1 import timer_service_pb2_grpc
+
+# ---- Refusals of the timer service as gRPC errors: one table.
+
+
+# Seconds after which a caller may find room, or another server.
+_RETRY_AFTER = 1.0
+
+
+def translate(error: Exception) -> ServiceError | None:
+    """The gRPC error of a refusal; None for what is none."""
+    match error:
+        case InvalidField():
+            return invalid(error.field, error.problem)
+        case LeaseLost():
+            numbers = {"lease": str(error.lease), "current_lease": str(error.current)}
+            return _error(StatusCode.FAILED_PRECONDITION, error, **_node(error), **numbers)
+        case StreamReplaced():
+            return _error(StatusCode.ABORTED, error, **_node(error))
+        case TooMany():
+            return _error(StatusCode.RESOURCE_EXHAUSTED, error, _RETRY_AFTER, limit=str(error.limit))
+        case Draining():
+            return _error(StatusCode.UNAVAILABLE, error, _RETRY_AFTER)
+    return None
+
+
+def _node(error: LeaseLost | StreamReplaced) -> dict[str, str]:
+    return {"run_id": error.run_id, "node_id": error.node_id}
+
+
+def _error(
+    code: StatusCode, error: Refused, retry_after: float | None = None, /, **metadata: str
+) -> ServiceError:
+    return ServiceError(code, error.reason, str(error), metadata=metadata, retry_after=retry_after)
+
+
+__all__ = ["DEFAULT_PORT", "SERVICE_NAME", "timer_registration", "timer_service", "translate"]
+
+DEFAULT_PORT = 29410
+SERVICE_NAME = "rallypoint.timer.v1.TimerService"
+
+
+@asynccontextmanager
+async def timer_service(
+    settings: TimerSettings | None = None,
+    *,
+    learned: Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> AsyncIterator[Registration]:
+    """A timer service for as long as the context lasts; yields what a `Server` is to serve, with `translate`.
+
+    Args:
+        settings: bounds and durations.
+        learned: the file in which it keeps what it learns; None: in memory only.
+        clock: monotonic seconds.
+        wall_clock: Unix seconds: by them what was learned grows old in the file.
+
+    Raises:
+        SettingError: the file can't be used; one line.
+    """
+    watchdog = Watchdog(settings, clock)
+    if learned is None:
+        yield registration_of(watchdog)
+        return
+    # Here and not at the top: the agent of a job has a timer service inside, and keeps nothing.
+    from rallypoint.timer.server.learned import (  # noqa: PLC0415
+        LearnedFile,
+        keep_learned,
+    )
+
+    async with keep_learned(watchdog, LearnedFile(learned, wall_clock)):
+        yield registration_of(watchdog)
+
+
+def timer_registration(
+    settings: TimerSettings | None = None, clock: Callable[[], float] = time.monotonic
+) -> Registration:
+    """A timer service that keeps all in memory, for a `rallypoint.serving.server.Server` with `translate`.
+
+    Args:
+        settings: bounds and durations.
+        clock: monotonic seconds.
+    """
+    return registration_of(Watchdog(settings, clock))
+
+
+def registration_of(watchdog: Watchdog) -> Registration:
+    """The service of a watchdog that the caller keeps in hand."""
+
+    servicer = TimerServicer(watchdog)
+    add = partial(timer_service_pb2_grpc.add_TimerServiceServicer_to_server, servicer)
+    return Registration(SERVICE_NAME, add, servicer.drain)

@@ -1,0 +1,392 @@
+"""TimerService on the wire: requests in, answers out. All decisions are the watchdog's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import grpc
+
+from rallypoint.serving.flow import Openings, ServerGoes
+from rallypoint.timer.core.core import MAX_AFTER
+from rallypoint.timer.core.values import (
+    Draining,
+    InvalidField,
+    Subscription,
+    TimerName,
+    TimerState,
+    TooMany,
+    check_name,
+)
+from rallypoint.timer.durations import to_duration, to_seconds
+from rallypoint.timer.server import outbox
+from rallypoint.timer.server.outbox import Mailbox, Refusal
+from rallypoint.timer.server.watchdog import Watchdog
+from rallypoint.timer.v1 import timer_service_pb2 as pb
+from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
+
+# ---- One Supervise stream: each action that an agent tells on it, taken in order.
+
+
+MAX_ACTIONS = 1000
+"""Of one message. Taking them holds up the event loop, so their number is bounded: some 5 ms."""
+
+
+class Supervision:
+    """The half of a stream that brings actions. It begins with the first message of the stream."""
+
+    def __init__(self, watchdog: Watchdog, first: pb.SuperviseRequest) -> None:
+        """Subscribes, as the first action says. The others of that message are taken by `read`.
+
+        Raises:
+            Refused: it is no subscription, or is refused.
+        """
+        check_number(len(first.actions))
+        if not first.actions or first.actions[0].WhichOneof("action") != "subscribe":
+            raise InvalidField("actions", "the first action of a stream must be subscribe")
+        wanted = first.actions[0].subscribe
+        self._watchdog = watchdog
+        self._table = watchdog.table
+        self._first = first
+        self._registered = False
+        self.subscription: Subscription
+        self.mailbox: Mailbox
+        self.subscription, self.mailbox = watchdog.subscribe(
+            wanted.run_id,
+            wanted.node_id,
+            wanted.lease,
+            _stall_after(wanted),
+            incarnation=wanted.incarnation,
+            lease_age=to_seconds(wanted.lease_age, "lease_age"),
+        )
+
+    async def read(self, requests: AsyncIterator[pb.SuperviseRequest]) -> None:
+        """Takes what comes, up to the end of the stream. What breaks it ends the mailbox, which says so."""
+        try:
+            self._take(islice(self._first.actions, 1, None))
+            async for request in requests:
+                check_number(len(request.actions))
+                self._take(request.actions)
+            self.mailbox.end()
+        except Exception as error:
+            self.mailbox.end(error)
+
+    def _take(self, actions: Iterable[pb.SuperviseAction]) -> None:
+        try:
+            for action in actions:
+                self._act(action)
+        finally:
+            self._watchdog.arm()
+
+    def _act(self, action: pb.SuperviseAction) -> None:
+        subscription = self.subscription
+        match action.WhichOneof("action"):
+            case "acquire":
+                self._register(action.acquire)
+            case "release":
+                self._table.end(subscription, action.release.worker_id, action.release.scope)
+            case "observe":
+                observe = action.observe
+                longest = to_seconds(observe.longest, "longest")
+                self._watchdog.observe(subscription, observe.scope, observe.count, longest)
+            case "progress":
+                self._tell_progress(action.progress)
+            case "acknowledge":
+                self._table.acknowledge(subscription, action.acknowledge.expiry_id)
+            case "clear":
+                self._watchdog.clear(subscription, action.clear.worker_id)
+            case "learned":
+                self._learn(action.learned)
+            case "registered":
+                self._registered = True
+                self._watchdog.registered(subscription)
+            case "subscribe":
+                raise InvalidField("actions", "subscribe may only be the first action of a stream")
+            case None:
+                # An action of a newer client: what it is for doesn't exist here.
+                return
+
+    def _register(self, acquire: pb.Acquire) -> None:
+        try:
+            self._table.register(
+                self.subscription,
+                acquire.worker_id,
+                acquire.scope,
+                to_seconds(acquire.after, "after"),
+                self._watchdog.now(),
+                sequence=acquire.sequence,
+                elapsed=to_seconds(acquire.elapsed, "elapsed"),
+                learned_as=acquire.learned_as,
+            )
+        except (InvalidField, TooMany) as error:
+            self.mailbox.refuse(Refusal(acquire.worker_id, acquire.scope, acquire.sequence, error))
+
+    def _tell_progress(self, progress: pb.Progress) -> None:
+        self._watchdog.tell_progress(
+            self.subscription,
+            progress.worker_id,
+            progress.rank,
+            progress.step,
+            to_seconds(progress.elapsed, "elapsed"),
+        )
+
+    def _learn(self, learned: pb.Learned) -> None:
+        if not learned.count:
+            self._watchdog.has_forgotten(self.subscription, learned.scope)
+            return
+        if self._registered:
+            raise InvalidField("actions", "learned may only be sent before registered, but for a count of 0")
+        longest = to_seconds(learned.longest, "longest")
+        self._watchdog.learn(self.subscription, learned.scope, learned.count, longest)
+
+
+def check_number(actions: int) -> None:
+    """Refuses more actions than one message may have."""
+    if actions > MAX_ACTIONS:
+        raise InvalidField("actions", f"at most {MAX_ACTIONS:,} in one message")
+
+
+def _stall_after(wanted: pb.Subscribe) -> float | None:
+    if not wanted.HasField("stall_after"):
+        return None
+    seconds = to_seconds(wanted.stall_after, "stall_after")
+    if not 0 <= seconds <= MAX_AFTER:
+        raise InvalidField("stall_after", "must be at least zero and at most ten years")
+    return seconds
+
+
+# ---- Page tokens: the last name of a page, so that the next one goes on behind it whatever has changed meanwhile.
+
+
+def encode_page_token(name: Sequence[str]) -> str:
+    """The token of the page behind that name."""
+    return base64.urlsafe_b64encode(json.dumps(name).encode()).decode()
+
+
+def decode_page_token(token: str, parts: int) -> tuple[str, ...]:
+    """The name that a token was made of, of so many parts.
+
+    Raises:
+        InvalidField: it is none.
+    """
+    with suppress(ValueError, RecursionError):
+        name = json.loads(base64.urlsafe_b64decode(token))
+        if isinstance(name, list) and len(name) == parts and all(isinstance(each, str) for each in name):
+            return tuple(name)
+    raise InvalidField("page_token", "is none that this service gave out")
+
+
+_MAX_PAGE = 1000
+_MAX_WORKERS = 1000
+_DEFAULT_WORKERS = 10
+# How long a stream may take to say what it is for, seconds.
+_FIRST_MESSAGE_TIMEOUT = 10.0
+_STATES: dict[int, TimerState] = {number: state for state, number in outbox.STATES.items()}
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TimerServicer(pb_grpc.TimerServiceServicer):
+    """Serves a watchdog."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+        self._table = watchdog.table
+        self._openings = Openings(_FIRST_MESSAGE_TIMEOUT)
+
+    async def drain(self) -> None:
+        """Tell every stream that the server is going away."""
+        self._openings.end()
+        self._watchdog.drain()
+
+    async def Supervise(
+        self, request_iterator: AsyncIterator[pb.SuperviseRequest], context: _Context
+    ) -> AsyncIterator[pb.SuperviseResponse]:
+        """See timer_service.proto."""
+        try:
+            first = await self._openings.first(request_iterator)
+        except StopAsyncIteration:
+            return
+        except ServerGoes:
+            raise Draining from None
+        self._refuse_if_draining()
+        supervision = Supervision(self._watchdog, first)
+        reading = asyncio.create_task(supervision.read(request_iterator))
+        try:
+            interval = to_duration(self._table.settings.reoffer_interval)
+            yield _event(pb.SuperviseEvent(subscribed=pb.Subscribed(reoffer_interval=interval)))
+            while (mail := await supervision.mailbox.take()) is not None:
+                yield outbox.mail_response(mail)
+            if self._watchdog.draining:
+                yield _event(pb.SuperviseEvent(draining=pb.Draining()))
+        finally:
+            reading.cancel()
+            self._watchdog.unsubscribe(supervision.subscription)
+            await asyncio.wait({reading})
+
+    async def RegisterTimers(
+        self, request: pb.RegisterTimersRequest, context: _Context
+    ) -> pb.RegisterTimersResponse:
+        """See timer_service.proto."""
+        self._refuse_if_draining()
+        check_number(len(request.actions))
+        check_name("run_id", request.run_id)
+        check_name("node_id", request.node_id)
+        if request.lease < 0:
+            raise InvalidField("lease", "must not be negative")
+        for place, action in enumerate(request.actions):
+            if action.WhichOneof("action") is None:
+                raise InvalidField(f"actions[{place}]", "must be one of acquire, release and clear")
+        try:
+            refusals = [refusal for each in request.actions if (refusal := self._act(request, each))]
+        finally:
+            self._watchdog.arm()
+        return pb.RegisterTimersResponse(refused=map(outbox.refused, refusals))
+
+    def _act(self, request: pb.RegisterTimersRequest, action: pb.TimerAction) -> Refusal | None:
+        run_id, node_id, lease = request.run_id, request.node_id, _lease(request)
+        acquire, release, now = action.acquire, action.release, self._watchdog.now()
+        try:
+            match action.WhichOneof("action"):
+                case "acquire":
+                    _refuse_what_is_for_agents(acquire)
+                    name = TimerName(run_id, node_id, acquire.worker_id, acquire.scope)
+                    after, elapsed = (
+                        to_seconds(acquire.after, "after"),
+                        to_seconds(acquire.elapsed, "elapsed"),
+                    )
+                    self._table.acquire(name, after, now, elapsed=elapsed, lease=lease)
+                case "release":
+                    name = TimerName(run_id, node_id, release.worker_id, release.scope)
+                    self._table.release(name, now, lease=lease)
+                case _:
+                    self._watchdog.clear_worker(run_id, node_id, action.clear.worker_id, lease)
+        except (InvalidField, TooMany) as error:
+            # Of the three that an action may be, those that it isn't are empty.
+            worker_id = acquire.worker_id or release.worker_id or action.clear.worker_id
+            return Refusal(worker_id, acquire.scope or release.scope, acquire.sequence, error)
+        return None
+
+    async def AcquireTimer(
+        self, request: pb.AcquireTimerRequest, context: _Context
+    ) -> pb.AcquireTimerResponse:
+        """See timer_service.proto."""
+        self._refuse_if_draining()
+        after = to_seconds(request.after, "after")
+        try:
+            self._table.acquire(_name(request), after, self._watchdog.now(), lease=_lease(request))
+        finally:
+            self._watchdog.arm()
+        return pb.AcquireTimerResponse()
+
+    async def ReleaseTimer(
+        self, request: pb.ReleaseTimerRequest, context: _Context
+    ) -> pb.ReleaseTimerResponse:
+        """See timer_service.proto."""
+        released = self._table.release(_name(request), self._watchdog.now(), lease=_lease(request))
+        self._watchdog.arm()
+        return pb.ReleaseTimerResponse(released=released)
+
+    async def ClearTimers(self, request: pb.ClearTimersRequest, context: _Context) -> pb.ClearTimersResponse:
+        """See timer_service.proto."""
+        cleared = self._watchdog.clear_worker(
+            request.run_id, request.node_id, request.worker_id, _lease(request)
+        )
+        self._watchdog.arm()
+        return pb.ClearTimersResponse(cleared=cleared)
+
+    async def ListTimers(self, request: pb.ListTimersRequest, context: _Context) -> pb.ListTimersResponse:
+        """See timer_service.proto."""
+        size, beyond = _page_size(request), None
+        if request.page_token:
+            beyond = TimerName(*decode_page_token(request.page_token, len(TimerName._fields)))
+        found = self._table.timers(
+            self._watchdog.now(), request.run_id, request.node_id, beyond, states=_states(request.states)
+        )
+        page = list(islice(found, size + 1))
+        more = encode_page_token(page[size - 1].name) if len(page) > size else ""
+        return pb.ListTimersResponse(timers=map(outbox.timer, page[:size]), next_page_token=more)
+
+    async def ListScopes(self, request: pb.ListScopesRequest, context: _Context) -> pb.ListScopesResponse:
+        """See timer_service.proto."""
+        size, beyond = _page_size(request), None
+        if request.page_token:
+            run_id, scope = decode_page_token(request.page_token, 2)
+            beyond = (run_id, scope)
+        page = list(islice(self._table.scopes(request.run_id, beyond), size + 1))
+        more = (
+            encode_page_token((page[size - 1].run_id, page[size - 1].learned.scope))
+            if len(page) > size
+            else ""
+        )
+        settings = self._table.settings
+        return pb.ListScopesResponse(
+            scopes=map(outbox.scope, page[:size]),
+            next_page_token=more,
+            warm_up=settings.learn_warm_up,
+            factor=settings.learn_factor,
+            least=to_duration(settings.learn_least),
+        )
+
+    async def ForgetScopes(
+        self, request: pb.ForgetScopesRequest, context: _Context
+    ) -> pb.ForgetScopesResponse:
+        """See timer_service.proto."""
+        forgotten = self._watchdog.forget_scopes(request.run_id, request.scope)
+        self._watchdog.arm()
+        return pb.ForgetScopesResponse(forgotten=forgotten)
+
+    async def GetProgress(self, request: pb.GetProgressRequest, context: _Context) -> pb.GetProgressResponse:
+        """See timer_service.proto."""
+        check_name("run_id", request.run_id)
+        if not 0 <= request.most <= _MAX_WORKERS:
+            raise InvalidField("most", f"must be at least zero and at most {_MAX_WORKERS:,}")
+        return outbox.run_progress(
+            self._watchdog.progress_of(request.run_id, request.most or _DEFAULT_WORKERS)
+        )
+
+    def _refuse_if_draining(self) -> None:
+        if self._watchdog.draining:
+            raise Draining
+
+
+def _event(event: pb.SuperviseEvent) -> pb.SuperviseResponse:
+    return pb.SuperviseResponse(events=[event])
+
+
+def _name(request: pb.AcquireTimerRequest | pb.ReleaseTimerRequest) -> TimerName:
+    return TimerName(request.run_id, request.node_id, request.worker_id, request.scope)
+
+
+def _lease(
+    request: pb.AcquireTimerRequest
+    | pb.ReleaseTimerRequest
+    | pb.ClearTimersRequest
+    | pb.RegisterTimersRequest,
+) -> int | None:
+    return request.lease if request.HasField("lease") else None
+
+
+def _refuse_what_is_for_agents(acquire: pb.Acquire) -> None:
+    if acquire.sequence:
+        raise InvalidField("sequence", "is for agents, and must not be set here")
+    if acquire.learned_as:
+        raise InvalidField("learned_as", "is for agents, and must not be set here")
+
+
+def _page_size(request: pb.ListTimersRequest | pb.ListScopesRequest) -> int:
+    if request.page_size < 0:
+        raise InvalidField("page_size", "must not be negative")
+    return min(request.page_size or _MAX_PAGE, _MAX_PAGE)
+
+
+def _states(wanted: Iterable[int]) -> frozenset[TimerState]:
+    numbers = set(wanted)
+    if not numbers <= _STATES.keys():
+        raise InvalidField("states", "must be COUNTING, OFFERED, UNCLAIMED or LEARNING")
+    return frozenset(_STATES[number] for number in numbers)

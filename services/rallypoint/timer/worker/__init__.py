@@ -1,0 +1,1 @@
+"""Timers inside a worker; imports no gRPC."""
