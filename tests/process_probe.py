@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from rallypoint.agent.spawner import watch_forks
+from rallypoint.agent.spawner.spawner import watch_forks
 
 PATIENCE = 20.0
 """Seconds that a test waits for what should take milliseconds, before it gives up."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rallypoint.agent.changes import Changes
-from rallypoint.agent.core import AgentState, Assignment
-from rallypoint.agent.crew import Worker
-from rallypoint.agent.draining import Draining
-from rallypoint.agent.job import Job
-from rallypoint.agent.job_result import JobResult
-from rallypoint.agent.spawn_protocol import WorkerExit
+from rallypoint.agent.core.core import AgentState, Assignment
+from rallypoint.agent.job.drain import Draining
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.job.result import JobResult
+from rallypoint.agent.job.sync import Changes
+from rallypoint.agent.spawner.protocol import WorkerExit
+from rallypoint.agent.workers.group import Worker
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
 LAUNCHED = 1_800_000_000.5  # on the wire to the nanosecond: a float has this one exactly

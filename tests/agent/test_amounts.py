@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.agent.amounts import Amount, AmountError, in_words, parse_amount
+from rallypoint.agent.config.rlimits import Amount, AmountError, in_words, parse_amount
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from process_probe import until
-from rallypoint.agent.background import Background
+from rallypoint.agent.job.sync import Background
 
 
 async def test_what_work_raises_is_told() -> None:

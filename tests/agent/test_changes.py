@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.agent.changes import Changes
+from rallypoint.agent.job.sync import Changes
 
 
 async def test_many_changes_are_one_wake_up() -> None:

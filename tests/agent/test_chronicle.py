@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent import core
-from rallypoint.agent.chronicle import AgentEvent, Chronicle, Moment, Source, Standing, Subject, restart_line
-from rallypoint.agent.spawn_protocol import WorkerExit
+from rallypoint.agent.core import core
+from rallypoint.agent.events.recorder import (
+    AgentEvent,
+    Chronicle,
+    Moment,
+    Source,
+    Standing,
+    Subject,
+    restart_line,
+)
+from rallypoint.agent.spawner.protocol import WorkerExit
 
 SUBJECT = Subject("run-1", "a", "trainer", 3)
 # Unix seconds at the moment 0 of the monotonic clock.

@@ -13,15 +13,15 @@ import pytest
 
 from mortal import mortal
 from process_probe import fresh_marker, gone, wait_until
-from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawner.client import Spawner
 
 pytestmark = pytest.mark.integration
 
 AGENT = """
 import asyncio, os, sys
 from pathlib import Path
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import WorkerSpec
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import WorkerSpec
 
 async def main():
     spawner = Spawner.start()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from process_probe import until
-from rallypoint.agent.console import Console, OutputThread
-from rallypoint.agent.logs import ConsoleCopy
-from rallypoint.agent.streams import Streams
+from rallypoint.agent.logs.follower import Console, OutputThread
+from rallypoint.agent.logs.plan import ConsoleCopy
+from rallypoint.agent.logs.streams import Streams
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent import core
-from rallypoint.agent.core import AgentState, Phase, Workers, decide
+from rallypoint.agent.core import core
+from rallypoint.agent.core.core import AgentState, Phase, Workers, decide
 
 WHY = "node b was lost: its connection broke"
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from agent.test_core import CLOSED, RUNNING, final, frozen, joinable, play
-from rallypoint.agent import core
-from rallypoint.agent.core import Workers
+from rallypoint.agent.core import core
+from rallypoint.agent.core.core import Workers
 
 DRAIN = core.DrainRequested("drained: maintenance at 10:00")
 SAVED = core.DrainOver("its workers saved their state")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.core_dump import CoreDump, find_core_dump, judge
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import WorkerExit, WorkerSpec
+from rallypoint.agent.failures.core_dump import CoreDump, find_core_dump, judge
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
 
 DUMPED = WorkerExit(0, 4711, None, signal.SIGSEGV, at=5.0, time=1.8e9, core_dumped=True)
 NOT_DUMPED = WorkerExit(0, 4711, None, signal.SIGSEGV, at=5.0, time=1.8e9)

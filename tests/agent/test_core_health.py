@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agent.test_core import CLOSED, final, frozen, joinable, play, seat
-from rallypoint.agent import core
-from rallypoint.agent.core import AgentState
+from rallypoint.agent.core import core
+from rallypoint.agent.core.core import AgentState
 
 CHECKED = AgentState(checks=True)
 FOUND = core.Examined()

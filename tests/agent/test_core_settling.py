@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agent.test_core import RUNNING, play, seat
-from rallypoint.agent import core
-from rallypoint.agent.core import Phase, Workers
+from rallypoint.agent.core import core
+from rallypoint.agent.core.core import Phase, Workers
 
 SETTLING = core.Updated(Phase.FINAL, seat(1), settling=True)
 

@@ -17,22 +17,23 @@ from typing import Any
 import pytest
 
 from process_probe import until, wait_until
-from rallypoint.agent import crew as crew_module
-from rallypoint.agent import post_mortem, reaping
-from rallypoint.agent.config import JobConfig, Peer
-from rallypoint.agent.console import Console
-from rallypoint.agent.core import Assignment
-from rallypoint.agent.crew import Crew
-from rallypoint.agent.errors import COULD_NOT_START, FailureKind, WorkerFailure
-from rallypoint.agent.events import JobEvents, Subject
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.logs import LogDirectory
-from rallypoint.agent.numa import Cpus
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import Killed
-from rallypoint.agent.spawner import look_up
-from rallypoint.agent.streams import Redirect, Streams
-from rallypoint.agent.workers import StopReport
+from rallypoint.agent.config.job import JobConfig, Peer
+from rallypoint.agent.core.core import Assignment
+from rallypoint.agent.events.publisher import JobEvents, Subject
+from rallypoint.agent.failures import analysis
+from rallypoint.agent.failures.failure import COULD_NOT_START, FailureKind, WorkerFailure
+from rallypoint.agent.hangs import reaper
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.logs.follower import Console
+from rallypoint.agent.logs.plan import LogDirectory
+from rallypoint.agent.logs.streams import Redirect, Streams
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import Killed
+from rallypoint.agent.spawner.spawner import look_up
+from rallypoint.agent.workers import group as crew_module
+from rallypoint.agent.workers.affinity import Cpus
+from rallypoint.agent.workers.group import Crew
+from rallypoint.agent.workers.workers import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
 SEAT = Assignment(
@@ -223,7 +224,7 @@ async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
     make: Callable[..., Crew], told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was caught; who fails now is the first."""
-    monkeypatch.setattr(post_mortem, "UNWINDING", 0.05)
+    monkeypatch.setattr(analysis, "UNWINDING", 0.05)
     crew = make(
         RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "caught"; touch $1/raised; sleep 60; };'
         "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.3; exit 7"
@@ -382,7 +383,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
         return Killed(1, (pid,))
 
     monkeypatch.setattr(crew._spawner, "kill", kill_in_vain)
-    monkeypatch.setattr(reaping, "SLOW_DEATH", 0.05)
+    monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
     await crew.reap(Hang("1@3", "save", after=2.0, late_by=0.01, pid=pid))
     (failure,) = told.failures
     (why,) = told.unfit

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from process_probe import until
-from rallypoint.agent import core
-from rallypoint.agent.background import Background
-from rallypoint.agent.crews import Callbacks, Crews
-from rallypoint.agent.workers import StopReport
+from rallypoint.agent.core import core
+from rallypoint.agent.job.sync import Background
+from rallypoint.agent.workers.groups import Callbacks, Crews
+from rallypoint.agent.workers.workers import StopReport
 
 
 class SlowToSweep:

@@ -14,9 +14,9 @@ import grpc
 import pytest
 
 from process_probe import PATIENCE, fresh_marker, gone, until
-from rallypoint.agent.daemon import Daemon
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import SpawnError
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError
+from rallypoint.agent.supervisor.daemon import Daemon
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer

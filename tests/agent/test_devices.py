@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.agent.devices import count_gpus, count_xpus
+from rallypoint.agent.health.gpu import count_gpus, count_xpus
 
 
 def host(root: Path, *, nvidia: int = 0, amd: int = 0, intel: int = 0) -> Path:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.config import JobConfig, Peer, new_node_id
-from rallypoint.agent.core import Assignment
-from rallypoint.agent.environment import check_devices, worker_command, worker_environment
+from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
+from rallypoint.agent.core.core import Assignment
+from rallypoint.agent.workers.environment import check_devices, worker_command, worker_environment
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.rpc.endpoint import SettingError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.error_file import Story, read_error_file
+from rallypoint.agent.failures.failure import Story, read_error_file
 from rallypoint.worker import Unrecoverable
 from rallypoint.worker.record import write_error_file
 

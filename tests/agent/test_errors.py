@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.agent.core_dump import CoreDump
-from rallypoint.agent.errors import (
+from rallypoint.agent.failures.core_dump import CoreDump
+from rallypoint.agent.failures.failure import (
     MAX_MESSAGE,
     MAX_TRACEBACK,
     UNWINDING,
@@ -23,10 +23,10 @@ from rallypoint.agent.errors import (
     failure_to_end,
     failure_to_start,
     names_taken_address,
+    sentence,
 )
-from rallypoint.agent.exit_sentences import sentence
-from rallypoint.agent.logs import WorkerLogs
-from rallypoint.agent.spawn_protocol import WorkerExit
+from rallypoint.agent.logs.plan import WorkerLogs
+from rallypoint.agent.spawner.protocol import WorkerExit
 
 ENDED = 1_800_000_000.0
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\nValueError: bad'

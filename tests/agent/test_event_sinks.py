@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent import event_sinks
-from rallypoint.agent.chronicle import AgentEvent, Source, Subject
-from rallypoint.agent.event_sinks import EventDelivery, EventFile, check_event_log, log_event, open_event_log
+from rallypoint.agent.events import handlers
+from rallypoint.agent.events.handlers import (
+    EventDelivery,
+    EventFile,
+    check_event_log,
+    log_event,
+    open_event_log,
+)
+from rallypoint.agent.events.recorder import AgentEvent, Source, Subject
 from rallypoint.rpc.endpoint import SettingError
 
 SUBJECT = Subject("run-1", "a", "trainer", 3)
@@ -102,7 +108,7 @@ def test_a_sink_that_hangs_delays_nobody_and_costs_bounded_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent goes on, and its end waits only for so long."""
-    monkeypatch.setattr(event_sinks, "_WAITING", 5)
+    monkeypatch.setattr(handlers, "_WAITING", 5)
     held, release = threading.Event(), threading.Event()
 
     def hang(event: AgentEvent) -> None:
@@ -139,7 +145,7 @@ def test_the_console_shows_events_in_the_log(caplog: pytest.LogCaptureFixture) -
 
 
 def _plug(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    point = EntryPoint("ours", value, event_sinks.ENTRY_POINTS)
+    point = EntryPoint("ours", value, handlers.ENTRY_POINTS)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from agent.hung_process import hung
 from process_probe import until
-from rallypoint.agent import evidence as evidence_module
-from rallypoint.agent.evidence import Evidence, PythonStacks, Suspect, gather, in_background
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.native_stacks import ProcessLook, Thread, look_at
-from rallypoint.agent.python_stacks import StackPipe
+from rallypoint.agent.hangs import diagnostics as evidence_module
+from rallypoint.agent.hangs.diagnostics import Evidence, PythonStacks, Suspect, gather, in_background
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, look_at
+from rallypoint.agent.hangs.python_stacks import StackPipe
 
 HANG = Hang("1@3", "step", after=60.0, late_by=0.01, pid=7, cpu_seconds=10.0)
 MAIN = Thread(7, "trainer", "S", "futex_do_wait", "futex", ("futex_do_wait+0x1/0x2",), 3.0)

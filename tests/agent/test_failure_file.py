@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.config import JobConfig, Peer
-from rallypoint.agent.errors import FailureKind, WorkerFailure
-from rallypoint.agent.failure_file import SCHEMA, failure_document, write_failure_files
-from rallypoint.agent.job_result import FAILED, PERMANENT, REFUSED, UNFIT, JobResult
+from rallypoint.agent.config.job import JobConfig, Peer
+from rallypoint.agent.failures.failure import FailureKind, WorkerFailure
+from rallypoint.agent.job.failure_file import SCHEMA, failure_document, write_failure_files
+from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, UNFIT, JobResult
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 CONFIG = JobConfig(

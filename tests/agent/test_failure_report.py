@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta, timezone
 
-from rallypoint.agent.errors import WorkerFailure, failure_to_start
-from rallypoint.agent.failure_report import render
+from rallypoint.agent.failures.failure import WorkerFailure, failure_to_start
+from rallypoint.agent.job.report import render
 
 CET = timezone(timedelta(hours=1), "CET")
 FAILURE = WorkerFailure(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from process_probe import until
-from rallypoint.agent.file_watch import FileWatch
+from rallypoint.agent.logs.watch import FileWatch
 
 
 def _opened(path: Path) -> FileIO:

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from process_probe import until
-from rallypoint.agent import follower as module
-from rallypoint.agent.file_watch import FileWatch
-from rallypoint.agent.follower import Follower, cut
-from rallypoint.agent.log_file import rotated_name
-from rallypoint.agent.log_lines import LineFilter
+from rallypoint.agent.logs import follower as module
+from rallypoint.agent.logs.files import rotated_name
+from rallypoint.agent.logs.follower import Follower, cut
+from rallypoint.agent.logs.lines import LineFilter
+from rallypoint.agent.logs.watch import FileWatch
 
 
 class Collected:

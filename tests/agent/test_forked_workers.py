@@ -16,11 +16,11 @@ import pytest
 
 from agent.forked_work import work
 from process_probe import until
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.spawner import descendants, look_up
-from rallypoint.agent.spawner_process import start_forkserver
-from rallypoint.agent.workers import WorkerGroup
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner.spawner import descendants, look_up
+from rallypoint.agent.spawner.start import start_forkserver
+from rallypoint.agent.workers.workers import WorkerGroup
 from rallypoint.worker.call import load_results, save_call
 
 pytestmark = pytest.mark.integration
@@ -131,9 +131,9 @@ def test_a_fork_of_this_process_calls_what_it_has(tmp_path: Path) -> None:
     """Nothing is pickled on the way there: a closure works, and its globals are as they were at the fork."""
     program = """
 import asyncio, os
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawner_process import fork_spawner
-from rallypoint.agent.spawn_protocol import SpawnError, WorkerSpec
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.start import fork_spawner
+from rallypoint.agent.spawner.protocol import SpawnError, WorkerSpec
 
 secret = object()
 state = "before"

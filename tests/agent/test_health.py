@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.health import ENTRY_POINTS, HealthCheckError, Surroundings, parse_health_check
+from rallypoint.agent.health.checks import ENTRY_POINTS, HealthCheckError, Surroundings, parse_health_check
 
 
 def plug_in(value: str, name: str = "ipmi") -> metadata.EntryPoint:

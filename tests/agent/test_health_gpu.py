@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rallypoint.agent.health import Surroundings, parse_health_check
-from rallypoint.agent.health_gpu import look_at_gpus
+from rallypoint.agent.health.checks import Surroundings, parse_health_check
+from rallypoint.agent.health.gpu import look_at_gpus
 
 
 @dataclass

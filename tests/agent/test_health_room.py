@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.agent.amounts import Amount, parse_amount
-from rallypoint.agent.health import Surroundings
-from rallypoint.agent.health_room import look_at_disks, look_at_memory
+from rallypoint.agent.config.rlimits import Amount, parse_amount
+from rallypoint.agent.health.checks import Surroundings, look_at_disks, look_at_memory
 
 NOWHERE = Surroundings()
 GIB = 1 << 30

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.health import HealthCheck, Surroundings
-from rallypoint.agent.host_health import RECENT, HostHealth
-from rallypoint.agent.side_programs import SidePrograms
+from rallypoint.agent.health.checks import HealthCheck, Surroundings
+from rallypoint.agent.health.monitor import RECENT, HostHealth
+from rallypoint.agent.health.programs import SidePrograms
 
 PATIENCE = 30.0
 

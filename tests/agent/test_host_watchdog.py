@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rallypoint.agent.host_watchdog import HostWatchdog
+from rallypoint.agent.sockets.watchdog import HostWatchdog
 
 
 class Job:

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from process_probe import fresh_marker, gone, living, until
-from rallypoint.agent import job as job_module
-from rallypoint.agent import reaping
-from rallypoint.agent.config import JobConfig, Peer
-from rallypoint.agent.crew import Crew
-from rallypoint.agent.errors import failure_to_start
-from rallypoint.agent.job import Job
-from rallypoint.agent.job_result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobResult
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.streams import LogError, Redirect, Streams
-from rallypoint.agent.workers import StopReport
+from rallypoint.agent.config.job import JobConfig, Peer
+from rallypoint.agent.failures.failure import failure_to_start
+from rallypoint.agent.hangs import reaper
+from rallypoint.agent.job import job as job_module
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.job.result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobResult
+from rallypoint.agent.logs.streams import LogError, Redirect, Streams
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.workers.group import Crew
+from rallypoint.agent.workers.workers import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -380,7 +380,7 @@ async def test_a_membership_that_breaks_ends_the_job_too(
     async def fail(*_: object) -> None:
         raise ZeroDivisionError("what nobody thought of")
 
-    monkeypatch.setattr(f"rallypoint.agent.membership.Membership.{method}", fail)
+    monkeypatch.setattr(f"rallypoint.agent.job.rendezvous.Membership.{method}", fail)
     result = await bench.run(bench.job("sleep 60"))
     assert (result.exit_code, "ZeroDivisionError" in result.detail) == (FAILED, True)
 
@@ -428,7 +428,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
         return replace(await stop(crew, number, timeout), left=(os.getpid(),))
 
     monkeypatch.setattr(Crew, "stop", stop_in_vain)
-    monkeypatch.setattr(reaping, "SLOW_DEATH", 0.05)
+    monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
     return os.getpid()
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from agent.fake_job import LAUNCHED, FakeJob, as_job, crew, ended, running
-from rallypoint.agent.core import AgentState, Phase, Workers
-from rallypoint.agent.draining import Draining
-from rallypoint.agent.errors import WorkerFailure
-from rallypoint.agent.job_messages import job_message, worker_message
-from rallypoint.agent.job_result import JobResult
-from rallypoint.agent.jobs import TakenJob
-from rallypoint.agent.usage import Usage
+from rallypoint.agent.core.core import AgentState, Phase, Workers
+from rallypoint.agent.failures.failure import WorkerFailure
+from rallypoint.agent.job.drain import Draining
+from rallypoint.agent.job.result import JobResult
+from rallypoint.agent.supervisor.jobs import TakenJob, job_message, worker_message
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.workers.usage import Usage
 
 FAILURE = WorkerFailure(
     local_rank=1,

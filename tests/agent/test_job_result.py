@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.core import AgentState
-from rallypoint.agent.errors import WorkerFailure
-from rallypoint.agent.job_result import FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT, JobResult, verdict
-from rallypoint.agent.messages import failure_message
+from rallypoint.agent.core.core import AgentState
+from rallypoint.agent.failures.failure import WorkerFailure
+from rallypoint.agent.job.result import (
+    FAILED,
+    PERMANENT,
+    REFUSED,
+    SUCCEEDED,
+    UNFIT,
+    JobResult,
+    failure_message,
+    verdict,
+)
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 FIRST = WorkerFailure(1, 3, "trainer", "node2", 4242, 1, 1.8e9, "ValueError: bad", at=5.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agent.fake_job import FakeJob, as_job, config
-from rallypoint.agent.job_result import JobResult
-from rallypoint.agent.jobs import MOST_ENDED, Jobs
+from rallypoint.agent.job.result import JobResult
+from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs
 from rallypoint.rpc.errors import ServiceError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.kernel_log import KernelLog, OomKill
+from rallypoint.agent.failures.out_of_memory import KernelLog, OomKill
 
 CHOSEN = (
     "6,1,2,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,oom_memcg=/job/step0,"

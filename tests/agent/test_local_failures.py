@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rallypoint.agent.errors import WorkerFailure
-from rallypoint.agent.local_failures import LocalFailures
+from rallypoint.agent.failures.analysis import LocalFailures
+from rallypoint.agent.failures.failure import WorkerFailure
 
 
 def failure(rank: int, at: float) -> WorkerFailure:

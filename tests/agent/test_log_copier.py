@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from mortal import mortal
 from process_probe import PATIENCE, wait_until
-from rallypoint.agent import log_copier as program
-from rallypoint.agent.log_copier import bytes_to_move
-from rallypoint.agent.log_file import LogFile, rotated_files, rotated_name
+from rallypoint.agent.logs import copier as program
+from rallypoint.agent.logs.copier import bytes_to_move
+from rallypoint.agent.logs.files import LogFile, rotated_files, rotated_name
 
 
 @pytest.mark.parametrize(

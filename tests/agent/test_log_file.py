@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.agent import log_file as module
-from rallypoint.agent.log_file import LogFile, Piece, read_end, rotated_files, rotated_name
+from rallypoint.agent.logs import files as module
+from rallypoint.agent.logs.files import LogFile, Piece, read_end, rotated_files, rotated_name
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.agent.log_lines import LineFilter, check_line_prefix, line_prefix
-from rallypoint.agent.streams import LogError
+from rallypoint.agent.logs.lines import LineFilter, check_line_prefix, line_prefix
+from rallypoint.agent.logs.streams import LogError
 
 
 @pytest.mark.parametrize(

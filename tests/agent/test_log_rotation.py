@@ -17,12 +17,12 @@ import pytest
 from benchmarks.clients.flooding import lines
 from mortal import mortal
 from process_probe import PATIENCE, until
-from rallypoint.agent import log_copier
-from rallypoint.agent import log_rotation as module
-from rallypoint.agent.log_file import LogFile, rotated_files
-from rallypoint.agent.log_rotation import Rotation
-from rallypoint.agent.logs import Attempt, LogDirectory
-from rallypoint.agent.streams import LogError, Streams
+from rallypoint.agent.logs import copier
+from rallypoint.agent.logs import rotation as module
+from rallypoint.agent.logs.files import LogFile, rotated_files
+from rallypoint.agent.logs.plan import Attempt, LogDirectory
+from rallypoint.agent.logs.rotation import Rotation
+from rallypoint.agent.logs.streams import LogError, Streams
 
 _PRINT = """
 import os, sys
@@ -181,7 +181,7 @@ async def test_a_copier_that_always_fails_is_given_up(
     """Workers are told by a broken pipe, rather than to stand still for ever."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text("raise SystemExit(1)")
-    monkeypatch.setattr(log_copier, "__file__", str(wrong))
+    monkeypatch.setattr(copier, "__file__", str(wrong))
     rotation = rotate()
     process = start(rotation, 0, 100_000)
     assert (await ended(process))[0] != 0

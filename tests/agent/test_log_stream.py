@@ -12,10 +12,10 @@ import pytest
 
 from agent.fake_job import FakeJob, as_job, config
 from process_probe import PATIENCE
-from rallypoint.agent.file_watch import FileWatch
-from rallypoint.agent.job_result import JobResult
-from rallypoint.agent.log_file import rotated_name
-from rallypoint.agent.log_stream import PIECE_BYTES, stream_logs
+from rallypoint.agent.job.result import JobResult
+from rallypoint.agent.logs.files import rotated_name
+from rallypoint.agent.logs.watch import FileWatch
+from rallypoint.agent.supervisor.log_stream import PIECE_BYTES, stream_logs
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 

@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.agent.logs import (
-    LogDirectory,
-    remove_attempts,
-    safe_name,
-)
-from rallypoint.agent.streams import LogError, Redirect, Streams
+from rallypoint.agent.logs.plan import LogDirectory, remove_attempts, safe_name
+from rallypoint.agent.logs.streams import LogError, Redirect, Streams
 
 
 def test_the_layout_is_torchruns(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent import maintenance
-from rallypoint.agent.maintenance import FIRST_PAUSE, LONGEST_PAUSE, await_maintenance, next_pause
-from rallypoint.agent.side_programs import SidePrograms
+from rallypoint.agent.health import monitor
+from rallypoint.agent.health.monitor import FIRST_PAUSE, LONGEST_PAUSE, await_maintenance, next_pause
+from rallypoint.agent.health.programs import SidePrograms
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ async def test_however_else_it_ends_it_is_started_again(
     programs: SidePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A service that is away announces nothing; the log says why."""
-    monkeypatch.setattr(maintenance, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(monitor, "FIRST_PAUSE", 0.01)
     script = tmp_path / "watch"
     script.write_text(f"""#!/bin/sh
         echo x >> {tmp_path}/starts

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from process_probe import until
-from rallypoint.agent.measurement_socket import MeasurementSocket, read_measurement
+from rallypoint.agent.sockets.metrics import MeasurementSocket, read_measurement
 from rallypoint.worker.metrics import METRICS_VARIABLE, Measurement
 
 

@@ -9,12 +9,12 @@ import pytest
 from agent.test_job import PATIENCE, Bench
 from agent.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from process_probe import until
-from rallypoint.agent import core
-from rallypoint.agent import membership as membership_module
-from rallypoint.agent.background import Background
-from rallypoint.agent.crew import Crew
-from rallypoint.agent.membership import NodeMembership, sentence
-from rallypoint.agent.workers import StopReport
+from rallypoint.agent.core import core
+from rallypoint.agent.job import rendezvous as membership_module
+from rallypoint.agent.job.rendezvous import NodeMembership, sentence
+from rallypoint.agent.job.sync import Background
+from rallypoint.agent.workers.group import Crew
+from rallypoint.agent.workers.workers import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
 

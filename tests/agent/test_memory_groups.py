@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rallypoint.agent.memory_groups import MemoryGroup, memory_groups
+from rallypoint.agent.failures.out_of_memory import MemoryGroup, memory_groups
 
 
 class Host:

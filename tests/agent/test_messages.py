@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.core import Assignment, Phase
-from rallypoint.agent.errors import FailureKind, WorkerFailure
-from rallypoint.agent.messages import assignment_value, failure_message, failure_value, phase_value
+from rallypoint.agent.core.core import Assignment, Phase
+from rallypoint.agent.failures.failure import FailureKind, WorkerFailure
+from rallypoint.agent.job.result import assignment_value, failure_message, failure_value, phase_value
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 FAILURE = WorkerFailure(

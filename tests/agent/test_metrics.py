@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from rallypoint.agent.chronicle import AgentEvent, Source, Subject
-from rallypoint.agent.metrics import AgentMetrics
+from rallypoint.agent.events.metrics import AgentMetrics
+from rallypoint.agent.events.recorder import AgentEvent, Source, Subject
 
 SUBJECT = Subject("run-1", "a", "trainer", 3)
 

@@ -12,7 +12,7 @@ import pytest
 
 from agent.hung_process import STACK_SIGNAL, hung
 from process_probe import wait_until
-from rallypoint.agent.native_stacks import (
+from rallypoint.agent.hangs.kernel_stacks import (
     MOST_THREADS,
     ProcessLook,
     Thread,

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent.host_shapes import build_host, core_complexes, two_sockets_of_two_nodes
-from rallypoint.agent.numa import BINDINGS, NumaError, Topology, bind
-from rallypoint.agent.spawn_protocol import ranges
-from rallypoint.agent.topology import read_topology
+from rallypoint.agent.spawner.protocol import ranges
+from rallypoint.agent.workers.affinity import BINDINGS, NumaError, Topology, bind, read_topology
 
 EVERYWHERE = range(1024)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.config import JobConfig
-from rallypoint.agent.options import OPTIONS, OptionError, job_fields, parse_signal, split_commas
-from rallypoint.agent.streams import Redirect, Streams
+from rallypoint.agent.config.job import JobConfig
+from rallypoint.agent.job.options import OPTIONS, OptionError, job_fields, parse_signal, split_commas
+from rallypoint.agent.logs.streams import Redirect, Streams
 
 
 @pytest.mark.parametrize(

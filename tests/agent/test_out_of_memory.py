@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.kernel_log import KernelLog
-from rallypoint.agent.memory_groups import MemoryGroup, memory_groups
-from rallypoint.agent.out_of_memory import MemoryWatch, in_units
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import WorkerExit, WorkerSpec
+from rallypoint.agent.failures.out_of_memory import (
+    KernelLog,
+    MemoryGroup,
+    MemoryWatch,
+    in_units,
+    memory_groups,
+)
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
 from small_cgroup import GLUTTON, small_cgroup
 
 MIB = 1 << 20

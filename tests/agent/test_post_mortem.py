@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.errors import FailureKind, WorkerFailure
-from rallypoint.agent.local_failures import LocalFailures
-from rallypoint.agent.logs import WorkerLogs
-from rallypoint.agent.post_mortem import PostMortem
-from rallypoint.agent.spawn_protocol import WorkerExit
+from rallypoint.agent.failures.analysis import LocalFailures, PostMortem
+from rallypoint.agent.failures.failure import FailureKind, WorkerFailure
+from rallypoint.agent.logs.plan import WorkerLogs
+from rallypoint.agent.spawner.protocol import WorkerExit
 
 
 class Scene:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from process_probe import until
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.spawner import descendants, look_up
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner.spawner import descendants, look_up
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -246,7 +246,7 @@ async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
 
 async def test_a_spawner_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended spawner counts as dead after a bound, and everything below it dies."""
-    monkeypatch.setattr("rallypoint.agent.processes.ANSWER_MARGIN", 0.0)
+    monkeypatch.setattr("rallypoint.agent.spawner.client.ANSWER_MARGIN", 0.0)
     deaths: list[bool] = []
     exits: list[WorkerExit] = []
     spawner = Spawner.start(on_death=lambda: deaths.append(True))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rallypoint.agent.processor_time import processor_time_in, processor_time_of
+from rallypoint.agent.hangs.kernel_stacks import processor_time_in, processor_time_of
 
 
 def test_the_fields_are_found_behind_any_name() -> None:

@@ -12,9 +12,16 @@ import pytest
 
 from agent.hung_process import STACK_SIGNAL, hung
 from process_probe import until
-from rallypoint.agent import python_stacks
-from rallypoint.agent.native_stacks import look_at
-from rallypoint.agent.python_stacks import StackPipe, in_order, innermost, last_dump, looks_like_stacks, spy
+from rallypoint.agent.hangs import python_stacks
+from rallypoint.agent.hangs.kernel_stacks import look_at
+from rallypoint.agent.hangs.python_stacks import (
+    StackPipe,
+    in_order,
+    innermost,
+    last_dump,
+    looks_like_stacks,
+    spy,
+)
 from rallypoint.timer.worker import process as stacks
 
 HELPER = """\

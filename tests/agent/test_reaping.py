@@ -17,14 +17,14 @@ import pytest
 
 from agent.hung_process import hung
 from process_probe import until
-from rallypoint.agent import evidence as evidence_module
-from rallypoint.agent import reaping as reaping_module
-from rallypoint.agent.errors import MAX_TRACEBACK, WorkerFailure
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.native_stacks import ProcessLook, Thread, caught_signals, look_at
-from rallypoint.agent.python_stacks import StackPipe
-from rallypoint.agent.reaping import Reaping, Victim, accusation, describe_left, who_outlives
-from rallypoint.agent.spawn_protocol import Killed
+from rallypoint.agent.failures.failure import MAX_TRACEBACK, WorkerFailure
+from rallypoint.agent.hangs import diagnostics as evidence_module
+from rallypoint.agent.hangs import reaper as reaping_module
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_signals, look_at
+from rallypoint.agent.hangs.python_stacks import StackPipe
+from rallypoint.agent.hangs.reaper import Reaping, Victim, accusation, describe_left, who_outlives
+from rallypoint.agent.spawner.protocol import Killed
 
 FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL", "the last lines")
 

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from rallypoint.agent.rlimits import KNOWN, RlimitError, check_allowed, check_rlimits, parse_rlimit
+from rallypoint.agent.config.rlimits import KNOWN, RlimitError, check_allowed, check_rlimits, parse_rlimit
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 
 from agent.fake_job import FakeJob, as_job, config, crew, ended, running
 from process_probe import PATIENCE, until
-from rallypoint.agent import servicer
-from rallypoint.agent.core import AgentState, Workers
-from rallypoint.agent.job_result import JobResult
-from rallypoint.agent.jobs import Jobs
-from rallypoint.agent.servicer import Launch, supervisor_registration
+from rallypoint.agent.core.core import AgentState, Workers
+from rallypoint.agent.job.result import JobResult
+from rallypoint.agent.supervisor import servicer
+from rallypoint.agent.supervisor.jobs import Jobs
+from rallypoint.agent.supervisor.servicer import Launch, supervisor_registration
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

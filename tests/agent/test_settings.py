@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from rallypoint.agent import bounds
-from rallypoint.agent.settings import KNOWN_SETTINGS, RunSettingError, rendezvous_conf
+from rallypoint.agent.config import settings
+from rallypoint.agent.config.settings import KNOWN_SETTINGS, RunSettingError, rendezvous_conf
 from rallypoint.rendezvous.api import requests
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -96,7 +96,7 @@ def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told
 
 def test_every_setting_that_is_taken_is_one_the_service_takes() -> None:
     """Neither side's bounds are wider than the other's, so no node is refused for what its own flags allowed."""
-    ours = (bounds.MOST_NODES, bounds.MOST_WORKERS, bounds.MOST_RESTARTS)
+    ours = (settings.MOST_NODES, settings.MOST_WORKERS, settings.MOST_RESTARTS)
     assert ours == (requests.MOST_NODES, requests.MOST_WORKERS_PER_NODE, requests.MOST_RESTARTS)
     largest = str(int(requests.LONGEST))
     with pytest.raises(RunSettingError):

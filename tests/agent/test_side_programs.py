@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from process_probe import fresh_marker, gone, living, until
-from rallypoint.agent.side_programs import MOST_KEPT, ProgramTimeoutError, SidePrograms, missing
-from rallypoint.agent.spawn_protocol import SpawnError
+from rallypoint.agent.health.programs import MOST_KEPT, ProgramTimeoutError, SidePrograms, missing
+from rallypoint.agent.spawner.protocol import SpawnError
 
 PATIENCE = 30.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.spawn_protocol import WorkerSpec, infer_exit, read_exit, read_failure, spawn_request
+from rallypoint.agent.spawner.protocol import WorkerSpec, infer_exit, read_exit, read_failure, spawn_request
 
 SPEC = WorkerSpec(2, ["train"], {"PATH": "/bin"}, Path("/work"), Path("/logs/out"), Path("/logs/err"))
 

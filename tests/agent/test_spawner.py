@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
-from rallypoint.agent import spawner
-from rallypoint.agent.spawner import Process, descendants, look_up, strike
+from rallypoint.agent.spawner import spawner
+from rallypoint.agent.spawner.spawner import Process, descendants, look_up, strike
 
 WORKERS = 2
 
 AGENT = """
 import asyncio, json, os, sys
-from rallypoint.agent.workers import Spawner, WorkerGroup, WorkerSpec
+from rallypoint.agent.workers.workers import Spawner, WorkerGroup, WorkerSpec
 
 def say(**what):
     print(json.dumps(what), flush=True)
@@ -186,7 +186,7 @@ def test_who_is_overlooked_dies_all_the_same() -> None:
     """Looks that miss a process don't end the killing: that there are no children is for the kernel to say."""
     program = """
 import subprocess, sys
-from rallypoint.agent import spawner
+from rallypoint.agent.spawner import spawner
 
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 look, misses = spawner.descendants, iter(range(3))
@@ -202,7 +202,7 @@ def test_who_died_below_a_dead_parent_is_buried_too() -> None:
     """Seen while its parent still had to bury it, which died with it: since then it is ours."""
     program = """
 import os, signal, time
-from rallypoint.agent import spawner
+from rallypoint.agent.spawner import spawner
 
 spawner.become_subreaper()
 told, tell = os.pipe()

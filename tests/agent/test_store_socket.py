@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from rallypoint.agent.store_socket import StoreSocket, StoreSocketError
+from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame

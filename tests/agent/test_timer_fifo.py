@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.spawner import descendants
-from rallypoint.agent.timer_fifo import MalformedRequest, TimerFifo, TimerRequest, parse
-from rallypoint.agent.timer_holders import LONGEST, Holders, TimerLimits
-from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.sockets.timer_tables import LONGEST, Holders, TimerLimits
+from rallypoint.agent.sockets.timers import TimerSocket
+from rallypoint.agent.sockets.torch_timers import MalformedRequest, TimerFifo, TimerRequest, parse
+from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.timer.worker.wire import NO_SIGNAL
 from remembered_timers import RememberedTimers, eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from random import Random
 
-from rallypoint.agent.timer_holders import HeldTimer, Holders, TimerLimits, _Worker
+from rallypoint.agent.sockets.timer_tables import HeldTimer, Holders, TimerLimits, _Worker
 from remembered_timers import RememberedTimers
 
 PLENTY = 1024

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.timer_socket import TimerLimits, TimerSocket, TimerSocketError
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.sockets.timers import TimerLimits, TimerSocket, TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from remembered_timers import RememberedTimers

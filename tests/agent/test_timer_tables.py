@@ -16,11 +16,18 @@ from unittest.mock import Mock
 
 import pytest
 
-from rallypoint.agent import timer_holders
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.timer_holders import LONGEST, Holder, Holders, TimerLimits
-from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.agent.timer_tables import Table, TableRefused, Tables
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.sockets import timer_tables
+from rallypoint.agent.sockets.timer_tables import (
+    LONGEST,
+    Holder,
+    Holders,
+    Table,
+    TableRefused,
+    Tables,
+    TimerLimits,
+)
+from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import SIZE, SLOTS, TableWriter
@@ -505,7 +512,7 @@ async def test_processor_time_is_read_once_per_look(
 ) -> None:
     """However many timers began since the last one; it is what a hang is told with."""
     reads = count(1)
-    monkeypatch.setattr(timer_holders, "processor_time_of", lambda pid: float(next(reads)))
+    monkeypatch.setattr(timer_tables, "processor_time_of", lambda pid: float(next(reads)))
     process.acquire(b"a")
     process.acquire(b"b")
     table = host.tables.open(host.holder(), process.descriptor)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rallypoint.agent.tracebacks import final_traceback
+from rallypoint.agent.failures.failure import final_traceback
 
 FRAMES = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
 

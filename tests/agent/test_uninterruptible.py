@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent import uninterruptible
-from rallypoint.agent.uninterruptible import (
+from rallypoint.agent.hangs import uninterruptible
+from rallypoint.agent.hangs.uninterruptible import (
     TIMEOUT_VARIABLE,
     Sleeper,
     StuckWatch,

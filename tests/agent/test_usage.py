@@ -13,8 +13,8 @@ import pytest
 
 from mortal import mortal
 from process_probe import until, wait_until
-from rallypoint.agent.spawner import SPAWN_MARK, Process
-from rallypoint.agent.usage import UsageMeter, _owner, trees_of
+from rallypoint.agent.spawner.spawner import SPAWN_MARK, Process
+from rallypoint.agent.workers.usage import UsageMeter, _owner, trees_of
 
 MEBIBYTE = 1024 * 1024
 

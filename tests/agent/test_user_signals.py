@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.user_signals import would_end
+from rallypoint.agent.workers.signals import would_end
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from process_probe import until
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.workers import WorkerGroup
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.workers.workers import WorkerGroup
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 

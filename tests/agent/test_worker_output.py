@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.console import Console
-from rallypoint.agent.log_file import rotated_files
-from rallypoint.agent.logs import Attempt, LogDirectory
-from rallypoint.agent.streams import LogError, OutputOptions, Redirect, Streams
-from rallypoint.agent.worker_output import WorkerOutput
+from rallypoint.agent.logs.files import rotated_files
+from rallypoint.agent.logs.follower import Console
+from rallypoint.agent.logs.output import WorkerOutput
+from rallypoint.agent.logs.plan import Attempt, LogDirectory
+from rallypoint.agent.logs.streams import LogError, OutputOptions, Redirect, Streams
 
 
 class Shown:

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rallypoint.agent.config import JobConfig, Peer
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.host_watchdog import HostWatchdog
-from rallypoint.agent.worker_sockets import WorkerSockets
+from rallypoint.agent.config.job import JobConfig, Peer
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.sockets.watchdog import HostWatchdog
+from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from process_probe import all_there, fresh_marker, gone, living, stubborn, until
-from rallypoint.agent.workers import Spawner, SpawnError, StopReport, WorkerExit, WorkerGroup, WorkerSpec
+from rallypoint.agent.workers.workers import (
+    Spawner,
+    SpawnError,
+    StopReport,
+    WorkerExit,
+    WorkerGroup,
+    WorkerSpec,
+)
 
 SLEEPERS = [WorkerSpec(rank, ["sleep", "60"], {"PATH": os.environ["PATH"]}) for rank in range(4)]
 

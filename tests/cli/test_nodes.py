@@ -51,27 +51,27 @@ def test_other_node_counts_are_refused(text: str, told: str) -> None:
 @pytest.mark.parametrize("text", ["auto", "cpu"])
 def test_workers_can_be_one_per_processor(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Those that this process may use: a container may have fewer than the host. `auto` does so without GPUs."""
-    monkeypatch.setattr("rallypoint.agent.devices.count_gpus", lambda environment: 0)
+    monkeypatch.setattr("rallypoint.agent.health.gpu.count_gpus", lambda environment: 0)
     assert WorkerCount()(text) == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("text", ["auto", "gpu"])
 def test_workers_can_be_one_per_gpu(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Of those that they would see."""
-    monkeypatch.setattr("rallypoint.agent.devices.count_gpus", lambda environment: 6)
+    monkeypatch.setattr("rallypoint.agent.health.gpu.count_gpus", lambda environment: 6)
     assert WorkerCount()(text) == 6
 
 
 def test_workers_can_be_one_per_xpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intel's."""
-    monkeypatch.setattr("rallypoint.agent.devices.count_xpus", lambda environment: 3)
+    monkeypatch.setattr("rallypoint.agent.health.gpu.count_xpus", lambda environment: 3)
     assert WorkerCount()("xpu") == 3
 
 
 @pytest.mark.parametrize("text", ["gpu", "xpu"])
 def test_what_is_not_there_can_not_be_counted(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """torchrun refuses it too; no job is better than one on processors that nobody asked for."""
-    monkeypatch.setattr(f"rallypoint.agent.devices.count_{text}s", lambda environment: 0)
+    monkeypatch.setattr(f"rallypoint.agent.health.gpu.count_{text}s", lambda environment: 0)
     with pytest.raises(click.BadParameter, match=f"'{text}' asks for one worker per .*, and there is none"):
         WorkerCount()(text)
 

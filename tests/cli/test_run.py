@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli.cli_process import rallypoint, refusal
-from rallypoint.agent.streams import Redirect, Streams
+from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.cli import run as run_module
 from rallypoint.cli.main import main
 from rallypoint.launcher.plan import Embedded, Hosted, LaunchPlan, Standing

@@ -17,8 +17,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
 from mortal import mortal
 from process_probe import PATIENCE, wait_until
-from rallypoint.agent.numa import bind
-from rallypoint.agent.topology import read_topology
+from rallypoint.agent.workers.affinity import bind, read_topology
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 

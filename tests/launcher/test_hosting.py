@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from process_probe import until
-from rallypoint.agent.config import Peer
+from rallypoint.agent.config.job import Peer
 from rallypoint.launcher import hosting
 from rallypoint.launcher.hosting import Host, answers, is_this_host, rendezvous_at
 from rallypoint.launcher.plan import Hosted

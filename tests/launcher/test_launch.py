@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from process_probe import until
-from rallypoint.agent.job_result import JobResult
-from rallypoint.agent.options import job_fields
-from rallypoint.agent.processes import Spawner
+from rallypoint.agent.job.options import job_fields
+from rallypoint.agent.job.result import JobResult
+from rallypoint.agent.spawner.client import Spawner
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import LaunchPlan, Standing
 from rallypoint.rpc.endpoint import ClientTLS, SettingError

@@ -13,7 +13,7 @@ import pytest
 
 from mortal import mortal
 from process_probe import PATIENCE, all_there, fresh_marker, gone, wait_until
-from rallypoint.agent.spawner import descendants
+from rallypoint.agent.spawner.spawner import descendants
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

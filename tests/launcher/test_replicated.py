@@ -15,7 +15,7 @@ import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster, free_port
 from log_events import log_events
-from rallypoint.agent.config import Peer
+from rallypoint.agent.config.job import Peer
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.values import Delete, Put, Txn

@@ -11,7 +11,7 @@ import pytest
 
 from etcd_server import free_port
 from process_probe import PATIENCE, until
-from rallypoint.agent.processes import Spawner
+from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.launcher.launch import launch

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from agent.test_environment import CONFIG
-from rallypoint.agent.config import JobConfig, Peer
+from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.launcher.services import embedded_rendezvous
 from rallypoint.launcher.twin import refuse_twin
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -1,6 +1,6 @@
 """One life of an agent: the product's core and its membership, with workers that are simulated.
 
-What `rallypoint.agent.job.Job` does around the two, with processes, logs and sockets left out.
+What `rallypoint.agent.job.job.Job` does around the two, with processes, logs and sockets left out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint.agent import core
-from rallypoint.agent.messages import assignment_value, phase_value
+from rallypoint.agent.core import core
+from rallypoint.agent.job.result import assignment_value, phase_value
 from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent import core as agent_core
+from rallypoint.agent.core import core as agent_core
 from rallypoint.rendezvous.base.cooperative import Slot
 from rallypoint.rendezvous.client import Membership
 from rallypoint.rendezvous.core import apply, decide, facts, failures, snapshot

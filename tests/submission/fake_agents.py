@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from rallypoint.agent.servicer import SERVICE_NAME
+from rallypoint.agent.supervisor.servicer import SERVICE_NAME
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

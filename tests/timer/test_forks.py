@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.sockets.timers import TimerSocket
 from remembered_timers import RememberedTimers, eventually
 
 pytestmark = pytest.mark.integration

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 AGENT = """
 import asyncio, os, signal, sys
-from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.rpc.channel import open_channel
 from rallypoint.timer.client.client import TimerClient
 

@@ -14,7 +14,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment
 from mortal import mortal
 from process_probe import PATIENCE, all_there, fresh_marker, gone, living, stubborn, wait_until
-from rallypoint.agent.spawner import descendants
+from rallypoint.agent.spawner.spawner import descendants
 from torture.length import FULL_LENGTH, ordinarily
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent import exit_sentences
+from rallypoint.agent.failures import failure as exit_sentences
 from rallypoint.worker import record
 from rallypoint.worker.record import write_error_file
 from rallypoint.worker.unrecoverable import UNRECOVERABLE

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.agent.sockets.store import StoreSocket
 from rallypoint.rendezvous.base import limits
 from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rallypoint.agent.spawner import descendants
+from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.rpc.endpoint import Endpoint, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.rpc.logs import get_logger
 

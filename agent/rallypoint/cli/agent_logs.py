@@ -82,7 +82,7 @@ def logs(
 async def _print_logs(
     request: pb.StreamLogsRequest, endpoint: str, tls: ClientTLS | None, timeout: float, *, prefixed: bool
 ) -> None:
-    from rallypoint.agent.console import OutputThread  # noqa: PLC0415
+    from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
     from rallypoint.rpc.channel import open_channel  # noqa: PLC0415
     from rallypoint.submission.following import Lost, Pieces  # noqa: PLC0415

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from rallypoint.agent.bounds import MOST_SECONDS
+from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.cli.agent_service import agent_options, reason_option, run_argument
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.serving.options import Seconds

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from rallypoint.agent.bounds import MOST_NODES, MOST_WORKERS
-from rallypoint.agent.options import parse_signal
+from rallypoint.agent.config.settings import MOST_NODES, MOST_WORKERS
+from rallypoint.agent.job.options import parse_signal
 
 
 class NodeCount(click.ParamType[tuple[int, int]]):
@@ -63,12 +63,12 @@ class WorkerCount(click.ParamType[int]):
         return count
 
     def _devices(self, kind: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from rallypoint.agent import devices  # noqa: PLC0415 (only for whoever asks)
+        from rallypoint.agent.health import gpu  # noqa: PLC0415 (only for whoever asks)
 
         processors = len(os.sched_getaffinity(0))
         if kind == "cpu":
             return processors
-        count = devices.count_xpus(os.environ) if kind == "xpu" else devices.count_gpus(os.environ)
+        count = gpu.count_xpus(os.environ) if kind == "xpu" else gpu.count_gpus(os.environ)
         if kind == "auto":
             return count or processors
         if not count:

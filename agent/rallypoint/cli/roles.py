@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from rallypoint.agent.addresses import advertised
-from rallypoint.agent.config import Peer
-from rallypoint.agent.daemon import Daemon
+from rallypoint.agent.config.job import Peer
+from rallypoint.agent.supervisor.daemon import Daemon
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.limit_options import Limits
 from rallypoint.launcher.services import embedded_timer
@@ -89,7 +89,7 @@ async def serve_agent_role(
         sinks = []
         if metrics_address:
             # What only this flag needs is loaded only for it.
-            from rallypoint.agent.metrics import metrics_at  # noqa: PLC0415
+            from rallypoint.agent.events.metrics import metrics_at  # noqa: PLC0415
 
             sinks.append(await stack.enter_async_context(metrics_at(metrics_address)))
         daemon = Daemon(timer_endpoint, tls, ENVIRONMENT, max_jobs=max_jobs, event_sinks=sinks)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from rallypoint.agent.options import OPTIONS, idle_options, job_fields
+from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand
 from rallypoint.cli.run_flags import run_flags
@@ -136,8 +136,8 @@ def _notices(flags: Mapping[str, Any]) -> list[str]:
 def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
     # The spawner comes up while gRPC is being imported. Both only now, with everything that can be wrong with a
     # command line looked at.
-    from rallypoint.agent.processes import Spawner  # noqa: PLC0415
-    from rallypoint.agent.spawn_protocol import SpawnError  # noqa: PLC0415
+    from rallypoint.agent.spawner.client import Spawner  # noqa: PLC0415
+    from rallypoint.agent.spawner.protocol import SpawnError  # noqa: PLC0415
 
     try:
         spawner = Spawner.start()

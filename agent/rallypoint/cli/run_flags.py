@@ -1,6 +1,6 @@
 """The flags of `rallypoint run`: torchrun's under their names, and ours, by section.
 
-A flag without a type here belongs to `rallypoint.agent.options`, which reads its text.
+A flag without a type here belongs to `rallypoint.agent.job.options`, which reads its text.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.agent.bounds import MOST_RESTARTS
-from rallypoint.agent.options import split_commas
+from rallypoint.agent.config.settings import MOST_RESTARTS
+from rallypoint.agent.job.options import split_commas
 from rallypoint.cli.nodes import NodeCount, Pairs, SignalList, Text, WorkerCount
 from rallypoint.cli.run_command import flag, flags
 

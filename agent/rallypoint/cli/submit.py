@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rallypoint.agent.bounds import MOST_SECONDS, MOST_WORKERS
-from rallypoint.agent.options import OPTIONS, job_fields
-from rallypoint.agent.settings import RunSettingError, rendezvous_conf
+from rallypoint.agent.config.settings import MOST_SECONDS, MOST_WORKERS, RunSettingError, rendezvous_conf
+from rallypoint.agent.job.options import OPTIONS, job_fields
 from rallypoint.cli.inherited import ENVIRONMENT
 from rallypoint.cli.nodes import NodeCount, Text
 from rallypoint.cli.run_command import RunCommand, flag, flags
@@ -176,7 +175,7 @@ def submit(**given: Any) -> None:
     if given["as_json"] and not given["detach"]:
         raise click.UsageError("--json is for launches: what follows on is the workers' output; add --detach")
     submission = _submission(given)
-    from rallypoint.agent.console import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
     from rallypoint.submission.launching import NotLaunched  # noqa: PLC0415
     from rallypoint.submission.session import Session  # noqa: PLC0415
@@ -295,7 +294,7 @@ def _rendezvous(agents: Sequence[str], endpoint: str) -> str:
 
 
 def _command(given: Mapping[str, Any]) -> list[str]:
-    from rallypoint.agent.job_spec import AGENTS_PYTHON  # noqa: PLC0415
+    from rallypoint.agent.supervisor.spec import AGENTS_PYTHON  # noqa: PLC0415
 
     program, arguments = given["program"], given["arguments"]
     if given["run_path"]:  # wins over the others, as in torchrun

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from rallypoint.agent.failure_report import render
-from rallypoint.agent.job_result import FAILED, PERMANENT, SUCCEEDED, JobResult
+from rallypoint.agent.job.report import render
+from rallypoint.agent.job.result import FAILED, PERMANENT, SUCCEEDED, JobResult
 from rallypoint.rpc.logs import get_logger
 
 _log = get_logger("rallypoint.run")

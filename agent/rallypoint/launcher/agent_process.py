@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from rallypoint.agent.errors import WorkerFailure
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.spawn_protocol import SpawnError
-from rallypoint.agent.spawner import PR_SET_PDEATHSIG, Call, prctl
-from rallypoint.agent.spawner_process import fork_spawner, start_forkserver
+from rallypoint.agent.failures.failure import WorkerFailure
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError
+from rallypoint.agent.spawner.spawner import PR_SET_PDEATHSIG, Call, prctl
+from rallypoint.agent.spawner.start import fork_spawner, start_forkserver
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.call import renew_signals, renew_streams

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.errors import WorkerFailure
+from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.launcher.agent_process import AgentProcess, Order, Outcome
 from rallypoint.launcher.launch_config import LaunchConfig, in_our_names, python_command
 from rallypoint.launcher.passed_signals import PassedSignals

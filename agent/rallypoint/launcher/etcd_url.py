@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from rallypoint.agent.bounds import MOST_NODES, MOST_SECONDS
+from rallypoint.agent.config.settings import MOST_NODES, MOST_SECONDS
 from rallypoint.etcd.endpoint import (
     CONTROL,
     EtcdAddress,

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from rallypoint.agent.config import Peer
+from rallypoint.agent.config.job import Peer
 from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintext
 from rallypoint.launcher.plan import Hosted
 from rallypoint.launcher.services import rendezvous_server

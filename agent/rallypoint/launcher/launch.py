@@ -13,15 +13,20 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rallypoint.agent.config import JobConfig, Peer, new_node_id
-from rallypoint.agent.environment import check_devices
-from rallypoint.agent.job import Job
-from rallypoint.agent.job_result import SUCCEEDED, JobResult
-from rallypoint.agent.jobs import Jobs
-from rallypoint.agent.processes import Spawner
-from rallypoint.agent.servicer import supervisor_registration
-from rallypoint.agent.settings import SHUTDOWN_TIMEOUT, RendezvousConf, RunSettingError, rendezvous_conf
-from rallypoint.agent.streams import LogError
+from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
+from rallypoint.agent.config.settings import (
+    SHUTDOWN_TIMEOUT,
+    RendezvousConf,
+    RunSettingError,
+    rendezvous_conf,
+)
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.job.result import SUCCEEDED, JobResult
+from rallypoint.agent.logs.streams import LogError
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.supervisor.jobs import Jobs
+from rallypoint.agent.supervisor.servicer import supervisor_registration
+from rallypoint.agent.workers.environment import check_devices
 from rallypoint.launcher.own_address import own_address_towards
 from rallypoint.launcher.plan import Embedded, LaunchPlan, Replicated, Standing
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
@@ -157,15 +162,18 @@ async def _config(
 async def _check_bounds(config: JobConfig) -> None:
     """Refuse what would be refused for each worker of each round."""
     if config.rlimits:
-        from rallypoint.agent.rlimits import RlimitError, check_allowed  # noqa: PLC0415 (for these flags only)
+        from rallypoint.agent.config.rlimits import RlimitError, check_allowed  # noqa: PLC0415 (for these flags only)
 
         try:
             check_allowed(config.rlimits)
         except RlimitError as error:
             raise SettingError(f"--rlimit: {error}") from None
     if config.numa_binding is not None:
-        from rallypoint.agent.numa import NumaError, bind  # noqa: PLC0415
-        from rallypoint.agent.topology import read_topology  # noqa: PLC0415
+        from rallypoint.agent.workers.affinity import (  # noqa: PLC0415
+            NumaError,
+            bind,
+            read_topology,
+        )
 
         try:
             topology = await asyncio.to_thread(read_topology, config.environment)
@@ -192,7 +200,7 @@ async def _with_metrics(address: str, config: JobConfig, stack: AsyncExitStack) 
     if not address:
         return config
     # What only this flag needs is loaded only for it.
-    from rallypoint.agent.metrics import metrics_at  # noqa: PLC0415
+    from rallypoint.agent.events.metrics import metrics_at  # noqa: PLC0415
 
     sink = await stack.enter_async_context(metrics_at(address))
     return dataclasses.replace(config, event_sinks=(*config.event_sinks, sink))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rallypoint.agent.bounds import MOST_NODES, MOST_RESTARTS, MOST_WORKERS
-from rallypoint.agent.options import idle_options, job_fields, parse_signal
+from rallypoint.agent.config.settings import MOST_NODES, MOST_RESTARTS, MOST_WORKERS
+from rallypoint.agent.job.options import idle_options, job_fields, parse_signal
 from rallypoint.launcher.backends import Wish, meeting
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import ClientTLS, SettingError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from rallypoint.agent.failure_report import render
-from rallypoint.agent.job import Job
-from rallypoint.agent.processes import Spawner
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.job.report import render
+from rallypoint.agent.spawner.client import Spawner
 from rallypoint.launcher.agent_process import Order, Outcome
 from rallypoint.launcher.launch import launch
 from rallypoint.rpc.logs import configure_logs

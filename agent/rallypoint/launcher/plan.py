@@ -81,7 +81,7 @@ class LaunchPlan:
         metrics_address: Where figures for Prometheus are served; empty: nowhere.
         tls: Certificates towards the services, and of the one that is hosted; None: plaintext.
         signals: On which the job leaves its run. Empty where somebody else handles signals.
-        job: Further fields of JobConfig, as `rallypoint.agent.options.job_fields` makes them.
+        job: Further fields of JobConfig, as `rallypoint.agent.job.options.job_fields` makes them.
         notices: What was asked for and has no meaning here, to be told once; each one line.
     """
 

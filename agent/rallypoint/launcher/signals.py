@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rallypoint.agent.job import Job
-from rallypoint.agent.job_result import JobResult
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.job.result import JobResult
 
 _USERS = (signal.SIGUSR1, signal.SIGUSR2)
 

@@ -23,7 +23,7 @@ class TorchConf:
     """What `--rdzv-conf` says.
 
     Attributes:
-        settings: By the names that `rallypoint.agent.settings.rendezvous_conf` knows.
+        settings: By the names that `rallypoint.agent.config.settings.rendezvous_conf` knows.
         is_host: Whether this host is to serve rendezvous; None: whoever has the endpoint's address.
     """
 

@@ -13,7 +13,7 @@ _Source = TypeVar("_Source", bound=Hashable)
 
 
 class Output(Protocol):
-    """Where lines go: rallypoint.agent.console.OutputThread, for one."""
+    """Where lines go: rallypoint.agent.logs.follower.OutputThread, for one."""
 
     async def write(self, data: bytes) -> None:
         """Returns when all of it is taken; one write's bytes are never mixed with another's."""

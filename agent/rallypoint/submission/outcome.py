@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.agent.job_result import FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT
+from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT
 
 
 def exit_code_of(codes: Sequence[int | None], *, succeeded: bool | None = None) -> int:

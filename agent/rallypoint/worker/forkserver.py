@@ -1,7 +1,7 @@
 """A spawner in a full interpreter that has loaded what its workers call: `start_method="forkserver"`.
 
 Run as a program: `python -m rallypoint.worker.forkserver <folder of the call> <fd> <fd>`, the descriptors as for
-rallypoint.agent.spawner.
+rallypoint.agent.spawner.spawner.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from rallypoint.agent import spawner
+from rallypoint.agent.spawner import spawner
 from rallypoint.worker.call import load_call, run_forked
 
 

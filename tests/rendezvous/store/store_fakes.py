@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rallypoint.agent.store_socket import StoreSocket
+from rallypoint.agent.sockets.store import StoreSocket
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.entries import StoreChange

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rallypoint.agent.hang import Hang
-from rallypoint.agent.timer_socket import TimerSocket
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.timer.client.client import TimerClient
 from simulation.clockwork import Clockwork, Process
 from simulation.network import Link, Network

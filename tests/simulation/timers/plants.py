@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.timer_socket import TimerSocket
-from rallypoint.agent.timer_tables import Table, Tables
+from rallypoint.agent.sockets.timer_tables import Table, Tables
+from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
 from rallypoint.serving.flow import Openings

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math import isclose
 from typing import Any, Protocol
 
-from rallypoint.agent.hang import Hang
+from rallypoint.agent.hangs.hung_worker import Hang
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rendezvous.core.ledger import Violation

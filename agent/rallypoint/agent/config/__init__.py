@@ -1,0 +1,1 @@
+"""The settings of a job: values and their checks only."""

@@ -1,0 +1,173 @@
+"""What an agent is asked to run."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rallypoint.agent.config.settings import (
+    DRAIN_GRACE,
+    EVIDENCE_TIMEOUT,
+    HEALTH_TIMEOUT,
+    SHUTDOWN_TIMEOUT,
+    WATCHDOG_TIMEOUT,
+)
+from rallypoint.agent.events.handlers import EventSink
+from rallypoint.agent.logs.streams import OutputOptions, Redirect
+from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from rallypoint.rpc.endpoint import ClientTLS
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a service is: `host:port`, several of a rendezvous service with commas between them; certificates, None for
+    plaintext."""
+
+    endpoint: str
+    tls: ClientTLS | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """A job, as one host runs it. Times are in seconds.
+
+    Attributes:
+        run_id: Name of the run.
+        node_id: Name of this host's agent in it.
+        address: Address at which the other hosts reach this one.
+        settings: What all nodes of the run agree on.
+        command: Program and arguments of a worker; `${local_rank}` in an argument is replaced.
+        environment: Environment of the workers, less what the agent adds for each.
+        rendezvous: Where the rendezvous service is.
+        timer: Where the timer service is.
+        local_world_size: Workers on this host.
+        role: Role of the workers.
+        topology: Where this host is, from the outermost place to the innermost, as in "hall2/rack7".
+        working_directory: Of the workers; None: the agent's.
+        log_dir: Where to make the folder of their output; None: a new temporary one.
+        redirects: Streams that the console doesn't show.
+        tee: Streams that the console shows with a prefix.
+        connect_timeout: How long to try for a first answer of the rendezvous service.
+        lost_timeout: How long to try for an answer of the rendezvous service once it is lost.
+        close_timeout: How long to try to give the lease back.
+        shutdown_timeout: How long workers may take to stop before they are killed (torchrun's
+            `--shutdown-timeout`). Shorter loses checkpoints; longer keeps every other host waiting.
+        stall_after: Have the run reported when none of its workers advances for so long; 0: never; None: as the
+            timer service is set.
+        require_watchdog: Start workers only while the timer service guards them, and leave the run when it has not for
+            `watchdog_timeout`.
+        watchdog_timeout: How long a job that requires a watchdog does without, from the moment at which its absence is
+            noted. Longer rides out a longer absence of the timer service; meanwhile a worker that hangs is not reaped.
+        evidence_timeout: How long to look into a worker that hangs before it is killed; 0: not at all.
+        virtual_local_rank: Give every worker LOCAL_RANK 0 and one visible device (torchrun's
+            `--virtual-local-rank`).
+        master_address: MASTER_ADDR of every round; None: the address of the node with group rank 0.
+        master_port: MASTER_PORT of every round; None: a free port of that node.
+        local_ranks_filter: Local ranks whose output the console shows; None: all.
+        duplicate_stdout_filters: Lines of standard output with one of these texts are copied to one file for all
+            workers of the host; empty: no such file.
+        duplicate_stderr_filters: The same of standard error.
+        line_prefix: Template of the prefix of teed lines, with `${role_name}`, `${local_rank}` and `${rank}`; None:
+            torchrun's.
+        keep_attempts: How many attempts' logs stay, the latest; 0: all.
+        log_max_bytes: Size at which a log file is rotated; None: never.
+        log_keep_files: How many rotated files of one stream stay, beside the one being written.
+        numa_binding: `node`, `socket`, `exclusive` or `core-complex`; None: workers run anywhere.
+        call: Each worker is a fork of the spawner that calls what that has loaded (see Spawner.fork); `command` only
+            names it.
+        rlimits: Resource limits of the workers by name, as in {"nofile": (65536, 65536)}; -1 is no limit.
+        stop_signal: What workers get first when they are stopped; SIGINT for Ctrl-C, whatever this says.
+        health_checks: What must hold of the host before it takes its place in a round, as
+            rallypoint.agent.health.checks names it: "disk:2%", "memory:1GiB", "gpu", "command:/opt/check".
+        health_timeout: How long all of them may take together.
+        maintenance_command: Program with arguments that ends with exit code 0 when this host is announced to go
+            down; its first line of output is the reason. None: nobody watches.
+        drain_grace: How long workers get to finish or to checkpoint when the host is drained.
+        warn_signal: What workers get, beside the notice in a file, when the host is drained; None: nothing.
+        failure_file: Where to write the machine-readable report of a failed job too; it is in `log_dir` anyway.
+        event_log: Where the job's events go: `null`, `console`, `file:PATH`, or the name of an entry point of the
+            group `rallypoint.event_sinks` (torchrun's `--event-log-handler`).
+        event_sinks: Callables that get the events too, and the metrics that are made of them; see
+            rallypoint.agent.events.handlers.
+    """
+
+    run_id: str
+    node_id: str
+    address: str
+    settings: RunSettings
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    rendezvous: Peer
+    timer: Peer
+    local_world_size: int = 1
+    role: str = "default"
+    topology: str = ""
+    working_directory: Path | None = None
+    log_dir: Path | None = None
+    redirects: Redirect = field(default_factory=Redirect)
+    tee: Redirect = field(default_factory=Redirect)
+    connect_timeout: float = 60.0
+    lost_timeout: float = math.inf
+    close_timeout: float = 30.0
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT
+    stall_after: float | None = None
+    require_watchdog: bool = False
+    watchdog_timeout: float = WATCHDOG_TIMEOUT
+    evidence_timeout: float = EVIDENCE_TIMEOUT
+    virtual_local_rank: bool = False
+    master_address: str | None = None
+    master_port: int | None = None
+    local_ranks_filter: frozenset[int] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    line_prefix: str | None = None
+    keep_attempts: int = 0
+    log_max_bytes: int | None = None
+    log_keep_files: int = 5
+    numa_binding: str | None = None
+    call: bool = False
+    rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    stop_signal: int = signal.SIGTERM
+    health_checks: tuple[str, ...] = ()
+    health_timeout: float = HEALTH_TIMEOUT
+    maintenance_command: tuple[str, ...] | None = None
+    drain_grace: float = DRAIN_GRACE
+    warn_signal: int | None = None
+    failure_file: Path | None = None
+    event_log: str = "null"
+    event_sinks: tuple[EventSink, ...] = ()
+
+    @property
+    def max_restarts(self) -> int | None:
+        """Restarts that the whole run may have; None: they are counted in a window."""
+        settings = self.settings
+        return None if settings.restart_window.ToNanoseconds() else settings.max_restarts
+
+    @property
+    def output(self) -> OutputOptions:
+        """What becomes of the output of its workers."""
+        return OutputOptions(
+            role=self.role,
+            redirects=self.redirects,
+            tee=self.tee,
+            local_ranks_filter=self.local_ranks_filter,
+            duplicate_stdout_filters=self.duplicate_stdout_filters,
+            duplicate_stderr_filters=self.duplicate_stderr_filters,
+            line_prefix=self.line_prefix,
+            log_max_bytes=self.log_max_bytes,
+            log_keep_files=self.log_keep_files,
+        )
+
+
+def new_node_id() -> str:
+    """A name for this agent that no other has: host, process and a random part.
+
+    A host may run several agents, and containers share process ids, so none of the parts would do alone.
+    """
+    return f"{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(3)}"

@@ -1,0 +1,154 @@
+"""Limits of workers' resources, as users write them: `nofile=65536`, `core=0:unlimited`."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+UNLIMITED = -1
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_FORM = "expected NAME=SOFT or NAME=SOFT:HARD, as in nofile=65536 or core=0:unlimited"
+
+KNOWN = tuple(
+    sorted(
+        name.removeprefix("RLIMIT_").lower()
+        for name in dir(resource)
+        if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"  # an old name of nofile
+    )
+)
+"""Names of the limits that this system has: those of setrlimit(2) in small letters, without RLIMIT_."""
+
+
+class RlimitError(ValueError):
+    """A limit that does not exist, or can't have its value; one line."""
+
+
+def parse_rlimit(text: str) -> tuple[str, tuple[int, int]]:
+    """Reads one limit.
+
+    Args:
+        text: `NAME=SOFT[:HARD]`; without HARD it is the same as SOFT. A value is a number, one with K, M, G or T for
+            powers of 1024, or `unlimited` (or -1). Units are setrlimit(2)'s: bytes for sizes, seconds for cpu.
+
+    Returns:
+        The name, and the soft and the hard limit; -1 is no limit.
+
+    Raises:
+        RlimitError: it is none.
+    """
+    name, separator, values = text.strip().partition("=")
+    name = name.strip().lower().removeprefix("rlimit_")
+    if not separator or not name:
+        raise RlimitError(f"{text!r} is no limit; {_FORM}")
+    soft, _, hard = values.partition(":")
+    limits = (_value(text, soft), _value(text, hard) if hard else _value(text, soft))
+    check_rlimits({name: limits})
+    return name, limits
+
+
+def check_rlimits(limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raises RlimitError for a limit that does not exist here, or whose soft value is above its hard one."""
+    for name, (soft, hard) in limits.items():
+        if name not in KNOWN:
+            raise RlimitError(f"{name!r} is no limit of this system; known: {', '.join(KNOWN)}")
+        if min(soft, hard) < UNLIMITED:
+            raise RlimitError(f"{name}={soft}:{hard}: only -1, for no limit, may be negative")
+        if hard != UNLIMITED and (soft == UNLIMITED or soft > hard):
+            raise RlimitError(
+                f"{name}={_text(soft)}:{_text(hard)}: the soft limit must not be above the hard one"
+            )
+
+
+def check_allowed(limits: Mapping[str, tuple[int, int]]) -> None:
+    """Raises RlimitError for a hard limit that this process may not give to its children; all are known ones."""
+    for name, (_, hard) in limits.items():
+        number = getattr(resource, f"RLIMIT_{name.upper()}")
+        own = resource.getrlimit(number)
+        if own[1] == UNLIMITED or UNLIMITED < hard <= own[1]:
+            continue
+        # Who may raise it depends on more than the user (capabilities, namespaces, sysctl): the kernel is asked.
+        try:
+            resource.setrlimit(number, (own[0], hard))
+        except (OSError, ValueError):
+            raise RlimitError(
+                f"{name}={_text(hard)}: the agent may not raise its hard limit, which is {_text(own[1])}; ask for "
+                "less, or raise the agent's own (ulimit -H, as root)"
+            ) from None
+        resource.setrlimit(number, own)
+
+
+def _value(text: str, value: str) -> int:
+    value = value.strip().upper()
+    if value in ("UNLIMITED", "INFINITY", "-1"):
+        return UNLIMITED
+    found = re.fullmatch(r"([0-9]{1,18})([KMGT]?)", value)
+    if found is None:
+        raise RlimitError(f"{text!r} has {value!r}, which is no number; {_FORM}")
+    number = int(found[1]) * _UNITS[found[2]]
+    if number >= 1 << 63:
+        raise RlimitError(f"{text!r} is more than the kernel can count; say unlimited")
+    return number
+
+
+def _text(limit: int) -> str:
+    return "unlimited" if limit == UNLIMITED else str(limit)
+
+
+# ---- Amounts of memory or disk, as people write them: 10GiB, 500MB, or a part of the whole, 2%.
+
+
+_DECIMAL_UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?b?)", re.IGNORECASE)
+
+
+class AmountError(ValueError):
+    """A text that is no amount; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """So many bytes, or so much of a whole.
+
+    Attributes:
+        bytes: How many; None for a part.
+        part: From 0 to 1; None for bytes.
+    """
+
+    bytes: int | None = None
+    part: float | None = None
+
+    def of(self, whole: int) -> int:
+        """Bytes, where the whole has so many."""
+        return self.bytes if self.bytes is not None else round((self.part or 0.0) * whole)
+
+
+def parse_amount(text: str) -> Amount:
+    """Reads an amount.
+
+    Raises:
+        AmountError: It is none.
+    """
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise AmountError(f"{text!r} is no amount")
+    number, unit = float(match[1]), match[2].lower()
+    if unit == "%":
+        if number > 100:
+            raise AmountError(f"{text!r} is more than the whole")
+        return Amount(part=number / 100)
+    if unit in ("", "b"):
+        raise AmountError(f"{text!r} has no unit")
+    unit = unit.removesuffix("b")
+    return Amount(bytes=round(number * (_DECIMAL_UNITS | _BINARY_UNITS)[unit]))
+
+
+def in_words(count: int) -> str:
+    """So many bytes, for people."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

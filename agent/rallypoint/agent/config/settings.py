@@ -1,0 +1,167 @@
+"""The settings of a run, as `--rdzv-conf` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+# ---- Bounds that no sensible job comes near.
+#
+# The rendezvous service has the same, and refuses what passes them. Here they give the one-line error before
+# anything is
+# started, and keep numbers within what a message can hold.
+
+
+MOST_NODES = 100_000
+MOST_WORKERS = 16_384
+MOST_RESTARTS = 1_000_000
+MOST_SECONDS = 25 * 24 * 3600
+
+_DURATIONS = (
+    "join_timeout",
+    "last_call_timeout",
+    "confirm_timeout",
+    "keep_alive_interval",
+    "disconnect_grace",
+    "exit_barrier_timeout",
+    "scale_up_delay",
+    "restart_window",
+    "restart_backoff",
+)
+_MAY_BE_ZERO = (
+    "last_call_timeout",
+    "disconnect_grace",
+    "scale_up_delay",
+    "restart_window",
+    "restart_backoff",
+)
+# Kept by the agent, not agreed by the run.
+_LOCAL = ("close_timeout", "read_timeout")
+KNOWN_SETTINGS = (
+    *_DURATIONS,
+    *_LOCAL,
+    "keep_alive_max_attempt",
+    "max_restarts_per_node",
+    "scale_up_policy",
+    "rank_policy",
+)
+
+# Seconds that workers get to stop, unless told otherwise; torchrun's default.
+SHUTDOWN_TIMEOUT = 30.0
+
+# Seconds that looking into a worker that hangs may take before it is killed, in all. A tenth of it is usual; more is
+# for processes that don't answer. Longer delays the restart where evidence is hard to have; shorter loses it there.
+EVIDENCE_TIMEOUT = 2.0
+
+# Seconds that a job that requires a watchdog does without. A timer service is started again, or moves, within that;
+# the five that pass before its absence is noted come on top.
+WATCHDOG_TIMEOUT = 30.0
+
+# Seconds that the checks of a host's health may take, all together. They delay a restart after a failure.
+HEALTH_TIMEOUT = 10.0
+
+# Seconds that the workers of a host that is drained get to finish or to checkpoint. Announcements of maintenance come
+# two minutes ahead at the least, with the large clouds.
+DRAIN_GRACE = 90.0
+
+_MOST_RESTARTS_KEPT = 10_000
+_MOST_ATTEMPTS = 1000
+
+
+class RunSettingError(ValueError):
+    """A setting that does not exist, or a value that it can't have; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousConf:
+    """What `--rdzv-conf` says: the run's settings, and the agent's own timeouts in seconds."""
+
+    settings: pb.RunSettings
+    close_timeout: float = 30.0
+    read_timeout: float = 60.0
+
+
+def rendezvous_conf(
+    pairs: Mapping[str, str],
+    nodes: tuple[int, int],
+    max_restarts: int,
+    shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+) -> RendezvousConf:
+    """The settings of a run, of its node counts and what `--rdzv-conf` adds.
+
+    Args:
+        pairs: What it adds.
+        nodes: Fewest and most nodes of a round.
+        max_restarts: Restarts of failing workers, over the whole run.
+        shutdown_timeout: Seconds that workers may take to stop. A longer one than usual gets a longer confirm
+            timeout, unless `pairs` has one: a host that still stops its workers must not be taken for lost.
+
+    Raises:
+        RunSettingError: A key is unknown, or a value is no number, or out of its range; one line.
+    """
+    settings = pb.RunSettings(min_nodes=nodes[0], max_nodes=nodes[1], max_restarts=max_restarts)
+    if shutdown_timeout > SHUTDOWN_TIMEOUT:
+        settings.confirm_timeout.FromNanoseconds(round(min(2 * shutdown_timeout, MOST_SECONDS) * 1e9))
+    local: dict[str, float] = {}
+    for key, text in pairs.items():
+        if key not in KNOWN_SETTINGS:
+            raise RunSettingError(f"{key!r} is no setting; known: {', '.join(sorted(KNOWN_SETTINGS))}")
+        if key == "scale_up_policy":
+            settings.scale_up_policy = _choice(key, text, pb.ScaleUpPolicy)
+        elif key == "rank_policy":
+            settings.rank_policy = _choice(key, text, pb.RankPolicy)
+        elif key == "keep_alive_max_attempt":
+            settings.keep_alive_max_attempt = _whole(key, text, 1, _MOST_ATTEMPTS)
+        elif key == "max_restarts_per_node":
+            settings.max_restarts_per_node = _whole(key, text, 0, MOST_RESTARTS)
+        elif key in _LOCAL:
+            local[key] = _number(key, text)
+        else:
+            getattr(settings, key).FromNanoseconds(round(_number(key, text) * 1e9))
+    _check_budgets(settings)
+    return RendezvousConf(settings, **local)
+
+
+def _check_budgets(settings: pb.RunSettings) -> None:
+    of_run, of_node = settings.max_restarts, settings.max_restarts_per_node
+    if of_node > of_run:
+        raise RunSettingError(
+            f"max_restarts_per_node={of_node} never comes to bear: the run ends after {of_run} restarts in all "
+            "(--max-restarts); raise that, or lower this"
+        )
+    if of_run > _MOST_RESTARTS_KEPT and (of_node or settings.restart_window.ToNanoseconds()):
+        raise RunSettingError(
+            f"with restart_window or max_restarts_per_node, --max-restarts may be at most {_MOST_RESTARTS_KEPT}, "
+            f"not {of_run}"
+        )
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise RunSettingError(f"{key}={text!r} is not a number of seconds") from None
+    least = 0.0 if key in _MAY_BE_ZERO else 1e-3
+    if not least <= number <= MOST_SECONDS:
+        raise RunSettingError(f"{key}={text} is out of range; expected {least:g} to {MOST_SECONDS} seconds")
+    return number
+
+
+def _whole(key: str, text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise RunSettingError(f"{key}={text!r} is not a whole number from {least} to {most}")
+    return int(text)
+
+
+def _choice(key: str, text: str, choices: Any) -> Any:
+    """One of an enum's values by its name without the prefix, in small letters and with dashes if one likes."""
+    prefix = choices.Name(choices.values()[0]).removesuffix("UNSPECIFIED")
+    names = {name.removeprefix(prefix): number for name, number in choices.items() if number}
+    name = text.upper().replace("-", "_")
+    if name not in names:
+        known = ", ".join(each.lower().replace("_", "-") for each in names)
+        raise RunSettingError(f"{key}={text!r} is none of {known}")
+    return names[name]

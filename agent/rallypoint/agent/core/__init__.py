@@ -1,0 +1,1 @@
+"""Pure decisions of an agent: events in, effects out."""

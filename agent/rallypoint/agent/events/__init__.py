@@ -1,0 +1,1 @@
+"""Events of a job: recorded, published, handed to handlers."""

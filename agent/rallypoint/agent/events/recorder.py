@@ -1,0 +1,403 @@
+"""What happens to a job on one host, as a sequence of events with durations.
+
+Pure: it is told what the core decided and what became of workers, and when, and returns the events that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from rallypoint.agent.core import core
+from rallypoint.agent.spawner.protocol import WorkerExit
+
+PARTS = ("detected", "told", "stopped", "reformed", "started")
+"""Parts of a restart, in the order in which they begin."""
+
+
+class Source(Enum):
+    """Whom an event is about; torch's names."""
+
+    AGENT = "AGENT"
+    WORKER = "WORKER"
+
+
+class Standing(Enum):
+    """State of an agent's group of workers; torch's names.
+
+    Attributes:
+        UNKNOWN: the rendezvous service has not answered yet.
+        INIT: waits for its first round.
+        HEALTHY: all workers run.
+        UNHEALTHY: a worker has failed, or its host is not fit to run any; the others are being stopped.
+        STOPPED: no worker runs; waits for another round, or leaves.
+        SUCCEEDED: the workers here have succeeded.
+        FAILED: the job is over, and has failed.
+    """
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+
+class Moment(NamedTuple):
+    """When: in monotonic seconds, of which durations are made, and in Unix seconds, for people."""
+
+    monotonic: float
+    unix: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose events they are; `max_restarts`: over the whole run, None if they come back with time."""
+
+    run_id: str
+    node_id: str
+    role: str
+    max_restarts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEvent:
+    """Something that happened; docs/metrics.md has the table of names.
+
+    Attributes:
+        name: what happened: "START", "RENDEZVOUS", "RESTARTED".
+        source: to whom.
+        time: when, in Unix seconds by this host's clock.
+        subject: in which job.
+        round: the round it belongs to; 0: none yet.
+        restart_count: restarts for a failure, over the whole run, as far as is known.
+        duration: seconds that it took; None where nothing can be said.
+        details: what belongs to events of that name; values that JSON has.
+    """
+
+    name: str
+    source: Source
+    time: float
+    subject: Subject
+    round: int = 0
+    restart_count: int = 0
+    duration: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Any]:
+        """As one flat JSON object; what is not known is left out."""
+        record = {
+            "time": round(self.time, 6),
+            "event": self.name,
+            "source": self.source.value,
+            "run_id": self.subject.run_id,
+            "node_id": self.subject.node_id,
+            "role": self.subject.role,
+            "round": self.round,
+            "restart_count": self.restart_count,
+        }
+        if self.duration is not None:
+            record["duration"] = round(self.duration, 6)
+        return record | dict(self.details)
+
+
+class _Restart:
+    """A restart under way, and the seconds of each part of it so far."""
+
+    def __init__(self, began: float, known: float, *, failed_here: bool) -> None:
+        self.began = began
+        self.known = known
+        self.stopped: float | None = None
+        # The run has yet to answer to a failure of this host's.
+        self.untold = failed_here
+        self.parts: dict[str, float] = {}
+
+    def add(self, part: str, seconds: float) -> float:
+        """Something of it may have to be done again, as when a round falls apart before it starts."""
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+        return seconds
+
+
+class Chronicle:
+    """Tells one job on one host. Every method returns the events that follow from what it is told."""
+
+    def __init__(self, subject: Subject, begun: Moment) -> None:
+        """`begun`: when the job began to join."""
+        self.standing = Standing.UNKNOWN
+        self._subject = subject
+        self._begun = begun.monotonic
+        self._stands_since = begun.monotonic
+        self._waits_since = begun.monotonic
+        self._ranked_at = begun.monotonic
+        self._asked_to_start = begun.monotonic
+        self._examined_since = begun.monotonic
+        self._watchdog_since = begun.monotonic
+        self._stopping = False
+        self._started_at: dict[int, float] = {}
+        self._failed_at: float | None = None
+        self._restart: _Restart | None = None
+        self._round = 0
+        self._restart_count = 0
+
+    def decided(
+        self,
+        event: core.Event,
+        before: core.AgentState,
+        after: core.AgentState,
+        effects: Sequence[core.Effect],
+        at: Moment,
+    ) -> list[AgentEvent]:
+        """The core took an event, and came from one state to another."""
+        told = []
+        self._restart_count = after.restart_count
+        if isinstance(event, core.Updated) and self.standing is Standing.UNKNOWN:
+            told += self._stand(Standing.INIT, at)
+        stops = next((effect for effect in effects if isinstance(effect, core.StopWorkers)), None)
+        if stops is not None:
+            self._stopping = True
+        if _is_spare(before) and not _is_spare(after):
+            self._waits_since = at.monotonic
+        told += self._look_at_host(event, before, after, at)
+        told += self._follow_restart(event, before, after, stops, at)
+        if isinstance(event, core.WorkersGone):
+            told += self._stand(Standing.STOPPED, at)
+        elif isinstance(event, core.WorkersSucceeded) and before.workers is core.Workers.RUNNING:
+            told += self._stand(Standing.SUCCEEDED, at)
+        return told + [each for effect in effects for each in self._carried_out(effect, at)]
+
+    def _carried_out(self, effect: core.Effect, at: Moment) -> list[AgentEvent]:
+        if isinstance(effect, core.Confirm):
+            self._ranked_at = at.monotonic
+        elif isinstance(effect, core.Examine):
+            self._examined_since = at.monotonic
+        elif isinstance(effect, core.StartWorkers):
+            return self._ranks_known(effect.assignment, at)
+        return []
+
+    def _look_at_host(
+        self, event: core.Event, before: core.AgentState, after: core.AgentState, at: Moment
+    ) -> list[AgentEvent]:
+        """What the host itself is up to, whatever its workers do."""
+        told = []
+        if isinstance(event, core.NodeUnfit) and before.unfit is None:
+            told += self._stand(Standing.UNHEALTHY, at, unfit=True, reason=event.detail)
+        if after.draining is not None and before.draining is None:
+            told.append(self._event("DRAINING", at, None, reason=after.draining))
+        if before.examining and not after.examining:
+            told.append(self._event("EXAMINED", at, at.monotonic - self._examined_since))
+        return told
+
+    def _follow_restart(
+        self,
+        event: core.Event,
+        before: core.AgentState,
+        after: core.AgentState,
+        stops: core.StopWorkers | None,
+        at: Moment,
+    ) -> list[AgentEvent]:
+        now, told = at.monotonic, []
+        if isinstance(event, core.WorkerFailed) and stops is not None:
+            failed_at = now if self._failed_at is None else min(self._failed_at, now)
+            told += self._stand(Standing.UNHEALTHY, at, reason=stops.detail)
+            if self._restart is None:
+                self._restart = _Restart(failed_at, now, failed_here=True)
+            told.append(self._part("detected", now - failed_at, at))
+        elif stops is not None or _round_is_over(before, after):
+            if self._restart is None:
+                self._restart = _Restart(now, now, failed_here=False)
+            elif stops is not None:
+                self._restart.known = now
+        restart = self._restart
+        if restart is None:
+            return told
+        if after.workers is core.Workers.ABSENT and restart.stopped is None:
+            restart.stopped = now
+            if before.workers is core.Workers.STOPPING:
+                told.append(self._part("stopped", now - restart.known, at))
+        elif after.workers is not core.Workers.ABSENT and stops is not None:
+            restart.stopped = None
+        if restart.untold and isinstance(event, core.Updated) and not _is_in_round(after):
+            restart.untold = False
+            told.append(self._part("told", now - restart.known, at))
+        if not _goes_on(after):
+            self._restart = None
+        return told
+
+    def _ranks_known(self, seat: core.Assignment, at: Moment) -> list[AgentEvent]:
+        """A round was formed, and this node's workers are about to be started."""
+        now, restart = at.monotonic, self._restart
+        since = self._waits_since
+        if restart is not None:
+            since = restart.stopped if restart.stopped is not None else restart.known
+        self._round, self._asked_to_start = seat.round, now
+        self._stopping, self._failed_at = False, None
+        self._started_at.clear()
+        place: dict[str, Any] = {
+            "group_rank": seat.group_rank,
+            "group_world_size": seat.group_world_size,
+            "base_rank": seat.base_rank,
+            "world_size": seat.world_size,
+        }
+        told = [
+            self._event("RENDEZVOUS", at, now - since, **place),
+            self._event("ASSIGN_WORKER_RANKS", at, now - self._ranked_at, **place),
+        ]
+        if restart is not None:
+            told.append(self._part("reformed", now - since, at))
+        return told
+
+    def workers_started(self, workers: Mapping[int, tuple[int, int]], at: Moment) -> list[AgentEvent]:
+        """All workers of the round run; `workers`: rank and pid by local rank."""
+        told = [
+            event for rank, (number, pid) in workers.items() for event in self._start(rank, number, pid, at)
+        ]
+        if self._stopping:
+            return told
+        told += self._stand(Standing.HEALTHY, at)
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            seconds = at.monotonic - self._asked_to_start
+            restart.add("started", seconds)
+            told.append(self._event("STARTED", at, seconds))
+            parts = {part: round(restart.parts[part], 6) for part in PARTS if part in restart.parts}
+            told.append(self._event("RESTARTED", at, at.monotonic - restart.began, parts=parts))
+        return told
+
+    def worker_ended(self, rank: int, how: WorkerExit, at: Moment) -> list[AgentEvent]:
+        """A worker has ended with success, or because it was stopped."""
+        name = "SUCCEEDED" if how.succeeded else "TERMINATED"
+        return self._ended(name, rank, how, at, **_exit(how))
+
+    def worker_failed(
+        self, rank: int, how: WorkerExit, kind: str, reason: str, at: Moment
+    ) -> list[AgentEvent]:
+        """A worker has failed by itself.
+
+        Args:
+            rank: its global rank.
+            how: how it ended.
+            kind: what kind of failure, in one word.
+            reason: one line for people.
+            at: when that became known.
+        """
+        if self._failed_at is None:
+            self._failed_at = how.at
+        return self._ended("FAILED", rank, how, at, **_exit(how), kind=kind, reason=reason)
+
+    def worker_lost(
+        self, rank: int, local_rank: int, pid: int, reason: str, at: Moment, *, kind: str
+    ) -> list[AgentEvent]:
+        """A worker could not be started (`pid` 0), or can't be brought to its end."""
+        where: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid or None}
+        return [self._event("FAILED", at, None, Source.WORKER, **where, kind=kind, reason=reason)]
+
+    def happened(self, name: str, at: Moment, duration: float | None = None, **details: Any) -> AgentEvent:
+        """Something that changes nothing of what else is told, as that the host is drained."""
+        return self._event(name, at, duration, **details)
+
+    def watchdog(self, up: bool, trouble: str, at: Moment) -> AgentEvent:
+        """A watchdog guards the workers from now on, or none does any more."""
+        since, self._watchdog_since = self._watchdog_since, at.monotonic
+        return self._event("WATCHDOG", at, at.monotonic - since, up=up, reason=trouble)
+
+    def measured(self, duration: float | None, at: Moment, **details: Any) -> AgentEvent:
+        """A worker measured something of its own."""
+        return self._event("MEASURED", at, duration, Source.WORKER, **details)
+
+    def ended(self, exit_code: int, detail: str, at: Moment) -> list[AgentEvent]:
+        """The job is over on this host."""
+        name, standing = "FAILED", Standing.FAILED
+        if exit_code == 0:
+            name, standing = "SUCCEEDED", Standing.SUCCEEDED
+        elif exit_code > 128:
+            name, standing = "TERMINATED", Standing.STOPPED
+        seconds = at.monotonic - self._begun
+        told = self._stand(standing, at, reason=detail)
+        return [*told, self._event(name, at, seconds, exit_code=exit_code, reason=detail)]
+
+    def _stand(self, standing: Standing, at: Moment, **details: Any) -> list[AgentEvent]:
+        if standing is self.standing:
+            return []
+        previous, since = self.standing, self._stands_since
+        self.standing, self._stands_since = standing, at.monotonic
+        change: dict[str, Any] = {"state": standing.value, "previous": previous.value}
+        return [self._event("AGENT_STATE", at, at.monotonic - since, **change, **details)]
+
+    def _start(self, local_rank: int, rank: int, pid: int, at: Moment) -> list[AgentEvent]:
+        if local_rank in self._started_at:
+            return []
+        self._started_at[local_rank] = at.monotonic
+        who: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid}
+        return [self._event("START", at, at.monotonic - self._asked_to_start, Source.WORKER, **who)]
+
+    def _ended(self, name: str, rank: int, how: WorkerExit, at: Moment, **details: Any) -> list[AgentEvent]:
+        # One that ends at once is gone before the start of its neighbours has returned.
+        told = self._start(how.local_rank, rank, how.pid, at)
+        lived = max(0.0, how.at - self._started_at[how.local_rank])
+        return [*told, self._event(name, at, lived, Source.WORKER, rank=rank, **details)]
+
+    def _part(self, part: str, seconds: float, at: Moment) -> AgentEvent:
+        assert self._restart is not None, "a part belongs to a restart"
+        return self._event(part.upper(), at, self._restart.add(part, seconds))
+
+    def _event(
+        self,
+        name: str,
+        at: Moment,
+        duration: float | None,
+        source: Source = Source.AGENT,
+        /,
+        **details: Any,
+    ) -> AgentEvent:
+        known = {key: value for key, value in details.items() if value is not None and value != ""}
+        return AgentEvent(
+            name, source, at.unix, self._subject, self._round, self._restart_count, duration, known
+        )
+
+
+def _exit(how: WorkerExit) -> dict[str, Any]:
+    return {
+        "local_rank": how.local_rank,
+        "pid": how.pid,
+        "exit_code": how.exit_code,
+        "signal": how.signal,
+        "user_seconds": round(how.user_seconds, 3),
+        "system_seconds": round(how.system_seconds, 3),
+        "max_rss": how.max_rss,
+    }
+
+
+def _is_in_round(state: core.AgentState) -> bool:
+    """Whether the round that was started last goes on, as far as is known."""
+    seat = state.assignment
+    return state.phase is core.Phase.FINAL and seat is not None and seat.round == state.started
+
+
+def _round_is_over(before: core.AgentState, after: core.AgentState) -> bool:
+    """Whether the run has left the round of which this node's workers had ended already."""
+    return bool(after.started) and _is_in_round(before) and not _is_in_round(after)
+
+
+def _goes_on(state: core.AgentState) -> bool:
+    """Whether workers are to run here again, as far as is known."""
+    if state.leaving is not None or state.left or state.out:
+        return False
+    if state.unfit is not None or state.draining is not None:
+        return False
+    return state.phase is not core.Phase.CLOSED and not _is_spare(state)
+
+
+def _is_spare(state: core.AgentState) -> bool:
+    """Whether the others run without this node."""
+    return state.phase is core.Phase.FINAL and state.assignment is None
+
+
+def restart_line(event: AgentEvent) -> str:
+    """A RESTARTED event for people: how long it took, and what of it."""
+    names = {"reformed": "re-formed"}
+    parts: Mapping[str, float] = event.details["parts"]
+    each = ", ".join(f"{names.get(part, part)} {seconds:.2f}" for part, seconds in parts.items())
+    return f"running again after {event.duration or 0.0:.2f} s ({each})"

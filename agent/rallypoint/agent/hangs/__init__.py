@@ -1,0 +1,1 @@
+"""A worker that does not move: how it is diagnosed and ended."""

@@ -1,0 +1,134 @@
+"""Finds workers that are stuck in the kernel: not even SIGKILL ends one in uninterruptible sleep.
+
+The kernel tells nobody when a process begins such a sleep, so this looks from time to time; only where it was asked
+to, by TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, as torch's agent does. Unlike there, two looks that find a thread
+asleep mean one sleep only if the thread has not run in between: a worker that waits for its disk again and again is
+slow, and not stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rallypoint.agent.hangs.diagnostics import in_background
+from rallypoint.agent.hangs.kernel_stacks import look_at
+from rallypoint.rpc.endpoint import SettingError
+
+TIMEOUT_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+
+_LONGEST_PAUSE = 5.0  # seconds between two looks, which cost some 10 µs for each thread
+_SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
+
+
+def uninterruptible_timeout(environment: Mapping[str, str]) -> float:
+    """Seconds that a worker may be in uninterruptible sleep; 0: for ever.
+
+    Raises:
+        SettingError: It is no number; one line. (torch would not watch then, and not say so.)
+    """
+    text = environment.get(TIMEOUT_VARIABLE, "")
+    try:
+        return max(0.0, float(text or "0"))
+    except ValueError:
+        raise SettingError(
+            f"{TIMEOUT_VARIABLE}={text!r} is not a number; expected seconds, or 0 not to watch"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Sleeper:
+    """A thread that was found in uninterruptible sleep.
+
+    Attributes:
+        pid: Its process.
+        tid: Its number.
+        switches: How often it has gone to sleep, or was interrupted, in its life: the same, the same sleep.
+    """
+
+    pid: int
+    tid: int
+    switches: int
+
+
+@dataclass(slots=True)
+class StuckWatch:
+    """Remembers since when threads sleep.
+
+    Attributes:
+        timeout: Seconds that they may.
+    """
+
+    timeout: float
+    _since: dict[Sleeper, float] = field(default_factory=dict)
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next look."""
+        return min(self.timeout / 2, _LONGEST_PAUSE)
+
+    def note(self, sleepers: Collection[Sleeper], now: float) -> Sleeper | None:
+        """Takes what a look found.
+
+        Args:
+            sleepers: All threads in uninterruptible sleep.
+            now: When, in monotonic seconds.
+
+        Returns:
+            One that has slept for too long, if there is one.
+        """
+        self._since = {sleeper: self._since.get(sleeper, now) for sleeper in sleepers}
+        return next((who for who, since in self._since.items() if now - since >= self.timeout), None)
+
+
+async def await_stuck(
+    pids: Callable[[], Mapping[int, int]], timeout: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """Returns a sentence once a worker is stuck.
+
+    Args:
+        pids: Process ids of the workers that run, by rank.
+        timeout: Seconds that a worker may be in uninterruptible sleep.
+        clock: Monotonic, in seconds.
+    """
+    watch = StuckWatch(timeout)
+    while True:
+        await asyncio.sleep(watch.pause)
+        workers = {pid: rank for rank, pid in pids().items()}
+        sleepers = await in_background(partial(find_sleepers, workers))
+        if (stuck := watch.note(sleepers, clock())) is not None:
+            return await in_background(partial(_describe, stuck, workers[stuck.pid], timeout))
+
+
+def find_sleepers(pids: Collection[int], proc: Path = Path("/proc")) -> list[Sleeper]:
+    """The threads of these processes that are in uninterruptible sleep."""
+    found: list[Sleeper] = []
+    for pid in pids:
+        with suppress(OSError):
+            for tid in os.listdir(proc / str(pid) / "task"):
+                folder = proc / str(pid) / "task" / tid
+                with suppress(OSError):
+                    line = (folder / "stat").read_text(errors="replace")
+                    if line[line.rfind(")") + 2 : line.rfind(")") + 3] == "D":
+                        counts = _SWITCHES.findall((folder / "status").read_text(errors="replace"))
+                        found.append(Sleeper(pid, int(tid), sum(map(int, counts))))
+    return found
+
+
+def _describe(stuck: Sleeper, rank: int, timeout: float) -> str:
+    look = look_at(stuck.pid)
+    thread = next((thread for thread in look.threads if thread.tid == stuck.tid), None) if look else None
+    why = f": it {thread.meaning}" if thread is not None and thread.meaning else ""
+    place = (
+        ", ".join(part for part in (thread.wait_channel, thread.call) if part) if thread is not None else ""
+    )
+    where = f" ({place})" if place else ""
+    who = f"worker of rank {rank} (process {stuck.pid})"
+    return f"{who} has been in uninterruptible sleep for {timeout:g} s{why}{where}"

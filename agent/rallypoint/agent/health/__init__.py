@@ -1,0 +1,1 @@
+"""Health of the host: checks before a round and while it runs."""

@@ -1,0 +1,221 @@
+"""Checks of a host's health, by name: what `--health-check` takes.
+
+disk:2% or disk:10GiB       so much must be free where logs and temporary files are
+memory:5% or memory:1GiB    so much must be available, to the host and to the cgroup that the agent is in
+gpu                         no GPU is lost, or has memory errors that the driver can't repair (needs nvidia-ml-py)
+command:PROGRAM ARGS        the program ends with exit code 0; the last line that it says is the reason if not
+NAME or NAME:ARGUMENT       a check of the entry-point group `rallypoint.health_checks`
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rallypoint.agent.config.rlimits import Amount, AmountError, in_words, parse_amount
+from rallypoint.agent.health.programs import missing
+from rallypoint.rpc.endpoint import SettingError
+
+ENTRY_POINTS = "rallypoint.health_checks"
+"""Group of the plug-ins: each is a function of the text after the name's colon ("" without one), which returns why
+the host is not healthy, in one sentence, or None. It runs in a thread of its own, and may raise or take long."""
+
+_BUILT_IN = ("disk", "memory", "gpu", "command")
+
+
+class HealthCheckError(SettingError):
+    """A check that does not exist, or an argument that it can't have; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a look at the host needs to know of the job.
+
+    Attributes:
+        folders: Where it writes: logs and temporary files.
+        visible_gpus: CUDA_VISIBLE_DEVICES of its workers; None: all.
+    """
+
+    folders: tuple[Path, ...] = ()
+    visible_gpus: str | None = None
+
+
+Look = Callable[[Surroundings], str | None]
+"""Looks at the host; returns why it is not healthy, or None. May block, and may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """One check.
+
+    Attributes:
+        name: As it was asked for.
+        look: What to call, in a thread; None for a program.
+        program: Program and arguments; None for a look.
+    """
+
+    name: str
+    look: Look | None = None
+    program: tuple[str, ...] | None = None
+
+
+def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
+    """The check that a text asks for.
+
+    Args:
+        text: See the module.
+        path: PATH on which a program is looked up; None: the system's.
+
+    Raises:
+        HealthCheckError: There is no such check, or it can't be had on this host.
+    """
+    name, colon, argument = text.partition(":")
+    match name:
+        case "disk" | "memory":
+            example = "disk:2% or disk:10GiB" if name == "disk" else "memory:5% or memory:1GiB"
+            least = _amount(text, argument, example)
+            look = look_at_disks if name == "disk" else look_at_memory
+            return HealthCheck(text, look=lambda where: look(where, least))
+        case "gpu" if not colon:
+            from rallypoint.agent.health.gpu import (  # noqa: PLC0415
+                GpuLibraryError,
+                gpu_library,
+                look_at_gpus,
+            )
+
+            try:
+                nvml = gpu_library()
+            except GpuLibraryError as error:
+                raise HealthCheckError(f"health check 'gpu': {error}") from None
+            return HealthCheck(text, look=lambda where: look_at_gpus(nvml, where.visible_gpus))
+        case "command":
+            return HealthCheck(text, program=_command(text, argument, path))
+    return HealthCheck(text, look=_plug_in(text, name, argument))
+
+
+def _amount(text: str, argument: str, example: str) -> Amount:
+    try:
+        return parse_amount(argument)
+    except AmountError as error:
+        raise HealthCheckError(f"health check {text!r}: {error}; expected as in {example}") from None
+
+
+def _command(text: str, argument: str, path: str | None) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(argument))
+    except ValueError as error:
+        raise HealthCheckError(f"health check {text!r}: {str(error).lower()}; check its quotes") from None
+    if not words:
+        raise HealthCheckError(
+            f"health check {text!r} names no program; expected as in command:/opt/check --all"
+        )
+    if (why := missing(words[0], path)) is not None:
+        raise HealthCheckError(f"health check {text!r}: {why}")
+    return words
+
+
+def _plug_in(text: str, name: str, argument: str) -> Look:
+    from importlib.metadata import entry_points  # noqa: PLC0415  # slow, and wanted by few
+
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        known = ", ".join((*_BUILT_IN, *sorted(found)))
+        raise HealthCheckError(f"there is no health check {text!r}; expected one of {known}, as in disk:2%")
+    try:
+        check = found[name].load()
+    except Exception as error:
+        raise HealthCheckError(f"health check {text!r} can't be loaded: {error!r}") from None
+
+    def look(_: Surroundings) -> str | None:
+        why = check(argument)
+        return None if why is None else str(why)
+
+    return look
+
+
+# ---- Checks that a host has room: on its disks and in its memory.
+
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def look_at_disks(where: Surroundings, least: Amount) -> str | None:
+    """Why there is not room enough where the job writes; None if there is.
+
+    Raises:
+        OSError: One of the folders can't be looked at.
+    """
+    seen: set[int] = set()
+    for folder in where.folders:
+        device = os.stat(folder).st_dev
+        if device in seen:
+            continue
+        seen.add(device)
+        disk = os.statvfs(folder)
+        whole, free = disk.f_frsize * disk.f_blocks, disk.f_frsize * disk.f_bavail
+        if free < least.of(whole):
+            return f"{in_words(free)} of {in_words(whole)} are free at {folder}; {_wanted(least, whole)}"
+        if disk.f_files and not disk.f_favail:
+            return f"no file can be made at {folder}: its file system has no inode left"
+    return None
+
+
+def look_at_memory(
+    _: Surroundings, least: Amount, proc: Path = _PROC, cgroups: Path = _CGROUPS
+) -> str | None:
+    """Why there is not memory enough, of the host or of a cgroup that this process is in; None if there is.
+
+    Args:
+        least: How much there must be.
+        proc: Where the kernel tells of the host.
+        cgroups: Where cgroups are mounted.
+
+    Raises:
+        OSError: The kernel does not tell.
+    """
+    host = _figures(proc / "meminfo")
+    whole, free = host["MemTotal:"] * 1024, host["MemAvailable:"] * 1024
+    if free < least.of(whole):
+        return f"{in_words(free)} of {in_words(whole)} of memory are available; {_wanted(least, whole)}"
+    for whole, free in _rooms(proc, cgroups):
+        if free < least.of(whole):
+            left = f"{in_words(max(0, free))} of the {in_words(whole)} of memory that its cgroup may have are left"
+            return f"{left}; {_wanted(least, whole)}"
+    return None
+
+
+def _wanted(least: Amount, whole: int) -> str:
+    part = "" if least.part is None else f" ({100 * least.part:g} %)"
+    return f"{in_words(least.of(whole))}{part} must be"
+
+
+def _rooms(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and what is left of it, of each cgroup around this process that has a limit."""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        while group.is_relative_to(root):
+            # Not there: a container sees its own cgroup as the root, under a path that is the host's.
+            with suppress(OSError, ValueError, KeyError):
+                limit = int((group / names[0]).read_text())  # "max": no limit
+                used = int((group / names[1]).read_text())
+                # Files that nobody has used lately give way as soon as memory is wanted.
+                yield limit, limit - used + _figures(group / "memory.stat")[names[2]]
+            group = group.parent
+
+
+def _figures(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -1,0 +1,284 @@
+"""What the agent minds about its host, beside the workers: its health, its maintenance, and what is stuck on it.
+
+What a job does not ask for costs it nothing: it is not even loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rallypoint.agent.config.job import JobConfig
+from rallypoint.agent.core import core
+from rallypoint.agent.hangs.diagnostics import in_background
+from rallypoint.agent.health.checks import HealthCheck, Surroundings
+from rallypoint.agent.health.programs import ProgramTimeoutError, SidePrograms
+from rallypoint.agent.spawner.protocol import SpawnError
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.logs import get_logger
+
+if TYPE_CHECKING:
+    from rallypoint.agent.health.programs import SidePrograms
+
+_STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+# Seconds; the rendezvous service's, where a run has no other.
+_CONFIRM_TIMEOUT = 60.0
+
+
+class HostCare:
+    """For one job."""
+
+    def __init__(
+        self, config: JobConfig, folder: Path, log_dir: Path, pids: Callable[[], Mapping[int, int]]
+    ) -> None:
+        """Set up. Nothing is started; only a GPU's driver may be asked whether it is there.
+
+        Args:
+            config: The job.
+            folder: For temporary files.
+            log_dir: Of the job's logs.
+            pids: Process ids of the workers that run, by rank.
+
+        Raises:
+            SettingError: A check or a program that was asked for can't be had on this host; one line.
+        """
+        self._maintenance: Callable[[], Awaitable[str]] | None = None
+        self._stuck: Callable[[], Awaitable[str]] | None = None
+        self._health: HostHealth | None = None
+        self._programs: SidePrograms | None = None
+        if config.health_checks or config.maintenance_command is not None:
+            self._programs = _side_programs(config, folder)
+            if config.health_checks:
+                self._health = _host_health(config, log_dir, self._programs)
+            if config.maintenance_command is not None:
+                self._maintenance = _maintenance(config, config.maintenance_command, self._programs)
+        if config.environment.get(_STUCK_VARIABLE):
+            self._stuck = _stuck(config, pids)
+
+    def mind(
+        self,
+        begin: Callable[[Coroutine[Any, Any, None]], object],
+        drain: Callable[[str], None],
+        on_unfit: Callable[[str], None],
+    ) -> None:
+        """Watch the host from now on.
+
+        Args:
+            begin: Runs work in the background.
+            drain: Called with the reason once the host is announced to go down.
+            on_unfit: Called with a sentence once a worker is stuck in the kernel.
+        """
+        if self._maintenance is not None:
+            begin(_tell(drain, self._maintenance()))
+        if self._stuck is not None:
+            begin(_tell(on_unfit, self._stuck()))
+
+    async def examine(
+        self, anew: bool, tell: Callable[[core.Event], None], on_unfit: Callable[[str], None]
+    ) -> None:
+        """Look into the host's health.
+
+        Args:
+            anew: Whether to look even if it was found healthy a moment ago.
+            tell: Called if it is healthy.
+            on_unfit: Called with the reason if it is not.
+        """
+        why = await self._health.examine(anew) if self._health is not None else None
+        if why is not None:
+            on_unfit(why)
+        else:
+            tell(core.Examined())
+
+    async def close(self) -> None:
+        """No program of the host's care is left when this returns."""
+        if self._programs is not None:
+            await self._programs.close()
+
+
+async def _tell(whom: Callable[[str], None], what: Awaitable[str]) -> None:
+    whom(await what)
+
+
+def _side_programs(config: JobConfig, folder: Path) -> SidePrograms:
+    from rallypoint.agent.health.programs import SidePrograms  # noqa: PLC0415
+
+    return SidePrograms(folder, config.environment, config.working_directory)
+
+
+def _host_health(config: JobConfig, log_dir: Path, programs: SidePrograms) -> HostHealth:
+    from rallypoint.agent.health.checks import Surroundings, parse_health_check  # noqa: PLC0415
+
+    patience = config.settings.confirm_timeout.ToNanoseconds() / 1e9 or _CONFIRM_TIMEOUT
+    if config.health_timeout >= patience:
+        raise SettingError(
+            f"a health timeout of {config.health_timeout:g} s is not below the run's confirm_timeout of "
+            f"{patience:g} s: this host would be taken for lost; give --rdzv-conf confirm_timeout=… on all hosts"
+        )
+    environment = config.environment
+    surroundings = Surroundings(
+        (log_dir, Path(tempfile.gettempdir())), environment.get("CUDA_VISIBLE_DEVICES")
+    )
+    checks = [parse_health_check(text, environment.get("PATH")) for text in config.health_checks]
+    return HostHealth(checks, surroundings, programs, config.health_timeout)
+
+
+def _maintenance(
+    config: JobConfig, command: tuple[str, ...], programs: SidePrograms
+) -> Callable[[], Awaitable[str]]:
+    from rallypoint.agent.health.programs import missing  # noqa: PLC0415
+
+    if (why := missing(command[0], config.environment.get("PATH"))) is not None:
+        raise SettingError(f"the maintenance command can't be run: {why}")
+    return lambda: await_maintenance(command, programs)
+
+
+def _stuck(config: JobConfig, pids: Callable[[], Mapping[int, int]]) -> Callable[[], Awaitable[str]] | None:
+    from rallypoint.agent.hangs.uninterruptible import await_stuck, uninterruptible_timeout  # noqa: PLC0415
+
+    timeout = uninterruptible_timeout(config.environment)
+    return (lambda: await_stuck(pids, timeout)) if timeout > 0 else None
+
+
+# ---- Looks into the health of the host: all checks at the same time, in bounded time.
+
+
+RECENT = 30.0
+"""Seconds for which a host that was found healthy is taken to be so, where nothing went wrong on it since. A job that
+grows by several hosts within them is not held up by each."""
+
+_log = get_logger("rallypoint.agent")
+
+
+class HostHealth:
+    """The checks of one job."""
+
+    def __init__(
+        self,
+        checks: Sequence[HealthCheck],
+        surroundings: Surroundings,
+        programs: SidePrograms,
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Set up.
+
+        Args:
+            checks: What must hold.
+            surroundings: What they need to know.
+            programs: Runs those that are programs.
+            timeout: Seconds that all of them may take together; one that takes longer has failed.
+            clock: Monotonic, in seconds.
+        """
+        self._checks = checks
+        self._surroundings = surroundings
+        self._programs = programs
+        self._timeout = timeout
+        self._clock = clock
+        self._found_healthy: float | None = None
+
+    async def examine(self, anew: bool) -> str | None:
+        """Why the host is not healthy, in one sentence; None if it is.
+
+        Args:
+            anew: Whether to look even if it was found healthy a moment ago.
+        """
+        began = self._clock()
+        if not anew and self._found_healthy is not None and began < self._found_healthy + RECENT:
+            return None
+        reasons = await asyncio.gather(*(self._bounded(check) for check in self._checks))
+        seconds = round(self._clock() - began, 3)
+        bad = [
+            f"{check.name}: {why}"
+            for check, why in zip(self._checks, reasons, strict=True)
+            if why is not None
+        ]
+        if bad:
+            self._found_healthy = None
+            return "; ".join(bad)
+        _log.info("this host is healthy", checks=[check.name for check in self._checks], seconds=seconds)
+        self._found_healthy = began
+        return None
+
+    async def _bounded(self, check: HealthCheck) -> str | None:
+        try:
+            if check.program is not None:
+                return await self._run(check.program)
+            assert check.look is not None, "a check is a program or a look"
+            look = check.look
+            async with asyncio.timeout(self._timeout):
+                return await in_background(lambda: look(self._surroundings))
+        except TimeoutError:
+            return f"it did not end within {self._timeout:g} s"
+        except (
+            Exception
+        ) as error:  # of a plug-in, or of a disk that is gone: nothing says that the host is healthy
+            return f"it could not be looked at: {error!r}"
+
+    async def _run(self, program: Sequence[str]) -> str | None:
+        try:
+            ended = await self._programs.run(program, self._timeout)
+            if (
+                ended.exit.inferred
+            ):  # somebody killed the process that watched it, which says nothing of the host
+                ended = await self._programs.run(program, self._timeout)
+        except (ProgramTimeoutError, SpawnError) as error:
+            return str(error)
+        if ended.exit.succeeded:
+            return None
+        code, number = ended.exit.exit_code, ended.exit.signal
+        how = f"ended by signal {number}" if number is not None else f"exit code {code}"
+        return f"{ended.last_line} ({how})" if ended.last_line else how
+
+
+# ---- Hears from a user's program that the host is announced to go down.
+
+
+FIRST_PAUSE = 1.0
+"""Seconds before a program that failed is started again; doubled each time."""
+
+LONGEST_PAUSE = 60.0
+"""Seconds; and a program that ran for so long before it failed is started again after FIRST_PAUSE. Clouds announce
+maintenance two minutes ahead at the least."""
+
+
+def next_pause(pause: float, ran: float) -> float:
+    """Seconds before a program is started again.
+
+    Args:
+        pause: What the pause before this start was; 0: there was none.
+        ran: Seconds that it ran.
+    """
+    return FIRST_PAUSE if ran >= LONGEST_PAUSE or not pause else min(2 * pause, LONGEST_PAUSE)
+
+
+async def await_maintenance(
+    program: Sequence[str], programs: SidePrograms, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """Returns the reason once the host is announced to go down.
+
+    Args:
+        program: Program and arguments. It ends with exit code 0 when that is the case, and its first line of output
+            is the reason. However else it ends, it is started again, after a pause.
+        programs: Runs it.
+        clock: Monotonic, in seconds.
+    """
+    pause = 0.0
+    while True:
+        began = clock()
+        try:
+            ended = await programs.run(program)
+        except (SpawnError, OSError) as error:
+            why = str(error)
+        else:
+            if ended.exit.succeeded:
+                return ended.first_line or "the maintenance command announced it"
+            number = ended.exit.signal
+            how = f"ended by signal {number}" if number is not None else f"exit code {ended.exit.exit_code}"
+            why = f"{ended.last_line} ({how})" if ended.last_line else how
+        pause = next_pause(pause, clock() - began)
+        _log.warning("the maintenance command failed; it is started again", reason=why, pause=pause)
+        await asyncio.sleep(pause)

@@ -1,0 +1,1 @@
+"""One job on one host, from joining to its result."""

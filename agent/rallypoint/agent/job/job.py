@@ -1,0 +1,427 @@
+"""A job on this host: carries out what the core decides, and tells the core what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from functools import singledispatchmethod
+from pathlib import Path
+
+from rallypoint.agent.addresses import MasterPort
+from rallypoint.agent.config.job import JobConfig
+from rallypoint.agent.core import core
+from rallypoint.agent.events.publisher import JobEvents, Subject
+from rallypoint.agent.failures.failure import WorkerFailure
+from rallypoint.agent.health.monitor import HostCare
+from rallypoint.agent.job.drain import Drain, Draining
+from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
+from rallypoint.agent.job.rendezvous import NodeMembership
+from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, verdict
+from rallypoint.agent.job.sync import Background, Changes
+from rallypoint.agent.logs.follower import Console
+from rallypoint.agent.logs.plan import LogDirectory
+from rallypoint.agent.sockets.watchdog import HostWatchdog
+from rallypoint.agent.sockets.worker_sockets import WorkerSockets
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.workers.group import Crew, Worker
+from rallypoint.agent.workers.groups import Callbacks, Crews, Equipment
+from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.replicas import Switchboard
+
+# Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
+# wrapper around this program that passes it on; that must not cost the workers their checkpoints.
+_ONE_REQUEST = 0.2
+# Seconds to try to give the lease back when asked to stop at once. Without that, the others would wait for the lease
+# to end, which takes longer.
+_HURRIED_LEAVING = 1.0
+
+_log = get_logger("rallypoint.agent")
+
+
+class Job:
+    """One job on this host, from joining the run to its end. Lives once."""
+
+    def __init__(self, config: JobConfig, spawner: Spawner) -> None:
+        """`spawner`: running already; the job uses it alone, and replaces it if it dies."""
+        self._config = config
+        self._state = core.AgentState(checks=bool(config.health_checks))
+        # What the core is to hear; a result is for the loop in `run`, and ends the job whatever the core thinks.
+        self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
+        self._background = Background(self._break)
+        self._crews = Crews(
+            config,
+            spawner,
+            Callbacks(
+                tell=self._events.put_nowait,
+                on_failure=self._on_failure,
+                on_earlier=self._on_earlier_failure,
+                on_unfit=self._on_unfit,
+                on_change=self._on_change,
+                begin=self._background.begin,
+            ),
+        )
+        self._drain = Drain(self._events.put_nowait)
+        self._master_port = MasterPort()
+        self._failure: WorkerFailure | None = None
+        self._broken: JobResult | None = None
+        self._stop_signal: int | None = None
+        self._asked_at: float | None = None
+        self._hurried = False
+        self.result: JobResult | None = None
+        self.changed = Changes()
+        self.start_time = time.time()
+        self.end_time: float | None = None
+        self._membership: NodeMembership
+        self._log_directory: LogDirectory | None = None
+        self._sockets: WorkerSockets
+        self._history: JobEvents
+        self._care: HostCare
+        most = config.watchdog_timeout if config.require_watchdog else None
+        self._watchdog = HostWatchdog(most, self._on_watchdog, self._on_unfit)
+
+    @property
+    def config(self) -> JobConfig:
+        """What it runs."""
+        return self._config
+
+    @property
+    def state(self) -> core.AgentState:
+        """What the core knows and has done."""
+        return self._state
+
+    @property
+    def crew(self) -> Crew | None:
+        """The workers of the latest round; None if there was none yet."""
+        return self._crews.crew
+
+    @property
+    def spawner_pid(self) -> int:
+        """The process below which all workers are."""
+        return self._crews.spawner.pid or 0
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that run, or ran last, by local rank."""
+        return self._crews.workers
+
+    @property
+    def base_ranks(self) -> dict[int, int]:
+        """Global rank of the first worker here, by the number of the attempt in the log directory."""
+        return self._crews.base_ranks
+
+    @property
+    def stop_reason(self) -> str:
+        """Why workers were stopped last; empty if they never were."""
+        return self._crews.stop_reason
+
+    @property
+    def draining(self) -> Draining | None:
+        """That this host leaves as soon as its workers are done or have saved their state; None if it does not."""
+        return self._drain.now
+
+    @property
+    def watchdog_trouble(self) -> str:
+        """Why no watchdog guards the workers here; empty: one does, or it is not known yet."""
+        return self._watchdog.trouble if self.result is None else ""
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Folder of the workers' output, once there is one."""
+        return self._log_directory.path if self._log_directory is not None else None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to leave, or is out of its run."""
+        return self._asked_at is not None or self._state.out
+
+    async def run(self) -> JobResult:
+        """Run the job to its end. Whatever happens, no process of it is left then.
+
+        Raises:
+            LogError: Its logs can't be written where they were asked for; nothing was joined or started.
+            SettingError: There is no place for temporary files, or for its events, or what is to look after the host
+                can't be had on it; likewise.
+        """
+        config = self._config
+        async with AsyncExitStack() as stack:
+            stack.callback(self._master_port.close)
+            stack.push_async_callback(lambda: self._crews.close(unfit=self._state.unfit is not None))
+            subject = Subject(config.run_id, config.node_id, config.role, config.max_restarts)
+            self._history = JobEvents(subject, event_log=config.event_log, sinks=config.event_sinks)
+            stack.push_async_callback(self._history.close)
+            logs = self._log_directory = LogDirectory.create(
+                config.log_dir, config.run_id, config.keep_attempts
+            )
+            console = Console()
+            stack.push_async_callback(console.close, 5.0)
+            rendezvous = Switchboard(config.rendezvous.endpoint, config.rendezvous.tls)
+            stack.push_async_callback(rendezvous.close)
+            self._sockets = await stack.enter_async_context(
+                WorkerSockets(
+                    config,
+                    rendezvous,
+                    self._watchdog,
+                    worker_of=self._crews.worker_of,
+                    rank_of=self._crews.rank_of,
+                    on_hung=self._crews.reap,
+                    worker_at=self._crews.worker_at,
+                    entrust=self._crews.spawner.entrust,
+                )
+            )
+            environment = await self._listen_for_measurements(stack)
+            folder = Path(stack.enter_context(_temporary_folder()))
+            self._crews.spawner.entrust(folder)
+            environment |= self._drain.set_up(folder)
+            stack.callback(self._drain.close)
+            self._care = HostCare(config, folder, logs.path, self._pids)
+            stack.push_async_callback(self._care.close)
+            self._crews.equipment = Equipment(
+                console, logs, self._sockets, environment, folder, self._history
+            )
+            self._membership = NodeMembership(
+                config,
+                rendezvous,
+                self._events.put_nowait,
+                ran=lambda: self._crews.crew is not None,
+                going=lambda: self.stopping or self._state.leaving is not None,
+            )
+            stack.callback(self._watchdog.close)
+            self._membership.join(self._background.begin)
+            stack.push_async_callback(self._end_all)
+            self._care.mind(self._background.begin, lambda reason: self.drain(None, reason), self._on_unfit)
+            _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
+            while not self._state.finished:
+                event = await self._events.get()
+                if isinstance(event, JobResult):
+                    break
+                self._take(event)
+        result = self._verdict()
+        self._leave_failure_file(result)
+        return self.conclude(result)
+
+    async def _listen_for_measurements(self, stack: AsyncExitStack) -> dict[str, str]:
+        """The variables that tell workers where to; none if nobody wants to know."""
+        if not self._history.wanted:
+            return {}
+        from rallypoint.agent.sockets.metrics import MeasurementSocket  # noqa: PLC0415 (for some jobs only)
+
+        opened = await stack.enter_async_context(MeasurementSocket(self._history.measured))
+        for path in opened.environment.values():
+            self._crews.spawner.entrust(Path(path).parent)
+        return opened.environment
+
+    def conclude(self, result: JobResult) -> JobResult:
+        """It has ended so; returns that. Called by `run`, or by whom that has raised something at."""
+        self.result, self.end_time = result, time.time()
+        self.changed.tell()
+        return result
+
+    def progress_of(self, worker: Worker) -> tuple[int, float] | None:
+        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        name = self.crew.name_of(worker.local_rank) if self.crew is not None else ""
+        return self._sockets.progress_of(name)
+
+    def request_stop(self, detail: str, received: int = signal.SIGTERM, *, at_once: bool = False) -> None:
+        """Leave the run in good order. Asked again, after a moment: at once, workers are killed.
+
+        Args:
+            detail: Who asked, for people.
+            received: The signal that asked, or that stands for who did; the exit code names it. Workers get SIGINT
+                for Ctrl-C and SIGTERM for everything else: those two they may be prepared for.
+            at_once: Kill the workers, without asking them first.
+        """
+        now = asyncio.get_running_loop().time()
+        if not self.stopping:
+            _log.warning("leaving the run", reason=detail)
+            self._stop_signal, self._asked_at = received, now
+            self._hurried = at_once
+            self._events.put_nowait(core.StopRequested(detail))
+        elif not self._hurried and (
+            at_once or self._asked_at is None or now >= self._asked_at + _ONE_REQUEST
+        ):
+            _log.warning("stopping at once", reason=detail)
+            self._hurried = True
+            self._crews.kill()
+            self._membership.hurry()
+            if self._state.left:
+                self._membership.abandon()
+
+    def drain(self, grace: float | None, reason: str) -> None:
+        """Leave the run gently: warn the workers, and go once they are done or have saved their state.
+
+        A host that is being drained already leaves earlier at most. One that leaves anyway is not drained.
+
+        Args:
+            grace: Seconds after which it leaves in any case; None: as the job is set.
+            reason: For people; workers can read it.
+        """
+        if self.stopping or self._state.leaving is not None or self.result is not None:
+            return
+        self._drain.begin(self._config.drain_grace if grace is None else grace, reason)
+        self.changed.tell()
+
+    def pass_on(self, number: int) -> None:
+        """Send a user's signal to the workers, to their processes alone; see `Crew.pass_on`."""
+        if self.crew is not None:
+            self.crew.pass_on(number)
+
+    def _take(self, event: core.Event) -> None:
+        before = self._state
+        self._state, effects = core.decide(before, event)
+        self._history.decided(event, before, self._state, effects)
+        for effect in effects:
+            self._carry_out(effect)
+        self.changed.tell()
+
+    @singledispatchmethod
+    def _carry_out(self, effect: object) -> None:
+        raise TypeError(f"not an effect: {effect!r}")
+
+    @_carry_out.register
+    def _start_workers(self, effect: core.StartWorkers) -> None:
+        self._master_port.hand_over()
+        lease, incarnation = self._membership.lease, self._membership.incarnation
+        self._crews.start(effect.assignment, effect.restart_count, lease, incarnation)
+
+    @_carry_out.register
+    def _stop_workers(self, effect: core.StopWorkers) -> None:
+        number = signal.SIGINT if self._stop_signal == signal.SIGINT else self._config.stop_signal
+        timeout = self._config.shutdown_timeout
+        if self._hurried:
+            number, timeout = signal.SIGKILL, 0.0
+        goes = self._state.leaving is not None and not self._hurried
+        self._crews.stop(effect.detail, number, timeout, self._membership.round_over if goes else None)
+
+    @_carry_out.register
+    def _look_for_failures(self, effect: core.LookForFailures) -> None:
+        if self.crew is not None:
+            self.crew.look_for_failures()
+
+    @_carry_out.register
+    def _warn_workers(self, effect: core.WarnWorkers) -> None:
+        all_here = self._config.local_world_size
+        self._drain.warn(lambda: workers if len(workers := self.workers) == all_here else [])
+        if self._config.warn_signal is not None:
+            self.pass_on(self._config.warn_signal)
+
+    @_carry_out.register
+    def _examine(self, effect: core.Examine) -> None:
+        self._background.begin(self._care.examine(effect.anew, self._events.put_nowait, self._on_unfit))
+
+    @_carry_out.register
+    def _confirm(self, effect: core.Confirm) -> None:
+        self._membership.confirm(effect.round, self._config.master_port or self._master_port.reserve())
+
+    @_carry_out.register
+    def _report_failure(self, effect: core.ReportFailure) -> None:
+        assert self._failure is not None, "a failure was noted before it is reported"
+        self._membership.report_failure(self._failure, effect.round)
+
+    @_carry_out.register
+    def _report_success(self, effect: core.ReportSuccess) -> None:
+        seat = self._state.assignment
+        others = seat is not None and seat.group_world_size > 1
+        _log.info("workers succeeded" + ", waiting for those of other hosts" * others, round=effect.round)
+        self._membership.report_success(effect.round)
+
+    @_carry_out.register
+    def _depart(self, effect: core.Depart) -> None:
+        self._membership.depart(effect.detail)
+
+    @_carry_out.register
+    def _leave(self, effect: core.Leave) -> None:
+        timeout = self._config.close_timeout
+        if self._hurried:
+            timeout = min(timeout, _HURRIED_LEAVING)
+        self._background.begin(self._membership.leave(effect.detail, timeout))
+
+    @_carry_out.register
+    def _finish(self, effect: core.Finish) -> None:
+        """The loop in `run` sees the state."""
+
+    def _pids(self) -> dict[int, int]:
+        """Process ids of the workers that run, by rank."""
+        running = self._state.workers is core.Workers.RUNNING
+        return {worker.rank: worker.pid for worker in self.workers if running and worker.exit is None}
+
+    def _on_change(self) -> None:
+        self._drain.look()
+        self.changed.tell()
+
+    def _on_failure(self, failure: WorkerFailure) -> None:
+        _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
+        self._failure = failure
+        self._events.put_nowait(core.WorkerFailed())
+
+    def _on_earlier_failure(self, failure: WorkerFailure) -> None:
+        _log.error("it had failed before", rank=failure.rank, pid=failure.pid, reason=failure.message)
+        self._failure = failure
+        # Who was asked to go stops workers for no failure of theirs, and must not cost the others a restart.
+        if self.crew is not None and not self.stopping and self.draining is None:
+            self._membership.report_failure(failure, self.crew.assignment.round)
+
+    def _on_unfit(self, detail: str) -> None:
+        if self._state.unfit is None:
+            _log.error("this host can't run another round", reason=detail)
+        self._events.put_nowait(core.NodeUnfit(detail))
+
+    def _on_watchdog(self, up: bool, trouble: str) -> None:
+        self._membership.report_watchdog(trouble)
+        self._history.watchdog(up, trouble)
+        self.changed.tell()
+
+    def _break(self, error: BaseException) -> None:
+        """What goes wrong unforeseen in the background must end the job: a job that hangs is the worst failure."""
+        _log.exception("internal error", error=error)
+        self._broken = JobResult(FAILED, f"internal error: {error!r}; please report it with the log above")
+        self._events.put_nowait(self._broken)
+
+    async def _end_all(self) -> None:
+        """Whatever was going on: when this returns, no worker is left."""
+        self._membership.abandon()
+        await self._crews.end()
+        await self._background.end()
+        result = self._verdict()
+        self._history.ended(result.exit_code, result.detail)
+
+    def _verdict(self) -> JobResult:
+        return self._broken or verdict(
+            self._state,
+            run_end=self._membership.run_end,
+            failure=self._failure,
+            refusal=self._membership.refusal,
+            stop_signal=self._stop_signal,
+            ran=self.crew is not None,
+            local_failures=self.crew.failures if self.crew is not None else (),
+        )
+
+    def _leave_failure_file(self, result: JobResult) -> None:
+        if result.exit_code == SUCCEEDED:
+            return
+        document = failure_document(
+            self._config,
+            result,
+            round_=self.crew.assignment.round if self.crew is not None else 0,
+            restart_count=self._state.restart_count,
+            run_end=self._membership.run_end,
+            local_failures=self.crew.failures if self.crew is not None else (),
+            host=socket.gethostname(),
+            log_dir=self.log_dir,
+            time=time.time(),
+        )
+        paths = [self.log_dir / FAILURE_FILE] if self.log_dir is not None else []
+        if self._config.failure_file is not None:
+            paths.append(self._config.failure_file)
+        write_failure_files(document, paths)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="rallypoint_stacks_")
+    except OSError as error:
+        raise SettingError(f"can't make a temporary folder: {error}; set TMPDIR to another one") from None

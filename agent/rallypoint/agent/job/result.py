@@ -1,0 +1,201 @@
+"""How a job ended on this host, and the exit code that says so."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import grpc
+
+from rallypoint.agent.core.core import AgentState, Assignment, Phase
+from rallypoint.agent.failures.failure import UNRECOVERABLE, FailureKind, WorkerFailure
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rpc.errors import ServiceError
+
+# ---- Protocol messages of the rendezvous service to the agent's own values and back.
+
+
+_PHASES = {
+    pb.PHASE_JOINABLE: Phase.JOINABLE,
+    pb.PHASE_FROZEN: Phase.FROZEN,
+    pb.PHASE_FINAL: Phase.FINAL,
+    pb.PHASE_CLOSED: Phase.CLOSED,
+}
+
+_KINDS = {pb.FailureKind.Value(f"FAILURE_KIND_{kind.name}"): kind for kind in FailureKind}
+
+
+def phase_value(phase: pb.Phase.ValueType) -> Phase:
+    """The phase; one of a newer server means what stops workers and waits."""
+    return _PHASES.get(phase, Phase.JOINABLE)
+
+
+def assignment_value(message: pb.Assignment) -> Assignment:
+    """A place in a round."""
+    return Assignment(
+        round=message.round,
+        group_rank=message.group_rank,
+        group_world_size=message.group_world_size,
+        base_rank=message.base_rank,
+        world_size=message.world_size,
+        base_role_rank=message.base_role_rank,
+        role_world_size=message.role_world_size,
+        master_address=message.master_address,
+        master_port=message.master_port,
+        fencing_token=message.fencing_token,
+    )
+
+
+def failure_message(failure: WorkerFailure, round_: int, now: float) -> pb.WorkerFailure:
+    """A failure as it is reported; the server knows which node reports it.
+
+    Args:
+        failure: what to report.
+        round_: the round of the worker.
+        now: in monotonic seconds.
+    """
+    message = pb.WorkerFailure(
+        round=round_,
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        role=failure.role,
+        host=failure.host,
+        pid=failure.pid,
+        exit_code=failure.exit_code,
+        message=failure.message,
+        traceback=failure.traceback,
+        log_file=failure.log_file,
+        kind=pb.FailureKind.Value(f"FAILURE_KIND_{failure.kind.name}"),
+        permanent=failure.permanent,
+        core_file=failure.core_file,
+    )
+    if failure.at is not None:
+        message.age.FromNanoseconds(max(0, round((now - failure.at) * 1e9)))
+    message.time.FromNanoseconds(round(failure.time * 1e9))
+    return message
+
+
+def failure_value(message: pb.WorkerFailure) -> WorkerFailure:
+    """A failure as the run tells of it, on whichever host it was."""
+    return WorkerFailure(
+        local_rank=message.local_rank,
+        rank=message.rank,
+        role=message.role,
+        host=message.host,
+        pid=message.pid,
+        exit_code=message.exit_code,
+        time=message.time.ToNanoseconds() / 1e9,
+        message=message.message,
+        traceback=message.traceback,
+        log_file=message.log_file,
+        kind=_KINDS.get(message.kind, FailureKind.UNSPECIFIED),
+        permanent=message.permanent,
+        core_file=message.core_file,
+        node=message.node_id,
+    )
+
+
+# Exit codes of a job, beside 128 + N for one that signal N ended.
+SUCCEEDED = 0
+FAILED = 1
+REFUSED = 2
+UNFIT = 3
+PERMANENT = UNRECOVERABLE
+
+_RETRY: dict[int, Literal["here", "elsewhere", "never"]] = {
+    FAILED: "here",
+    # The command has to be mended first.
+    REFUSED: "never",
+    UNFIT: "elsewhere",
+    PERMANENT: "never",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended on this host.
+
+    Attributes:
+        exit_code: See the constants above.
+        detail: One sentence for people.
+        failure: The failure that ended the run, on whichever host it was.
+        others: What else failed on this host in that round, the first first.
+    """
+
+    exit_code: int
+    detail: str
+    failure: WorkerFailure | None = None
+    others: tuple[WorkerFailure, ...] = ()
+
+    @property
+    def retry(self) -> Literal["here", "elsewhere", "never"]:
+        """Where to run the job again, if at all; of no meaning for one that succeeded."""
+        return _RETRY.get(self.exit_code, "here")
+
+
+def verdict(
+    state: AgentState,
+    *,
+    run_end: pb.RunEnd | None,
+    failure: WorkerFailure | None,
+    refusal: str | None,
+    stop_signal: int | None,
+    ran: bool,
+    local_failures: Sequence[WorkerFailure] = (),
+) -> JobResult:
+    """Judges a job that is over.
+
+    Args:
+        state: What its core knew at the end.
+        run_end: How the run ended, if it did.
+        failure: The last failure of a worker on this host.
+        refusal: Why the rendezvous service would not have this node, if it would not.
+        stop_signal: The signal that asked the job to stop; None if nobody did.
+        ran: Whether workers were ever started here.
+        local_failures: The workers of this host that failed in the last round, the first first.
+    """
+    succeeded = run_end is not None and run_end.outcome == pb.OUTCOME_SUCCEEDED
+    others: tuple[WorkerFailure, ...] = ()
+    if run_end is not None and run_end.HasField("failure"):
+        failure, others = _among(failure_value(run_end.failure), local_failures)
+    elif run_end is not None:
+        failure = None
+    if failure is not None and failure.permanent and not succeeded and state.leaving is None:
+        detail = run_end.detail if run_end is not None else refusal or failure.message
+        return JobResult(PERMANENT, detail, failure, others)
+    if state.unfit is not None and not succeeded:
+        detail = f"this host is not fit to run workers: {state.unfit}; look into it, or restart it"
+        return JobResult(UNFIT, detail, failure, others)
+    if run_end is not None:
+        return JobResult(SUCCEEDED if succeeded else FAILED, run_end.detail, failure, others)
+    if state.leaving is not None:
+        return JobResult(128 + (stop_signal or signal.SIGTERM), f"left the run: {state.leaving}")
+    if state.left and refusal is None:
+        why = "others were not done within the exit barrier"
+        if state.draining is not None:
+            why = f"this host left then: {state.draining}"
+        return JobResult(SUCCEEDED, f"the workers here succeeded; {why}")
+    # Once workers ran, it was started as asked, and what ended it is a failure.
+    return JobResult(FAILED if ran else REFUSED, refusal or "the membership ended without a reason")
+
+
+def _among(
+    first: WorkerFailure, local: Sequence[WorkerFailure]
+) -> tuple[WorkerFailure, tuple[WorkerFailure, ...]]:
+    """The run's first failure, with its moment by this host's clock if it was here, and what else failed here."""
+    others = []
+    for failure in local:
+        if (failure.rank, failure.pid, failure.host) == (first.rank, first.pid, first.host):
+            first = replace(first, at=failure.at)
+        else:
+            others.append(failure)
+    return first, tuple(others)
+
+
+def refusal_of(endpoint: str, error: ServiceError) -> str:
+    """Says that the rendezvous service at an endpoint would not have this node, and why."""
+    if error.reason == grpc.StatusCode.UNIMPLEMENTED.name:  # gRPC's own: nobody of ours said it
+        return f"what answers at {endpoint} is no rendezvous service ({error.message}); check --rdzv-endpoint"
+    return f"{endpoint} refused this node: {error.message}"

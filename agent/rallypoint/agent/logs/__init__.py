@@ -1,0 +1,1 @@
+"""The output of workers: files, console, rotation."""

@@ -1,0 +1,360 @@
+"""Copies a growing log file to somewhere, in whole lines and bounded pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+from rallypoint.agent.logs.files import LogFile, Piece
+from rallypoint.agent.logs.plan import ConsoleCopy
+from rallypoint.agent.logs.streams import Streams
+from rallypoint.agent.logs.watch import FALLBACK_INTERVAL, FileWatch
+from rallypoint.rpc.logs import get_logger
+
+CHUNK = 128 * 1024
+"""Bytes read and handed on at once by one follower: about 0.1 ms of the event loop, and the most it keeps in
+memory. Larger chunks would make others wait longer, smaller ones cost more for each byte."""
+
+GATHER = 0.05
+"""Seconds that a follower waits, after a read that emptied the file, before it reads again, and that it gives an
+unfinished line to be finished. Nobody sees so short a delay; without it, every line of a chatty worker would
+cost the event loop a turn of its own."""
+
+
+class Output(Protocol):
+    """Where a follower's pieces go."""
+
+    @property
+    def turn(self) -> AbstractAsyncContextManager[object]:
+        """Held while a piece is read and written: bounds what all followers of an output have in memory."""
+
+    async def write(self, data: bytes) -> None:
+        """Returns when it has taken all of it."""
+
+
+class Follower:
+    """Copies one growing file to an output, for as long as `finish` hasn't been called and then to its end.
+
+    It copies whole lines, so that those of several workers don't mix. A line longer than a chunk goes out in
+    pieces. An unfinished line goes out at the end; without a prefix already after a moment, since it may be a
+    progress bar. Bytes are never decoded. Files may be rotated meanwhile.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        output: Output,
+        watch: FileWatch,
+        prefix: bytes = b"",
+        *,
+        chunk: int = CHUNK,
+        choose: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """Takes an existing file; nothing is read before `start`.
+
+        Args:
+            path: the file.
+            output: where to.
+            watch: tells when it has grown.
+            prefix: put before each line.
+            chunk: most bytes to read at once.
+            choose: takes whole lines, and returns those to be copied; None: all. Of a line longer than a chunk it
+                sees pieces.
+        """
+        self.path = path
+        self.error: OSError | None = None
+        self._output = output
+        self._watch = watch
+        self._prefix = prefix
+        self._chunk = chunk
+        self._choose = choose
+        self._offset = 0
+        self._skipped = 0
+        self._pending = b""  # the line that has no end yet
+        self._in_line = False  # whether a first piece of it is out
+        self._grown = asyncio.Event()
+        self._finishing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to the end."""
+        return self._task is not None and self._task.done()
+
+    def start(self) -> None:
+        """Begins to copy, from the file's beginning."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._follow(), name=f"follow {self.path}")
+
+    async def finish(self, timeout: float) -> bool:
+        """Copies what is there by now to its end, then stops.
+
+        To be called when nobody writes any more.
+
+        Returns:
+            False if that took longer than `timeout` seconds (the copying goes on behind the scenes) or the file
+            could not be read (see `error`).
+        """
+        if self._task is None:
+            return True
+        self._finishing.set()
+        self._grown.set()
+        done, _ = await asyncio.wait([self._task], timeout=timeout)
+        if done and not self._task.cancelled():
+            self._task.result()  # a bug must not look like an end
+        return bool(done) and self.error is None
+
+    def behind(self) -> int:
+        """Bytes that were written and not copied: yet to come, or rotated away and removed before their turn."""
+        if self._task is None:
+            return 0
+        if self._task.done() and not self._task.cancelled() and self.error is None:
+            return self._skipped
+        with contextlib.suppress(OSError), LogFile(self.path) as file:
+            return self._skipped + len(self._pending) + max(0, file.extent()[1] - self._offset)
+        return self._skipped
+
+    def cancel(self) -> None:
+        """Has it stop at once, wherever it is."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def abandon(self) -> None:
+        """Stops at once, wherever the copying is."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _follow(self) -> None:
+        try:
+            with LogFile(self.path) as file:
+                await self._copy(file)
+        except OSError as error:
+            self.error = error
+        finally:
+            self._watch.disarm(self._grown.set)
+
+    async def _copy(self, file: LogFile) -> None:
+        while True:
+            self._grown.clear()
+            # Before reading: what is written after the read is then not missed.
+            fd = file.fileno()
+            watched = self._watch.arm(fd, self._grown.set)
+            last = self._finishing.is_set()
+            async with self._output.turn:
+                piece = file.read(self._offset, self._chunk)
+                await self._pass_on(piece)
+            if piece.data:
+                if len(piece.data) < self._chunk:
+                    await _happens(self._finishing, GATHER)
+            elif piece.begin < self._offset:
+                self._offset = piece.begin  # the worker has emptied its log; like tail -F, begin again
+            elif file.fileno() != fd:
+                continue  # it was rotated: the file to watch is another one
+            elif last:
+                break
+            elif self._pending and not self._prefix and self._choose is None:
+                if not await _happens(self._grown, GATHER):
+                    await self._output.write(self._pending)
+                    self._pending = b""
+            elif await _happens(self._grown, None if watched else FALLBACK_INTERVAL):
+                # A traceback is written line by line: let it arrive as a whole, not with lines of others in it.
+                await _happens(self._finishing, GATHER)
+        await self._end_line()
+
+    async def _pass_on(self, piece: Piece) -> None:
+        if not piece.data:
+            return
+        self._skipped += piece.begin - self._offset
+        whole, pending, in_line = cut(
+            self._pending + piece.data, self._prefix, self._in_line, self._chunk, self._choose
+        )
+        if whole:
+            await self._output.write(whole)
+        self._offset, self._pending, self._in_line = piece.end, pending, in_line
+
+    async def _end_line(self) -> None:
+        pending = self._pending
+        if pending and self._choose is not None:
+            pending = self._choose(pending)
+        if pending:
+            begin, end = (b"" if self._in_line else self._prefix), (b"\n" if self._prefix else b"")
+            await self._output.write(begin + pending + end)
+        self._pending = b""
+
+
+async def _happens(event: asyncio.Event, within: float | None) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), within)
+    return event.is_set()
+
+
+def cut(
+    data: bytes,
+    prefix: bytes,
+    in_line: bool,
+    longest: int,
+    choose: Callable[[bytes], bytes] | None = None,
+) -> tuple[bytes, bytes, bool]:
+    """Splits what was read into what can go out now and what waits for the end of its line.
+
+    Args:
+        data: bytes not yet out.
+        prefix: to put before each line.
+        in_line: whether `data` continues a line whose beginning is out.
+        longest: an unfinished line of that many bytes is not kept back.
+        choose: picks the lines that go out; None: all.
+
+    Returns:
+        What goes out, what is kept, and `in_line` for the next call.
+    """
+    end = data.rfind(b"\n") + 1
+    if end == len(data) and not in_line:
+        whole, rest = data, b""
+    else:
+        whole, rest = data[:end], data[end:]
+    if choose is not None:
+        whole = choose(whole)
+    if whole and prefix:
+        whole = whole[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+        if not in_line:
+            whole = prefix + whole
+    in_line = in_line and not end
+    if len(rest) < longest:
+        return whole, rest, in_line
+    if choose is not None:
+        # What was chosen must be readable by itself: a piece of an endless line counts as a line.
+        chosen = choose(rest)
+        return whole + (prefix + chosen + b"\n" if chosen else b""), b"", False
+    return whole + (rest if in_line else prefix + rest), b"", True
+
+
+# ---- Shows growing log files on the agent's console: every byte, in order, and nobody waits for a slow terminal.
+#
+# A `Follower` (rallypoint.agent.logs.follower) reads each file; an `OutputThread` does the blocking write(2) for
+# one of the
+# agent's streams: a terminal, a pipe or a file each block in ways of their own, and setting O_NONBLOCK on a
+# stream
+# shared with other programs would break those.
+#
+# A console that takes less than workers write falls behind, and costs no memory for it: the files have
+# everything. At
+# the job's end it gets a few seconds more; what it has not shown by then is left out, and that is said.
+
+
+MOST_FOLLOWERS = 1024
+"""Streams that one console catches up with: those of a restart before last, if it is slower than the restarts."""
+
+_TURNS = 2  # pieces of one stream in memory: one that is being written, and the next
+_FILES_NAMED = 3
+
+_log = get_logger("rallypoint.agent")
+
+
+class OutputThread:
+    """Writes to one of the agent's streams from a thread of its own.
+
+    When the stream's reader is gone, what comes is dropped: the files have it.
+
+    Attributes:
+        error: why what comes is dropped; None as long as nothing is.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Takes a descriptor, which stays the caller's; the thread starts with the first write."""
+        self._fd = fd
+        self._jobs: queue.SimpleQueue[tuple[bytes, asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.error: OSError | None = None
+        # Whoever has the next piece waits here before reading it: a hundred followers hold no hundred pieces.
+        self.turn = asyncio.Semaphore(_TURNS)
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the stream has taken all of it. One write's bytes are never mixed with another's."""
+        if self._thread is None:
+            # A daemon: a terminal that is stopped for good must not keep the agent from exiting.
+            self._thread = threading.Thread(target=self._run, name=f"console-{self._fd}", daemon=True)
+            self._thread.start()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._jobs.put((data, done))
+        await done
+
+    async def close(self, timeout: float) -> None:
+        """Lets the thread end after what was given to it, and waits for that up to `timeout` seconds."""
+        if self._thread is not None and self._thread.is_alive():
+            self._jobs.put(None)
+            await asyncio.to_thread(self._thread.join, timeout)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            data, done = job
+            rest = memoryview(data)
+            while rest and self.error is None:
+                try:
+                    rest = rest[os.write(self._fd, rest) :]
+                except BlockingIOError:
+                    # Somebody else made the stream non-blocking.
+                    _wait_writable(self._fd)
+                except OSError as error:
+                    self.error = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                done.get_loop().call_soon_threadsafe(_resolve, done)
+
+
+def _wait_writable(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    poll.poll()
+
+
+def _resolve(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+class Console:
+    """The agent's standard output and error, and the followers that write to them. Needs a running loop."""
+
+    def __init__(self, stdout: int = 1, stderr: int = 2) -> None:
+        """Takes the two descriptors, which stay the caller's."""
+        self._outputs = {Streams.STDOUT: OutputThread(stdout), Streams.STDERR: OutputThread(stderr)}
+        self._watch = FileWatch()
+        self._followers: list[Follower] = []
+
+    def follow(self, copy: ConsoleCopy) -> Follower:
+        """Makes the follower of one stream; not started yet."""
+        self._followers = [follower for follower in self._followers if not follower.done]
+        follower = Follower(copy.path, self._outputs[copy.stream], self._watch, copy.prefix)
+        self._followers.append(follower)
+        for oldest in self._followers[:-MOST_FOLLOWERS]:
+            oldest.cancel()
+        return follower
+
+    async def close(self, timeout: float) -> bool:
+        """Finishes all followers and the writing, within about `timeout` seconds.
+
+        Returns:
+            False if bytes were left out; the log says how many, and which files have them.
+        """
+        results = await asyncio.gather(*(follower.finish(timeout) for follower in self._followers))
+        behind = {follower.path: follower.behind() for follower in self._followers}
+        for follower in self._followers:
+            await follower.abandon()
+        self._watch.close()
+        for output in self._outputs.values():
+            await output.close(timeout if all(results) else 0.0)
+        left = {str(path): count for path, count in behind.items() if count}
+        if left:
+            most = sorted(left, key=left.__getitem__, reverse=True)[:_FILES_NAMED]
+            _log.warning(
+                "the console was too slow to show everything", left_out_bytes=sum(left.values()), files=most
+            )
+        return all(results)

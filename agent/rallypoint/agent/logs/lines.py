@@ -1,0 +1,73 @@
+"""What is done to the lines of a log on their way elsewhere: a prefix before each, and which of them go."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from string import Template
+
+from rallypoint.agent.logs.streams import LogError
+
+_VARIABLES = ("role_name", "local_rank", "rank")
+
+
+def check_line_prefix(template: str, option: str) -> str:
+    """Refuses a template of line prefixes that names a variable which lines don't have.
+
+    (torchrun leaves such a variable in the line as it is.)
+
+    Args:
+        template: as torch has it: `${role_name}`, `${local_rank}` and `${rank}` are replaced, `$$` is a dollar sign.
+        option: what set it, for the error.
+
+    Returns:
+        The template.
+
+    Raises:
+        LogError: in one line, what is wrong and what is expected.
+    """
+    for match in Template.pattern.finditer(template):
+        name = match["named"] or match["braced"]
+        if name is not None and name not in _VARIABLES:
+            known = ", ".join(f"${{{variable}}}" for variable in _VARIABLES)
+            raise LogError(f"{option} {template}: there is no variable ${{{name}}}; there are {known}")
+    if "\n" in template:
+        raise LogError(
+            f"{option}: the prefix of a line can't be longer than the line; leave the line break out"
+        )
+    return template
+
+
+def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int) -> bytes:
+    """The prefix of one worker's lines.
+
+    Args:
+        template: see `check_line_prefix`; None: torchrun's, `[<role><local rank>]:`.
+        role: of the workers.
+        local_rank: of the worker, on its host.
+        rank: of the worker, in the round.
+    """
+    if template is None:
+        template = "[${role_name}${local_rank}]:"
+    return os.fsencode(Template(template).safe_substitute(role_name=role, local_rank=local_rank, rank=rank))
+
+
+class LineFilter:
+    """Picks the lines that have one of several texts in them."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Takes the texts; they mean themselves, and upper and lower case differ."""
+        self._pattern = re.compile(b"|".join(re.escape(os.fsencode(text)) for text in texts))
+
+    def __call__(self, data: bytes) -> bytes:
+        """The lines of `data` that have a text in them, with their ends. Costs one pass."""
+        picked: list[bytes] = []
+        at = 0
+        while (match := self._pattern.search(data, at)) is not None:
+            begin = data.rfind(b"\n", at, match.start()) + 1 or at
+            at = data.find(b"\n", match.end()) + 1 or len(data)
+            picked.append(data[begin:at])
+            if at == len(data):
+                break
+        return b"".join(picked)

@@ -1,0 +1,186 @@
+"""What becomes of the output of one attempt's workers: into files, onto the console, and into the filtered files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rallypoint.agent.logs.follower import Console, Follower, OutputThread
+from rallypoint.agent.logs.lines import LineFilter, line_prefix
+from rallypoint.agent.logs.plan import FILTERED_STDERR_FILE, FILTERED_STDOUT_FILE, Attempt, ConsoleCopy
+from rallypoint.agent.logs.rotation import Rotation
+from rallypoint.agent.logs.streams import LogError, OutputOptions, Redirect, Streams
+from rallypoint.agent.logs.watch import FileWatch
+from rallypoint.rpc.logs import get_logger
+
+ROTATION_TIMEOUT = 2.0
+"""Seconds that the end of an attempt waits for the pipes of rotated logs to be empty; milliseconds as a rule. A file
+system that hangs must not hold up the restart: the process that empties them goes on by itself."""
+
+
+_log = get_logger("rallypoint.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """One stream of one worker, with the prefix of its lines."""
+
+    local_rank: int
+    stream: Streams
+    path: Path
+    prefix: bytes
+
+
+class WorkerOutput:
+    """Copies the output of one attempt for as long as its workers run; see OutputCopy."""
+
+    def __init__(self, options: OutputOptions, attempt: Attempt, console: Console, pipes: Path) -> None:
+        """Makes nothing yet; see `open`.
+
+        Args:
+            options: what becomes of the output.
+            attempt: its files.
+            console: shows what it is to show.
+            pipes: folder for the names of pipes, where logs are rotated.
+        """
+        self._options = options
+        self._attempt = attempt
+        self._console = console
+        self._folder_of_pipes = pipes
+        self._rotation: Rotation | None = None
+        self._filtered: list[tuple[OutputThread, int]] = []
+        self._watch: FileWatch | None = None
+        self._followers: list[Follower] = []
+        self._filters: list[Follower] = []
+
+    def open(self) -> None:
+        """Makes what workers write to. Needs a running loop. Whatever happens, `finish` cleans up.
+
+        Raises:
+            LogError: a file or pipe can't be made.
+        """
+        options = self._options
+        streams = _streams(options, self._attempt)
+        self._followers = [self._console.follow(copy) for copy in console_copies(streams, options)]
+        if options.duplicate_stdout_filters or options.duplicate_stderr_filters:
+            self._make_filters(streams)
+        if options.log_max_bytes is not None:
+            self._rotation = Rotation(
+                self._attempt.workers,
+                self._folder_of_pipes,
+                max_bytes=options.log_max_bytes,
+                keep_files=options.log_keep_files,
+            )
+
+    def target(self, local_rank: int, stream: Streams) -> Path:
+        """What a worker's stream is to be opened as."""
+        if self._rotation is not None:
+            return self._rotation.target(local_rank, stream)
+        logs = self._attempt.workers[local_rank]
+        return logs.stdout if stream is Streams.STDOUT else logs.stderr
+
+    def is_complete(self, local_rank: int) -> bool:
+        """Whether a worker's files have all that it has written, as far as is known."""
+        return self._rotation is None or self._rotation.is_complete(local_rank)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether what a worker wrote may still be on its way to the file when the worker has ended."""
+        return self._rotation is not None
+
+    async def flush(self, local_rank: int, timeout: float) -> bool:
+        """Waits until all that a worker has written by now is in its files; false if that takes too long."""
+        return self._rotation is None or await self._rotation.flush(local_rank, timeout)
+
+    def start(self) -> None:
+        """Begins; called before any worker is started."""
+        for follower in (*self._followers, *self._filters):
+            follower.start()
+
+    async def finish(self, timeout: float) -> bool:
+        """Called when nobody writes any more: copies the rest; false if that takes over `timeout` seconds."""
+        complete = True
+        if self._rotation is not None:
+            complete = await self._rotation.finish(ROTATION_TIMEOUT)
+        shown = await asyncio.gather(*(follower.finish(timeout) for follower in self._followers))
+        await asyncio.gather(*(follower.finish(timeout) for follower in self._filters))
+        for follower in self._filters:
+            await follower.abandon()
+        while self._filtered:
+            output, fd = self._filtered.pop()
+            await output.close(timeout)
+            if output.error is not None:
+                folder, reason = str(self._attempt.folder), output.error.strerror
+                _log.error("the file of filtered lines is not complete", folder=folder, reason=reason)
+            os.close(fd)
+        if self._watch is not None:
+            self._watch.close()
+        return complete and all(shown)
+
+    def _make_filters(self, streams: Iterable[_Stream]) -> None:
+        self._watch, options = FileWatch(), self._options
+        for stream, texts, name in (
+            (Streams.STDOUT, options.duplicate_stdout_filters, FILTERED_STDOUT_FILE),
+            (Streams.STDERR, options.duplicate_stderr_filters, FILTERED_STDERR_FILE),
+        ):
+            if not texts:
+                continue
+            path = self._attempt.folder / name
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise LogError(f"cannot make {path}: {error.strerror}") from error
+            output = OutputThread(fd)
+            self._filtered.append((output, fd))
+            choose = LineFilter(texts)
+            for source in filtered_streams(streams, stream, options.tee):
+                self._filters.append(Follower(source.path, output, self._watch, source.prefix, choose=choose))
+
+
+def console_copies(streams: Iterable[_Stream], options: OutputOptions) -> list[ConsoleCopy]:
+    """Decides what the console shows: all that isn't redirected, and what is teed, with a prefix.
+
+    A stream both redirected and teed is teed. (Unlike torchrun, the files have every stream anyway: the report of a
+    failure needs them.)
+
+    Args:
+        streams: of the workers whose output it may show.
+        options: says what is redirected and what is teed.
+    """
+    copies: list[ConsoleCopy] = []
+    for source in streams:
+        if source.stream in options.tee.of(source.local_rank):
+            copies.append(ConsoleCopy(source.path, source.stream, source.prefix))
+        elif source.stream not in options.redirects.of(source.local_rank):
+            copies.append(ConsoleCopy(source.path, source.stream))
+    return copies
+
+
+def filtered_streams(streams: Iterable[_Stream], stream: Streams, tee: Redirect) -> list[_Stream]:
+    """Decides whose lines a filtered file is made of: of teed streams, as torchrun has it; if there are none, of all.
+
+    (torchrun makes an empty file then.)
+
+    Args:
+        streams: of the workers whose output the console may show.
+        stream: the file's.
+        tee: what is teed.
+    """
+    candidates = [source for source in streams if source.stream is stream]
+    teed = [source for source in candidates if stream in tee.of(source.local_rank)]
+    return teed or candidates
+
+
+def _streams(options: OutputOptions, attempt: Attempt) -> list[_Stream]:
+    """The streams of those workers that the filter of local ranks lets through."""
+    found: list[_Stream] = []
+    for local_rank, logs in attempt.workers.items():
+        if options.local_ranks_filter is None or local_rank in options.local_ranks_filter:
+            rank = attempt.base_rank + local_rank
+            prefix = line_prefix(options.line_prefix, role=options.role, local_rank=local_rank, rank=rank)
+            found.append(_Stream(local_rank, Streams.STDOUT, logs.stdout, prefix))
+            found.append(_Stream(local_rank, Streams.STDERR, logs.stderr, prefix))
+    return found

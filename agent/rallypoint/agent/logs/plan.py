@@ -1,0 +1,193 @@
+"""Where workers' output goes: the log directory, and which streams the console sees.
+
+    <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json,hang.txt}
+                                           /ranks/<global rank> -> ../<local_rank>
+                                           /{filtered_stdout.log,filtered_stderr.log}
+
+The layout is torchrun's, but for hang.txt and the links; `n` counts the starts of the group on this host, so no
+attempt overwrites another. Someone who looks for a global rank finds it on every host of a shared log directory with
+`ls <log_dir>/<run_id>_*/attempt_*/ranks/7/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rallypoint.agent.logs.streams import LogError, Streams
+
+STDOUT_FILE = "stdout.log"
+STDERR_FILE = "stderr.log"
+ERROR_FILE = "error.json"
+HANG_FILE = "hang.txt"
+FILTERED_STDOUT_FILE = "filtered_stdout.log"
+FILTERED_STDERR_FILE = "filtered_stderr.log"
+RANKS_FOLDER = "ranks"
+
+_LONGEST_RUN_ID = 64  # characters of it in a directory name, which may have 255 bytes
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLogs:
+    """The files of one worker in one attempt.
+
+    Attributes:
+        stdout: exists, empty, before the worker starts. May be rotated: rallypoint.agent.logs.files reads it whole.
+        stderr: likewise.
+        error_file: written by the worker if it raises (TORCHELASTIC_ERROR_FILE).
+    """
+
+    stdout: Path
+    stderr: Path
+    error_file: Path
+
+    @property
+    def hang_file(self) -> Path:
+        """Written by the agent if a timer of the worker runs out: what it was doing."""
+        return self.stderr.with_name(HANG_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleCopy:
+    """One stream of one worker that the agent's console shows.
+
+    Attributes:
+        path: the file to follow.
+        stream: where to: STDOUT or STDERR.
+        prefix: put before each line; empty for a verbatim copy.
+    """
+
+    path: Path
+    stream: Streams
+    prefix: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the group on this host.
+
+    Attributes:
+        number: as in the folder's name.
+        folder: `attempt_<number>`.
+        base_rank: global rank of local rank 0.
+        workers: the files by local rank.
+    """
+
+    number: int
+    folder: Path
+    base_rank: int
+    workers: Mapping[int, WorkerLogs]
+
+
+class LogDirectory:
+    """The directory of one run on this host.
+
+    Attributes:
+        path: `<log_dir>/<run_id>_<random>`.
+    """
+
+    def __init__(self, path: Path, keep_attempts: int = 0) -> None:
+        """Use `LogDirectory.create`."""
+        self.path = path
+        self._keep_attempts = keep_attempts
+        self._attempts: list[Attempt] = []  # those whose files are there
+        self._started = 0
+        self._failed: int | None = None
+
+    @classmethod
+    def create(cls, log_dir: Path | None, run_id: str, keep_attempts: int = 0) -> Self:
+        """Makes the directory, new and unlike any other, readable by its owner only.
+
+        Args:
+            log_dir: where; made if it isn't there. None: a fresh `rallypoint_*` directory for temporary files.
+            run_id: any text; what has no place in a file name becomes `_`.
+            keep_attempts: how many attempts stay, the latest; 0: all. See `superfluous`.
+
+        Raises:
+            LogError: it can't be made.
+        """
+        try:
+            if log_dir is None:
+                log_dir = Path(tempfile.mkdtemp(prefix="rallypoint_"))
+            log_dir.mkdir(parents=True, exist_ok=True)
+            # Absolute: workers may run in another directory.
+            path = Path(tempfile.mkdtemp(prefix=f"{safe_name(run_id)}_", dir=log_dir.absolute()))
+            return cls(path, keep_attempts)
+        except OSError as error:
+            where = log_dir or tempfile.gettempdir()
+            raise LogError(
+                f"cannot make a log directory in {where}: {error.strerror}; choose another with --log-dir"
+            ) from error
+
+    def new_attempt(self, local_ranks: Iterable[int], base_rank: int = 0) -> Attempt:
+        """Makes the directories and empty files of the next start of the group.
+
+        Args:
+            local_ranks: of the workers to be started.
+            base_rank: global rank of local rank 0.
+
+        Raises:
+            LogError: they can't be made.
+        """
+        folder = self.path / f"attempt_{self._started}"
+        workers: dict[int, WorkerLogs] = {}
+        try:
+            folder.mkdir()
+            attempt = Attempt(self._started, folder, base_rank, workers)
+            self._started += 1
+            for local_rank in local_ranks:
+                place = folder / str(local_rank)
+                place.mkdir()
+                workers[local_rank] = WorkerLogs(place / STDOUT_FILE, place / STDERR_FILE, place / ERROR_FILE)
+                workers[local_rank].stdout.touch()
+                workers[local_rank].stderr.touch()
+        except OSError as error:
+            raise LogError(f"cannot make the log files in {folder}: {error.strerror}") from error
+        _name_by_rank(attempt)
+        self._attempts.append(attempt)
+        return attempt
+
+    def note_failure(self) -> None:
+        """A worker of the latest attempt has failed: its report names files that should stay."""
+        self._failed = self._started - 1
+
+    def superfluous(self) -> list[Attempt]:
+        """The attempts that are more than stay, each told once; for `remove_attempts`.
+
+        The latest stay, as many as were wanted, and the latest in which a worker of this host failed: attempts after
+        it may have ended for others' sake, and the report of the failure names its files.
+        """
+        if not self._keep_attempts:
+            return []
+        kept = {attempt.number for attempt in self._attempts[-self._keep_attempts :]} | {self._failed}
+        superfluous = [attempt for attempt in self._attempts if attempt.number not in kept]
+        self._attempts = [attempt for attempt in self._attempts if attempt.number in kept]
+        return superfluous
+
+
+def _name_by_rank(attempt: Attempt) -> None:
+    """Links the workers' folders by global rank; in a folder of their own, lest `attempt_0/*/stdout.log` is double."""
+    # Some file systems have no links; what these lead to has a name of its own.
+    with contextlib.suppress(OSError):
+        ranks = attempt.folder / RANKS_FOLDER
+        ranks.mkdir()
+        for local_rank in attempt.workers:
+            (ranks / str(attempt.base_rank + local_rank)).symlink_to(f"../{local_rank}")
+
+
+def remove_attempts(attempts: Iterable[Attempt]) -> None:
+    """Removes attempts' files, as far as that can be done; blocks for as long as the file system takes."""
+    for attempt in attempts:
+        shutil.rmtree(attempt.folder, ignore_errors=True)
+
+
+def safe_name(run_id: str) -> str:
+    """Makes a run's id fit to be part of a file name; not unique, and no path whatever it was."""
+    return _UNSAFE.sub("_", run_id)[:_LONGEST_RUN_ID].lstrip(".-") or "run"

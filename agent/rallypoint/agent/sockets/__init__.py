@@ -1,0 +1,1 @@
+"""Unix sockets and shared tables between workers and their agent."""

@@ -1,0 +1,336 @@
+"""The agent's end of the store socket: takes workers' calls and passes them on to the store service.
+
+The protocol is that of docs/store-socket.md. One call at a time per connection, so a call that waits holds up
+nobody else, and what a worker may make the agent hold is bounded: one frame each way per connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from rallypoint.rendezvous.store.client import StoreClient
+from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.logs import get_logger
+from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame
+
+T = TypeVar("T")
+
+_log = get_logger("rallypoint.agent.sockets.store")
+
+# sun_path of Linux holds 108 bytes, the closing NUL included.
+_LONGEST_PATH = 107
+# Connections that the kernel keeps until they are accepted: workers of a host connect at the same moment.
+_BACKLOG = 1024
+
+
+class StoreSocketError(Exception):
+    """The socket can't be had; the message says why and what to do, in one line."""
+
+
+class MalformedCallError(Exception):
+    """A frame that isn't what the protocol says."""
+
+
+class StoreSocket:
+    """Serves the store of one run to the workers of one host."""
+
+    def __init__(self, path: Path, client: StoreClient, *, max_connections: int = 1024) -> None:
+        """Make a socket that does nothing until `start`.
+
+        Args:
+            path: Where to listen; at most 107 bytes. Its folder should be the agent's alone.
+            client: The store of the run; stays the caller's to close.
+            max_connections: Workers' threads that may be in a call at the same time. Each may hold a frame, up
+                to 8 MiB. Those past it are answered with TOO_MANY_CONNECTIONS.
+        """
+        self._path = path
+        self._client = client
+        self._max_connections = max_connections
+        self._connections: set[_WorkerConnection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            StoreSocketError: The path is too long or can't be used.
+        """
+        if (size := len(os.fsencode(self._path))) > _LONGEST_PATH:
+            raise StoreSocketError(
+                f"the store socket's path {self._path} has {size} bytes, a socket has at most {_LONGEST_PATH}; "
+                "use a shorter folder"
+            )
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_unix_server(
+                lambda: _WorkerConnection(self._client, self._connections, self._max_connections),
+                str(self._path),
+                backlog=_BACKLOG,
+            )
+            # Who may write here may write to the run's store.
+            self._path.chmod(0o600)
+        except OSError as error:
+            raise StoreSocketError(
+                f"can't listen for workers at {self._path}: {error.strerror or error}"
+            ) from error
+
+    async def stop(self) -> None:
+        """Stop listening, end every call, close every connection."""
+        if self._server is None:
+            return
+        self._server.close()
+        await asyncio.gather(*(connection.end() for connection in tuple(self._connections)))
+        await self._server.wait_closed()
+        self._server = None
+        self._path.unlink(missing_ok=True)
+
+
+class _WorkerConnection(asyncio.Protocol):
+    """One connection of a worker."""
+
+    _transport: asyncio.WriteTransport
+
+    def __init__(self, client: StoreClient, connections: set[_WorkerConnection], most: int) -> None:
+        self._client = client
+        self._connections = connections
+        self._most = most
+        self._received = bytearray()
+        self._answering: asyncio.Task[None] | None = None
+        self._surplus = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._connections.add(self)
+        self._surplus = len(self._connections) > self._most
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        if self._answering is not None:
+            # The worker has gone: nobody waits for the answer.
+            self._answering.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._answering is not None:
+                raise MalformedCallError("a call came before the answer to the last")
+            self._received += data
+            frame = _take_frame(self._received)
+        except MalformedCallError as error:
+            # What follows can't be told apart from the rest of a broken frame.
+            self._hang_up(_malformed(error))
+            return
+        if frame is None:
+            return
+        if self._surplus:
+            self._hang_up(
+                {
+                    "code": "RESOURCE_EXHAUSTED",
+                    "reason": "TOO_MANY_CONNECTIONS",
+                    "message": f"the agent serves {self._most} concurrent calls to the store, and no more",
+                }
+            )
+            return
+        self._answering = asyncio.get_running_loop().create_task(self._answer(*frame))
+
+    async def end(self) -> None:
+        """End the call that is under way, and the connection."""
+        self._transport.abort()
+        if self._answering is not None:
+            self._answering.cancel()
+            await asyncio.wait([self._answering])
+
+    async def _answer(self, header: bytes, body: bytes) -> None:
+        try:
+            answer = await carry_out(self._client, header, body)
+        except ServiceError as error:
+            answer = encode_frame({"error": _described(error)}, b"")
+        except MalformedCallError as error:
+            answer = encode_frame({"error": _malformed(error)}, b"")
+        except Exception as error:
+            # Without an answer the worker would wait until its timeout. One cause is known: the agent closed
+            # the channel to the service, because it is ending.
+            _log.exception("store.call_failed", header=header[:200].decode(errors="replace"))
+            described = {
+                "code": "UNAVAILABLE",
+                "reason": "AGENT_FAILED",
+                "message": f"the agent failed: {error}",
+            }
+            answer = encode_frame({"error": described}, b"")
+        # Before the answer is out: the worker's next call may come at once.
+        self._answering = None
+        self._transport.write(answer)
+
+    def _hang_up(self, error: dict[str, Any]) -> None:
+        self._transport.write(encode_frame({"error": error, "last": True}, b""))
+        self._transport.close()
+
+
+def _take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
+    """Take a whole frame out of what was received; None: there is more to come."""
+    if len(received) < PREFIX.size:
+        return None
+    header_size, body_size = PREFIX.unpack_from(received)
+    if max(header_size, body_size) > MAX_PART_BYTES:
+        raise MalformedCallError(
+            f"a frame of {header_size:,} + {body_size:,} bytes; each part has at most {MAX_PART_BYTES:,}"
+        )
+    end = PREFIX.size + header_size + body_size
+    if len(received) < end:
+        return None
+    if len(received) > end:
+        raise MalformedCallError("a call came before the answer to the last")
+    header = bytes(received[PREFIX.size : PREFIX.size + header_size])
+    body = bytes(received[PREFIX.size + header_size :])
+    received.clear()
+    return header, body
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call, as far as its header says."""
+
+    fields: Mapping[str, Any]
+    body: bytes
+
+    def field(self, name: str, kind: type[T]) -> T:
+        value = self.fields.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise MalformedCallError(f"field {name!r} is {value!r}; expected {kind.__name__}")
+        return value
+
+    def string(self, name: str) -> str:
+        value = self.field(name, str)
+        if not _is_text(value):
+            raise MalformedCallError(f"field {name!r} is {value!r}, which has no UTF-8")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        values = self.field(name, list)
+        if not all(isinstance(value, str) and _is_text(value) for value in values):
+            raise MalformedCallError(f"field {name!r} has other things in it than strings of Unicode")
+        return values
+
+    def integer(self, name: str, bits: int) -> int:
+        value = self.field(name, int)
+        if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            raise MalformedCallError(f"field {name!r} is {value}, which does not fit into {bits} bits")
+        return value
+
+    @property
+    def space(self) -> dict[str, Any]:
+        timeout = self.fields.get("timeout")
+        # To Python, True is an integer, and JSON has a way to write infinity.
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is None or not is_number or not 0 <= timeout < math.inf:
+            raise MalformedCallError(f"field 'timeout' is {timeout!r}; expected seconds, at least 0")
+        return {"round": self.integer("round", 32), "timeout": float(timeout)}
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        return self.space | {"writer_round": self.integer("writer_round", 32)}
+
+
+async def carry_out(client: StoreClient, header: bytes, body: bytes) -> bytes:
+    """Carry one call out; return the frame that answers it.
+
+    Raises:
+        ServiceError: The store refused it, or can't be reached.
+        MalformedCallError: It isn't what the protocol says.
+    """
+    try:
+        fields = json.loads(header)
+    except ValueError:
+        raise MalformedCallError("the header is not JSON") from None
+    if not isinstance(fields, dict):
+        raise MalformedCallError("the header is not a JSON object")
+    call = _Call(fields, body)
+    name = call.string("op")
+    if name not in _OPERATIONS:
+        raise MalformedCallError(f"field 'op' is {name!r}; expected one of {', '.join(_OPERATIONS)}")
+    answer, value = await _OPERATIONS[name](client, call)
+    return encode_frame(answer, value)
+
+
+_Answer = tuple[dict[str, Any], bytes]
+
+
+async def _set(client: StoreClient, call: _Call) -> _Answer:
+    await client.set(call.string("key"), call.body, **call.writing)
+    return {}, b""
+
+
+async def _get(client: StoreClient, call: _Call) -> _Answer:
+    return {}, await client.get(call.string("key"), **call.space)
+
+
+async def _add(client: StoreClient, call: _Call) -> _Answer:
+    amount = call.integer("amount", 64)
+    return {"value": await client.add(call.string("key"), amount, **call.writing)}, b""
+
+
+async def _compare_set(client: StoreClient, call: _Call) -> _Answer:
+    length = call.integer("expected_length", 32)
+    if not 0 <= length <= len(call.body):
+        raise MalformedCallError(f"field 'expected_length' is {length}; the body has {len(call.body)} bytes")
+    expected, desired = call.body[:length], call.body[length:]
+    comparison = await client.compare_set(call.string("key"), expected, desired, **call.writing)
+    exists = comparison.value is not None
+    return {"swapped": comparison.swapped, "exists": exists}, comparison.value or b""
+
+
+async def _wait(client: StoreClient, call: _Call) -> _Answer:
+    await client.wait(call.strings("keys"), **call.space)
+    return {}, b""
+
+
+async def _check(client: StoreClient, call: _Call) -> _Answer:
+    return {"present": await client.check(call.strings("keys"), **call.space)}, b""
+
+
+async def _delete(client: StoreClient, call: _Call) -> _Answer:
+    return {"deleted": await client.delete(call.string("key"), **call.writing)}, b""
+
+
+async def _keys(client: StoreClient, call: _Call) -> _Answer:
+    keys, page = await client.list_keys(call.string("prefix"), call.string("page"), **call.space)
+    return {"next_page": page}, json.dumps(keys).encode()
+
+
+_OPERATIONS: dict[str, Callable[[StoreClient, _Call], Awaitable[_Answer]]] = {
+    "set": _set,
+    "get": _get,
+    "add": _add,
+    "compare_set": _compare_set,
+    "wait": _wait,
+    "check": _check,
+    "delete": _delete,
+    "keys": _keys,
+}
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string has a UTF-8; JSON can express half of a surrogate pair, which has none."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _malformed(error: MalformedCallError) -> dict[str, Any]:
+    return {"code": "INVALID_ARGUMENT", "reason": "MALFORMED_CALL", "message": str(error)}
+
+
+def _described(error: ServiceError) -> dict[str, Any]:
+    described: dict[str, Any] = {"code": error.code.name, "reason": error.reason, "message": error.message}
+    current_round = error.metadata.get("current_round", "")
+    if current_round.isdigit():
+        described["current_round"] = int(current_round)
+    return described

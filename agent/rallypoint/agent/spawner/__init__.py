@@ -1,0 +1,1 @@
+"""The process that forks workers, and its client."""

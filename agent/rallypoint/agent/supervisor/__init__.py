@@ -1,0 +1,1 @@
+"""The agent as a service: jobs that clients start, watch and steer."""

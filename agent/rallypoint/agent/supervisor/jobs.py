@@ -1,0 +1,206 @@
+"""The jobs of one agent: those that run, and the last that ended; and which of them a request means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from rallypoint.agent.core.core import Workers
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.job.report import render
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.workers.group import Worker
+from rallypoint.agent.workers.usage import Usage
+from rallypoint.rpc.errors import ServiceError
+
+MOST_ENDED = 100
+"""Jobs that are remembered after their end. Each takes some 50 KB; a caller who comes late finds out what became of
+its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenJob:
+    """A job that the agent has taken on.
+
+    Attributes:
+        job: the job.
+        launch_id: by which its launch can be sent again; empty: none.
+    """
+
+    job: Job
+    launch_id: str = ""
+
+    @property
+    def run_id(self) -> str:
+        """Name of its run."""
+        return self.job.config.run_id
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.job.result is None
+
+
+class Jobs:
+    """What an agent runs, and has run."""
+
+    def __init__(self, *jobs: Job) -> None:
+        """It has taken these on."""
+        self._taken = [TakenJob(job) for job in jobs]
+
+    def add(self, job: Job, launch_id: str = "") -> None:
+        """The agent has taken a job on; past MOST_ENDED the oldest that ended is forgotten."""
+        self._taken.append(TakenJob(job, launch_id))
+        ended = [taken for taken in self._taken if not taken.running]
+        for forgotten in ended[:-MOST_ENDED]:
+            self._taken.remove(forgotten)
+
+    @property
+    def running(self) -> list[Job]:
+        """The jobs that run, in the order in which they came."""
+        return [taken.job for taken in self._taken if taken.running]
+
+    @property
+    def latest_first(self) -> list[TakenJob]:
+        """All that run or are remembered."""
+        return self._taken[::-1]
+
+    def launched(self, launch_id: str) -> TakenJob | None:
+        """The job that was launched by this id; None if none was, or it is forgotten."""
+        return next(
+            (taken for taken in self.latest_first if launch_id and taken.launch_id == launch_id), None
+        )
+
+    def find(self, run_id: str) -> TakenJob:
+        """The job that a request means.
+
+        Args:
+            run_id: Name of its run; the latest job of that run is meant. Empty: the job that runs, or ran last.
+
+        Raises:
+            ServiceError: NO_JOB, WHICH_JOB.
+        """
+        running = [taken for taken in self.latest_first if taken.running]
+        if not run_id and len(running) > 1:
+            names = ", ".join(sorted(taken.run_id for taken in running))
+            raise ServiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "WHICH_JOB",
+                f"this agent runs {len(running)} jobs: name the run of one of them ({names})",
+                metadata={"run_ids": names},
+            )
+        for taken in (*running, *self.latest_first):
+            if not run_id or taken.run_id == run_id:
+                return taken
+        if run_id:
+            message = f"this agent runs no job of run {run_id!r}, and remembers none"
+        else:
+            message = "this agent runs no job, and has run none"
+        raise ServiceError(grpc.StatusCode.NOT_FOUND, "NO_JOB", message)
+
+
+# ---- A job and its workers as SupervisorService tells of them.
+
+
+# Bytes of a failure report that are told: it has a traceback of 16 KiB at most.
+_REPORT_BYTES = 64 * 1024
+
+
+def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
+    """A job as one host sees it; not `whole`: without its workers and the report of its failure."""
+    job = taken.job
+    config, seat = job.config, job.crew.assignment if job.crew is not None else None
+    message = pb.Job(
+        run_id=config.run_id,
+        node_id=config.node_id,
+        state=job_state(job),
+        round=seat.round if seat is not None else 0,
+        restart_count=job.state.restart_count,
+        workers=[worker_message(worker) for worker in job.workers] if whole else (),
+        detail=_detail(job),
+        log_dir=str(job.log_dir or ""),
+        world_size=seat.world_size if seat is not None else 0,
+        rendezvous_endpoint=config.rendezvous.endpoint,
+        launch_id=taken.launch_id,
+        watchdog_trouble=job.watchdog_trouble,
+    )
+    message.start_time.FromNanoseconds(round(job.start_time * 1e9))
+    if job.end_time is not None:
+        message.end_time.FromNanoseconds(round(job.end_time * 1e9))
+    if job.result is not None:
+        message.exit_code = job.result.exit_code
+        if job.result.failure is not None and whole:
+            report = render(job.result.failure, others=job.result.others).encode(errors="replace")
+            message.failure_report = report[:_REPORT_BYTES].decode(errors="ignore")
+    elif (draining := job.draining) is not None:
+        message.drain_deadline.FromNanoseconds(round(draining.deadline * 1e9))
+    return message
+
+
+def job_state(job: Job) -> pb.JobState.ValueType:
+    """What a job does on this host."""
+    if job.result is not None:
+        return pb.JOB_STATE_ENDED
+    state = job.state
+    if state.workers is Workers.RUNNING:
+        return pb.JOB_STATE_RUNNING if job.draining is None else pb.JOB_STATE_DRAINING
+    if state.workers is Workers.STOPPING or state.leaving is not None:
+        return pb.JOB_STATE_STOPPING
+    if state.started and state.succeeded == state.started:
+        return pb.JOB_STATE_WAITING_FOR_OTHERS
+    return pb.JOB_STATE_WAITING
+
+
+def _detail(job: Job) -> str:
+    """How it ended, what it waits for, or why it stops."""
+    match job_state(job):
+        case pb.JOB_STATE_ENDED:
+            return job.result.detail if job.result is not None else ""
+        case pb.JOB_STATE_DRAINING:
+            return job.draining.reason if job.draining is not None else ""
+        case pb.JOB_STATE_STOPPING:
+            return job.state.leaving or job.stop_reason
+        case pb.JOB_STATE_WAITING_FOR_OTHERS:
+            return "the workers here succeeded; those of other hosts have not all"
+        case pb.JOB_STATE_WAITING:
+            settings = job.config.settings
+            nodes = str(settings.min_nodes)
+            if settings.max_nodes > settings.min_nodes:
+                nodes += f" to {settings.max_nodes}"
+            ended = f"; the round before ended: {job.state.detail}" if job.state.detail else ""
+            return f"waits for a round of {nodes} node{'s' * (nodes != '1')}{ended}"
+        case pb.JOB_STATE_RUNNING if job.watchdog_trouble:
+            return f"no watchdog guards the workers: {job.watchdog_trouble}"
+        case _:
+            return ""
+
+
+def worker_message(
+    worker: Worker, usage: Usage | None = None, progress: tuple[int, float] | None = None
+) -> pb.Worker:
+    """A worker.
+
+    Args:
+        worker: which.
+        usage: what it uses of its host; None: not asked, or not known.
+        progress: its step, and the seconds since it came to that; None: not asked, or it never told.
+    """
+    message = pb.Worker(
+        local_rank=worker.local_rank, rank=worker.rank, pid=worker.pid, state=pb.WORKER_STATE_RUNNING
+    )
+    message.start_time.FromNanoseconds(round(worker.start_time * 1e9))
+    if worker.exit is not None:
+        message.state = pb.WORKER_STATE_SUCCEEDED if worker.exit.succeeded else pb.WORKER_STATE_FAILED
+        message.exit_code = -worker.exit.signal if worker.exit.signal else worker.exit.exit_code or 0
+        return message
+    if usage is not None:
+        message.usage.processors = usage.processors
+        message.usage.memory_bytes = usage.memory_bytes
+        message.usage.process_count = usage.processes
+        message.usage.thread_count = usage.threads
+        message.usage.processor_time.FromNanoseconds(round(usage.processor_seconds * 1e9))
+    if progress is not None:
+        message.progress.step = progress[0]
+        message.progress.age.FromNanoseconds(round(progress[1] * 1e9))
+    return message

@@ -1,0 +1,232 @@
+"""What a job's workers wrote, and write, as one stream that can be resumed; over restarts and rotated files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.logs.files import LogFile, Piece
+from rallypoint.agent.logs.plan import STDERR_FILE, STDOUT_FILE
+from rallypoint.agent.logs.watch import FALLBACK_INTERVAL, FileWatch
+from rallypoint.agent.supervisor.steering import workers_of
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.rpc.errors import ServiceError, invalid
+
+PIECE_BYTES = 256 * 1024
+"""Most bytes of a message. Several streams take turns, a piece each."""
+
+GATHER = 0.05
+"""Seconds that what workers write waits for more of it: one message then has what would be a message a line."""
+
+LOG_STREAMS: dict[pb.LogStream.ValueType, str] = {
+    pb.LOG_STREAM_STDOUT: STDOUT_FILE,
+    pb.LOG_STREAM_STDERR: STDERR_FILE,
+}
+_Place: TypeAlias = tuple[int, int]  # attempt, offset
+
+
+class _Reader:
+    """Reads one stream of one worker, from one attempt on to the next."""
+
+    def __init__(
+        self, job: Job, local_rank: int, stream: pb.LogStream.ValueType, place: _Place | None, tail: int
+    ) -> None:
+        """`place`: where to go on; None: where to begin is told by `tail`, as in StreamLogsRequest."""
+        self.due = True
+        self._job = job
+        self._local_rank = local_rank
+        self._stream = stream
+        self._tail = tail if place is None else 0
+        self._resumed = place is not None
+        self._attempt, self._offset = place if place is not None else (-1, 0)
+        self._lost = 0
+        self._file: LogFile | None = None
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, watch: FileWatch, wake: asyncio.Event) -> tuple[pb.StreamLogsResponse | None, bool]:
+        """The next piece, or None at the end so far: then it becomes due, and wakes, when there is more.
+
+        Returns:
+            The piece, and whether its file is watched for more.
+        """
+
+        def grown() -> None:
+            self.due = True
+            wake.set()
+
+        while True:
+            latest = max(self._job.base_ranks, default=-1)
+            if self._file is None and not self._open_next(latest):
+                self.due = False
+                return None, True  # the job tells of the next attempt
+            assert self._file is not None, "it was opened"
+            try:
+                piece, watched = self._file.read(self._offset, PIECE_BYTES), True
+                if not piece.data and self._attempt == latest:
+                    piece, watched = _read_and_watch(self._file, piece, watch, grown)
+            except FileNotFoundError:
+                self._lost = -1
+                self._close()
+                continue
+            except OSError as error:
+                raise _unreadable(self._file.path, error) from None
+            if piece.data:
+                return self._message(piece.begin, piece.data), True
+            self._offset = min(self._offset, piece.begin)
+            self._file.close()
+            if self._attempt == latest:
+                self.due = False
+                return None, watched
+            self._close()
+
+    def _close(self) -> None:
+        self.close()
+        self._file = None
+
+    def _open_next(self, latest: int) -> bool:
+        """Goes to the next attempt of which something is kept; whether there is one."""
+        folder = self._job.log_dir
+        if folder is None:
+            return False
+        attempt, offset = self._attempt, self._offset
+        if self._resumed:
+            self._resumed = False
+        else:
+            attempt, offset = (latest if self._tail else attempt + 1), 0
+        while attempt <= latest:
+            path = folder / f"attempt_{attempt}" / str(self._local_rank) / LOG_STREAMS[self._stream]
+            if path.exists():
+                self._file, self._attempt, self._offset = LogFile(path), attempt, offset
+                self._begin_at_tail()
+                return True
+            if self._attempt >= 0:
+                self._lost = -1
+            attempt, offset = attempt + 1, 0
+        return False
+
+    def _begin_at_tail(self) -> None:
+        if self._tail and self._file is not None:
+            with suppress(OSError):  # told by the read
+                begin, end = self._file.extent()
+                offset = max(begin, end - self._tail)
+                if offset > begin:
+                    before = self._file.read(offset - 1, min(PIECE_BYTES, end - offset))
+                    offset = before.begin + before.data.find(b"\n") + 1 if b"\n" in before.data else offset
+                self._offset = offset
+        self._tail = 0
+
+    def _message(self, begin: int, data: bytes) -> pb.StreamLogsResponse:
+        lost = self._lost or max(0, begin - self._offset)
+        self._lost, self._offset = 0, begin + len(data)
+        cursor = pb.LogCursor(
+            local_rank=self._local_rank, stream=self._stream, attempt=self._attempt, offset=self._offset
+        )
+        rank = self._job.base_ranks[self._attempt] + self._local_rank
+        return pb.StreamLogsResponse(rank=rank, cursor=cursor, data=data, lost_bytes=lost)
+
+
+def _read_and_watch(
+    file: LogFile, end: Piece, watch: FileWatch, grown: Callable[[], None]
+) -> tuple[Piece, bool]:
+    """Reads on from an end, with the file that is being written watched from before the read: nothing is missed."""
+    while True:
+        identity = os.fstat(file.fileno()).st_ino
+        watched = watch.arm(file.fileno(), grown)
+        piece = file.read(end.begin, PIECE_BYTES)
+        if piece.data or os.fstat(file.fileno()).st_ino == identity:
+            return piece, watched
+
+
+async def stream_logs(job: Job, request: pb.StreamLogsRequest) -> AsyncGenerator[pb.StreamLogsResponse, None]:
+    """The pieces that a request asks for. Nobody waits for who takes them: they stay in their files until then.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, NO_WORKER, LOGS_UNREADABLE.
+    """
+    readers = _readers(job, request)
+    with ExitStack() as stack:
+        watch = FileWatch()
+        stack.callback(watch.close)
+        for reader in readers:
+            stack.callback(reader.close)
+        wake = stack.enter_context(job.changed.watch())
+        attempts, ended = -1, False
+        while True:
+            wake.clear()
+            # Before reading: of a job that has ended nothing comes after what is there now.
+            ended, all_watched = job.result is not None, True
+            if ended or max(job.base_ranks, default=-1) != attempts:
+                attempts = max(job.base_ranks, default=-1)
+                for reader in readers:
+                    reader.due = True
+            while due := [reader for reader in readers if reader.due]:
+                for reader in due:
+                    piece, watched = reader.read(watch, wake)
+                    all_watched = all_watched and watched
+                    if piece is not None:
+                        yield piece
+            if ended or not request.follow:
+                return
+            await _grown(wake, readers, all_watched=all_watched)
+
+
+async def _grown(wake: asyncio.Event, readers: Sequence[_Reader], *, all_watched: bool) -> None:
+    """Returns when there is more, or may be."""
+    try:
+        async with asyncio.timeout(None if all_watched else FALLBACK_INTERVAL):
+            await wake.wait()
+    except TimeoutError:
+        for reader in readers:
+            reader.due = True
+    if any(reader.due for reader in readers):
+        await asyncio.sleep(GATHER)  # not for something: to have more in one message
+
+
+def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_Reader]:
+    if request.tail_bytes < 0:
+        raise invalid("tail_bytes", "must not be negative")
+    if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *LOG_STREAMS):
+        raise invalid("stream", f"there is no stream {request.stream}")
+    streams = [request.stream] if request.stream else list(LOG_STREAMS)
+    local_ranks = list(range(job.config.local_world_size))
+    if request.ranks:
+        local_ranks = [worker.local_rank for worker in workers_of(job, request.ranks)]
+    places = _places(job, request)
+    return [
+        _Reader(job, local_rank, stream, places.get((local_rank, stream)), request.tail_bytes)
+        for local_rank in local_ranks
+        for stream in streams
+    ]
+
+
+def _places(job: Job, request: pb.StreamLogsRequest) -> dict[tuple[int, pb.LogStream.ValueType], _Place]:
+    places = {}
+    for index, cursor in enumerate(request.cursors):
+        field = f"cursors[{index}]"
+        if not 0 <= cursor.local_rank < job.config.local_world_size:
+            raise invalid(f"{field}.local_rank", f"there is no worker {cursor.local_rank} on this host")
+        if cursor.stream not in LOG_STREAMS:
+            raise invalid(f"{field}.stream", "must be standard output or standard error")
+        if cursor.attempt not in job.base_ranks:
+            raise invalid(f"{field}.attempt", f"there was no attempt {cursor.attempt}")
+        if cursor.offset < 0:
+            raise invalid(f"{field}.offset", "must not be negative")
+        places[cursor.local_rank, cursor.stream] = cursor.attempt, cursor.offset
+    return places
+
+
+def _unreadable(path: Path, error: OSError) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "LOGS_UNREADABLE", f"can't read {path}: {error.strerror or error}"
+    )

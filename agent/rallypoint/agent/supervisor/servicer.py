@@ -1,0 +1,222 @@
+"""SupervisorService on the wire."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+
+from rallypoint.agent.config.settings import MOST_SECONDS
+from rallypoint.agent.job.job import Job
+from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs, job_message, worker_message
+from rallypoint.agent.supervisor.log_stream import LOG_STREAMS, stream_logs
+from rallypoint.agent.supervisor.steering import dump_stacks, reap_worker, restart_workers
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+from rallypoint.agent.workers.usage import UsageMeter
+from rallypoint.rpc.errors import ServiceError, invalid
+from rallypoint.serving.flow import WRITE_TIMEOUT, Subscriber
+from rallypoint.serving.requests import NAME_BYTES, SENTENCE_BYTES, text
+from rallypoint.serving.server import Registration
+
+SERVICE_NAME = "rallypoint.agent.v1.SupervisorService"
+
+MOST_STREAMS = 256
+"""Streams of WatchJob and StreamLogs at a time. One of logs keeps up to two files of each worker open; all of them
+together have half of what the system lets this process open."""
+
+NO_REASON = "no reason given"
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+# Takes a job on, or raises ServiceError.
+Launch: TypeAlias = Callable[[pb.LaunchJobRequest], Awaitable[pb.LaunchJobResponse]]
+
+
+def supervisor_registration(jobs: Jobs, launch: Launch | None = None) -> Registration:
+    """What stands SupervisorService up on a server.
+
+    Args:
+        jobs: What the agent runs, and has run.
+        launch: Takes a job on; None for an agent that runs the one job it was started for.
+    """
+    servicer = SupervisorServicer(jobs, launch)
+    return Registration(SERVICE_NAME, partial(pb_grpc.add_SupervisorServiceServicer_to_server, servicer))
+
+
+class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
+    """Answers for the jobs of one agent."""
+
+    def __init__(self, jobs: Jobs, launch: Launch | None, write_timeout: float = WRITE_TIMEOUT) -> None:
+        """See `supervisor_registration`. `write_timeout`: seconds that a client may take to take a message."""
+        self._jobs = jobs
+        self._launch = launch
+        self._write_timeout = write_timeout
+        self._streams = self._files = 0
+        self._meter = UsageMeter()
+
+    async def GetJob(self, request: pb.GetJobRequest, context: _Context) -> pb.GetJobResponse:
+        """A job with its workers."""
+        return pb.GetJobResponse(job=job_message(self._jobs.find(_run_id(request.run_id))))
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: _Context) -> pb.ListJobsResponse:
+        """All jobs that run or are remembered."""
+        latest = self._jobs.latest_first[:MOST_ENDED]
+        return pb.ListJobsResponse(jobs=[job_message(taken, whole=False) for taken in latest])
+
+    async def WatchJob(self, request: pb.WatchJobRequest, context: _Context) -> None:  # type: ignore[override]
+        """A job's states as they come, the latest only."""
+        taken = self._jobs.find(_run_id(request.run_id))
+        told: pb.Job | None = None
+        watcher = Subscriber(context, self._write_timeout)
+        with self._stream(), taken.job.changed.watch() as changed:
+            while True:
+                changed.clear()
+                job = job_message(taken)
+                if job != told:
+                    await watcher.tell(pb.WatchJobResponse(job=job))
+                    told = job
+                if job.state == pb.JOB_STATE_ENDED:
+                    return
+                await changed.wait()
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: _Context) -> pb.ListWorkersResponse:
+        """A job's workers, with what they use."""
+        job = self._jobs.find(_run_id(request.run_id)).job
+        running = [worker.pid for worker in job.workers if worker.exit is None and worker.pid]
+        usage = await self._meter.measure(job.spawner_pid, running) if running else {}
+        return pb.ListWorkersResponse(
+            round=job.crew.assignment.round if job.crew is not None else 0,
+            workers=[
+                worker_message(worker, usage.get(worker.pid), job.progress_of(worker))
+                for worker in job.workers
+            ],
+        )
+
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: _Context) -> None:  # type: ignore[override]
+        """What workers wrote, and write."""
+        job = self._jobs.find(_run_id(request.run_id)).job
+        workers = len(set(request.ranks)) or job.config.local_world_size
+        of_each = len(LOG_STREAMS) if request.stream == pb.LOG_STREAM_UNSPECIFIED else 1
+        reader = Subscriber(context, self._write_timeout)
+        with self._stream(), self._open_files(of_each * workers):
+            async with aclosing(stream_logs(job, request)) as pieces:
+                async for piece in pieces:
+                    await reader.tell(piece)
+
+    async def StopJob(self, request: pb.StopJobRequest, context: _Context) -> pb.StopJobResponse:
+        """Leave the run in good order, or at once."""
+        reason = _reason(request.reason)
+        job = self._jobs.find(_run_id(request.run_id)).job
+        if request.now or not job.stopping:
+            job.request_stop(f"stopped through SupervisorService: {reason}", at_once=request.now)
+        return pb.StopJobResponse()
+
+    async def RestartWorkers(
+        self, request: pb.RestartWorkersRequest, context: _Context
+    ) -> pb.RestartWorkersResponse:
+        """Start all workers of the run anew."""
+        reason = _reason(request.reason)
+        job = self._jobs.find(_run_id(request.run_id)).job
+        return pb.RestartWorkersResponse(ended_round=await restart_workers(job, reason))
+
+    async def ReapWorker(self, request: pb.ReapWorkerRequest, context: _Context) -> pb.ReapWorkerResponse:
+        """Kill a worker with all it has started."""
+        reason = _reason(request.reason)
+        job = self._jobs.find(_run_id(request.run_id)).job
+        pid, evidence_file = await reap_worker(job, request.rank, reason)
+        return pb.ReapWorkerResponse(pid=pid, evidence_file=evidence_file)
+
+    async def DumpStacks(self, request: pb.DumpStacksRequest, context: _Context) -> pb.DumpStacksResponse:
+        """What workers are doing."""
+        job = self._jobs.find(_run_id(request.run_id)).job
+        return pb.DumpStacksResponse(
+            stacks=[
+                pb.WorkerStacks(
+                    rank=stacks.worker.rank,
+                    local_rank=stacks.worker.local_rank,
+                    pid=stacks.worker.pid,
+                    text=stacks.text,
+                )
+                for stacks in await dump_stacks(job, request.ranks)
+            ]
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        """Have this host leave its runs gently."""
+        reason = _reason(request.reason)
+        grace = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else None
+        if grace is not None and not 0 <= grace <= MOST_SECONDS:
+            raise invalid("grace", f"must be from 0 to {MOST_SECONDS} seconds")
+        jobs = [job for job in self._jobs.running if not job.stopping]
+        if request.run_id:
+            jobs = [_going_on(self._jobs.find(_run_id(request.run_id)).job)]
+        for job in jobs:
+            job.drain(grace, reason)
+        return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
+
+    async def LaunchJob(self, request: pb.LaunchJobRequest, context: _Context) -> pb.LaunchJobResponse:
+        """Take a job on."""
+        if self._launch is None:
+            raise ServiceError(
+                grpc.StatusCode.UNIMPLEMENTED,
+                "NOT_A_DAEMON",
+                "this agent runs the one job it was started for; `rallypoint serve agent` takes jobs on",
+            )
+        text("launch_id", request.launch_id, NAME_BYTES)
+        return await self._launch(request)
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        if self._streams >= MOST_STREAMS:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_WATCHERS",
+                f"{MOST_STREAMS} streams are open at this agent, and no more can be",
+                retry_after=5.0,
+            )
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    @contextmanager
+    def _open_files(self, count: int) -> Iterator[None]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and self._files + count > limit // 2:
+            raise ServiceError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "TOO_MANY_WATCHERS",
+                f"readers keep {self._files} log files open, and {count} more would be above {limit // 2}, half of "
+                "what the agent may open (ulimit -n); read fewer ranks, or start it with a higher limit",
+                retry_after=5.0,
+            )
+        self._files += count
+        try:
+            yield
+        finally:
+            self._files -= count
+
+
+def _run_id(value: str) -> str:
+    text("run_id", value, NAME_BYTES)
+    return value
+
+
+def _reason(value: str) -> str:
+    text("reason", value, SENTENCE_BYTES)
+    return value or NO_REASON
+
+
+def _going_on(job: Job) -> Job:
+    if job.result is not None or job.stopping:
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "JOB_ENDED",
+            f"the job of run {job.config.run_id!r} is over here, or on its way out",
+        )
+    return job

@@ -1,0 +1,218 @@
+"""A JobSpec from the wire as the job that it describes: every field is checked here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rallypoint.agent.addresses import local_address_towards
+from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
+from rallypoint.agent.config.settings import (
+    MOST_NODES,
+    MOST_RESTARTS,
+    MOST_SECONDS,
+    MOST_WORKERS,
+    SHUTDOWN_TIMEOUT,
+    RendezvousConf,
+    RunSettingError,
+    rendezvous_conf,
+)
+from rallypoint.agent.health.gpu import count_gpus, count_xpus
+from rallypoint.agent.job.options import OptionError, job_fields
+from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.agent.workers.environment import check_devices
+from rallypoint.rpc.endpoint import ClientTLS, SettingError, parse_endpoint
+from rallypoint.rpc.errors import invalid
+from rallypoint.serving.requests import NAME_BYTES, PATH_BYTES, count, name, text
+
+AGENTS_PYTHON = "${python}"
+"""As the program of a command: the Python that the agent runs on. Whoever launches a job from elsewhere can't know
+its path."""
+
+_WORKERS = "nproc-per-node"
+_OWN_FIELDS = ("role", "topology", "log-dir", "shutdown-timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the agent's host adds to a job.
+
+    Attributes:
+        rendezvous: The daemon's own rendezvous service; None if its jobs can't reach that.
+        timer: The daemon's own timer service.
+        tls: Certificates towards services that jobs name; None: plaintext.
+        environment: What workers inherit.
+    """
+
+    rendezvous: Callable[[], Peer | None]
+    timer: Peer
+    tls: ClientTLS | None
+    environment: Mapping[str, str]
+
+
+def job_config(spec: pb.JobSpec, host: Host) -> JobConfig:
+    """The job that a spec describes. May wait for the name service.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, naming the field.
+    """
+    _check(spec)
+    environment = {**host.environment, **spec.environment}
+    workers = _workers(spec, environment)
+    shutdown_timeout = _shutdown_timeout(spec)
+    conf = _conf(spec, shutdown_timeout)
+    named = Peer(spec.rendezvous_endpoint, host.tls)
+    rendezvous = named if spec.rendezvous_endpoint else host.rendezvous()
+    if rendezvous is None:
+        raise invalid(
+            "spec.rendezvous_endpoint",
+            "must not be empty: the jobs of this agent can't reach the service at its own address, since it "
+            "speaks TLS and was started without --tls-ca",
+        )
+    try:
+        address = local_address_towards(rendezvous.endpoint)
+    except SettingError as error:
+        raise invalid("spec.rendezvous_endpoint", str(error)) from None
+    config = JobConfig(
+        run_id=spec.run_id,
+        node_id=spec.node_id or new_node_id(),
+        address=address,
+        settings=conf.settings,
+        command=_command(spec),
+        environment=environment,
+        rendezvous=rendezvous,
+        timer=_timer(spec, host),
+        local_world_size=workers,
+        role=spec.role or "default",
+        topology=spec.topology,
+        working_directory=Path(spec.working_directory or Path.cwd()),
+        log_dir=Path(spec.log_dir) if spec.log_dir else None,
+        connect_timeout=conf.read_timeout,
+        close_timeout=conf.close_timeout,
+        shutdown_timeout=shutdown_timeout,
+    )
+    config = dataclasses.replace(config, **_options(spec, workers))
+    try:
+        check_devices(config)
+    except SettingError as error:
+        raise invalid("spec.local_world_size", str(error)) from None
+    return config
+
+
+def _check(spec: pb.JobSpec) -> None:
+    name("spec.run_id", spec.run_id)
+    if spec.node_id:
+        name("spec.node_id", spec.node_id)
+    text("spec.role", spec.role, NAME_BYTES)
+    text("spec.topology", spec.topology, NAME_BYTES)
+    text("spec.working_directory", spec.working_directory, PATH_BYTES)
+    text("spec.log_dir", spec.log_dir, PATH_BYTES)
+    if not spec.command or not spec.command[0]:
+        raise invalid("spec.command", "must name a program")
+    if any("\0" in argument for argument in spec.command):
+        raise invalid("spec.command", "must not have NUL characters")
+    for variable, value in spec.environment.items():
+        if not variable or "=" in variable or "\0" in variable + value:
+            raise invalid("spec.environment", f"{variable!r} can't be the name of a variable with that value")
+    if not 0 <= spec.local_world_size <= MOST_WORKERS:
+        raise invalid("spec.local_world_size", f"must be from 1 to {MOST_WORKERS}, or unset for 1")
+    count("spec.max_restarts", spec.max_restarts, 0, MOST_RESTARTS)
+    least = spec.min_nodes or 1
+    if not 1 <= least <= (spec.max_nodes or least) <= MOST_NODES:
+        raise invalid(
+            "spec.max_nodes", f"must be at least min_nodes ({least}), and both from 1 to {MOST_NODES}"
+        )
+
+
+def _shutdown_timeout(spec: pb.JobSpec) -> float:
+    if not spec.HasField("shutdown_timeout"):
+        return SHUTDOWN_TIMEOUT
+    seconds = spec.shutdown_timeout.ToNanoseconds() / 1e9
+    if seconds < 0:
+        raise invalid("spec.shutdown_timeout", "must not be negative")
+    if seconds > MOST_SECONDS:
+        raise invalid("spec.shutdown_timeout", f"must be at most {MOST_SECONDS} seconds")
+    return seconds
+
+
+def _conf(spec: pb.JobSpec, shutdown_timeout: float) -> RendezvousConf:
+    least = spec.min_nodes or 1
+    nodes = least, spec.max_nodes or least
+    try:
+        return rendezvous_conf(dict(spec.rendezvous_settings), nodes, spec.max_restarts, shutdown_timeout)
+    except RunSettingError as error:
+        raise invalid("spec.rendezvous_settings", str(error)) from None
+
+
+def _timer(spec: pb.JobSpec, host: Host) -> Peer:
+    if not spec.timer_endpoint:
+        return host.timer
+    try:
+        parse_endpoint(spec.timer_endpoint)
+    except SettingError as error:
+        raise invalid("spec.timer_endpoint", str(error)) from None
+    return Peer(spec.timer_endpoint, host.tls)
+
+
+def _command(spec: pb.JobSpec) -> tuple[str, ...]:
+    program, *arguments = spec.command
+    if program == AGENTS_PYTHON:
+        program = host_python(spec.environment)
+    return (program, *arguments)
+
+
+def host_python(environment: Mapping[str, str]) -> str:
+    """The Python for a job's workers on this host: PYTHON_EXEC, as for torchrun, or the agent's own."""
+    return environment.get("PYTHON_EXEC") or sys.executable
+
+
+def _workers(spec: pb.JobSpec, environment: Mapping[str, str]) -> int:
+    asked = _named_options(spec).get(_WORKERS)
+    if asked is None:
+        return spec.local_world_size or 1
+    if spec.local_world_size:
+        raise invalid("spec.options", f"{_WORKERS!r} and spec.local_world_size contradict each other")
+    try:
+        return _count_workers(asked, environment)
+    except ValueError as error:
+        raise invalid("spec.options", f"{_WORKERS}: {error}") from None
+
+
+def _count_workers(text: str, environment: Mapping[str, str]) -> int:
+    """How many workers `--nproc-per-node` means on this host.
+
+    Raises:
+        ValueError: None, or no such word.
+    """
+    counts = {
+        "cpu": lambda: len(os.sched_getaffinity(0)),
+        "gpu": lambda: count_gpus(environment),
+        "xpu": lambda: count_xpus(environment),
+        "auto": lambda: count_gpus(environment) or len(os.sched_getaffinity(0)),
+    }
+    if text not in counts:
+        raise ValueError(f"{text!r} is none of {', '.join(counts)}; numbers go into spec.local_world_size")
+    count = counts[text]()
+    if not count:
+        raise ValueError(f"this host has no {text} that workers can use")
+    return count
+
+
+def _named_options(spec: pb.JobSpec) -> dict[str, str]:
+    return {given.replace("_", "-"): value for given, value in spec.options.items()}
+
+
+def _options(spec: pb.JobSpec, workers: int) -> dict[str, Any]:
+    options = {name_: value for name_, value in _named_options(spec).items() if name_ != _WORKERS}
+    for own in _OWN_FIELDS:
+        if own in options:
+            raise invalid("spec.options", f"{own!r} has a field of its own, spec.{own.replace('-', '_')}")
+    try:
+        return job_fields(options, workers, label=lambda option: option)
+    except OptionError as error:
+        raise invalid("spec.options", str(error)) from None

@@ -1,0 +1,1 @@
+"""The workers of a round: environment, placement, start, signals and end."""

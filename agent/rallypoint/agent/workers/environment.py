@@ -1,0 +1,101 @@
+"""The environment of a worker: torchrun's variables, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rallypoint.agent.config.job import JobConfig
+from rallypoint.agent.core.core import Assignment
+from rallypoint.rpc.endpoint import SettingError
+
+
+def worker_environment(
+    config: JobConfig,
+    assignment: Assignment,
+    restart_count: int,
+    local_rank: int,
+    *,
+    error_file: Path,
+    sockets: Mapping[str, str],
+) -> dict[str, str]:
+    """The whole environment of one worker.
+
+    Args:
+        config: The job.
+        assignment: This node's place in the round.
+        restart_count: Of the run.
+        local_rank: Which of this host's workers.
+        error_file: Where the worker may leave the story of its failure.
+        sockets: Variables that name the agent's sockets; `${local_rank}` in them is replaced.
+    """
+    environment = {
+        **config.environment,
+        "RANK": str(assignment.base_rank + local_rank),
+        **_device_variables(config, local_rank),
+        "GROUP_RANK": str(assignment.group_rank),
+        "ROLE_RANK": str(assignment.base_role_rank + local_rank),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": str(config.local_world_size),
+        "WORLD_SIZE": str(assignment.world_size),
+        "GROUP_WORLD_SIZE": str(assignment.group_world_size),
+        "ROLE_WORLD_SIZE": str(assignment.role_world_size),
+        "MASTER_ADDR": config.master_address or assignment.master_address,
+        "MASTER_PORT": str(config.master_port or assignment.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.settings.max_restarts),
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        # The agent holds no TCPStore: rank 0 of the round makes one at MASTER_PORT, fresh for every round.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+        "RALLYPOINT_RUN_ID": config.run_id,
+        "RALLYPOINT_NODE": config.node_id,
+        "RALLYPOINT_ROUND": str(assignment.round),
+        "RALLYPOINT_FENCING_TOKEN": str(assignment.fencing_token),
+        **{name: value.replace("${local_rank}", str(local_rank)) for name, value in sockets.items()},
+    }
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # Where a Python program is when native code kills it, it can only say itself, in its log.
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    if config.local_world_size > 1:
+        # As torchrun: several workers that each start a thread per core only hinder each other.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
+    """The one GPU of a worker under `--virtual-local-rank`: of those that the job may see, the one of its local rank.
+
+    Where CUDA_VISIBLE_DEVICES names fewer than there are workers, which `check_devices` refuses, the last have none.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    return devices[local_rank].strip() if local_rank < len(devices) else ""
+
+
+def check_devices(config: JobConfig) -> None:
+    """Refuse a job of which a worker would have no GPU, though each is to have one of its own.
+
+    Raises:
+        SettingError: CUDA_VISIBLE_DEVICES names fewer than there are workers; one line.
+    """
+    visible = config.environment.get("CUDA_VISIBLE_DEVICES", "")
+    count = len(visible.split(",")) if visible else config.local_world_size
+    if config.virtual_local_rank and count < config.local_world_size:
+        raise SettingError(
+            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} names {count} device{'s' * (count != 1)} for "
+            f"{config.local_world_size} workers; start fewer, or let them see more"
+        )
+
+
+def _device_variables(config: JobConfig, local_rank: int) -> dict[str, str]:
+    if not config.virtual_local_rank:
+        return {"LOCAL_RANK": str(local_rank)}
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": virtual_device(config.environment, local_rank)}
+
+
+def worker_command(config: JobConfig, local_rank: int) -> tuple[str, ...]:
+    """Program and arguments of one worker."""
+    return tuple(argument.replace("${local_rank}", str(local_rank)) for argument in config.command)

@@ -1,0 +1,432 @@
+"""The workers of one round on this host: started together, watched, and judged as one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rallypoint.agent.addresses import is_taken_by_another
+from rallypoint.agent.config.job import JobConfig
+from rallypoint.agent.core.core import Assignment
+from rallypoint.agent.events.publisher import JobEvents
+from rallypoint.agent.failures.analysis import LocalFailures, PostMortem
+from rallypoint.agent.failures.failure import (
+    WorkerFailure,
+    failure_of_port,
+    failure_to_end,
+    failure_to_start,
+    names_taken_address,
+)
+from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.python_stacks import StackPipe
+from rallypoint.agent.hangs.reaper import Case, Reaping, Victim, describe_left, who_outlives
+from rallypoint.agent.logs.follower import Console
+from rallypoint.agent.logs.output import WorkerOutput
+from rallypoint.agent.logs.plan import LogDirectory, WorkerLogs, remove_attempts
+from rallypoint.agent.logs.streams import LogError, Streams
+from rallypoint.agent.spawner.client import Spawner
+from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner.spawner import look_up
+from rallypoint.agent.workers.affinity import Cpus, NumaError, bind, read_topology
+from rallypoint.agent.workers.environment import worker_command, worker_environment
+from rallypoint.agent.workers.signals import would_end
+from rallypoint.agent.workers.usage import worker_of
+from rallypoint.agent.workers.workers import StopReport, WorkerGroup
+from rallypoint.rpc.logs import get_logger
+from rallypoint.timer.worker.process import STACKS_VARIABLE
+
+# Seconds that the report of a failure waits for a worker's last output to be in its file, where logs are rotated.
+_LAST_WORDS = 1.0
+
+_log = get_logger("rallypoint.agent")
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker that was started, and how it ended, once it has."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    start_time: float
+    exit: WorkerExit | None = None
+
+
+class Crew:
+    """Starts a round's workers; says once how it went: all succeeded, or the first failure."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        assignment: Assignment,
+        restart_count: int,
+        *,
+        spawner: Spawner,
+        console: Console,
+        log_directory: LogDirectory,
+        sockets: dict[str, str],
+        stacks: Path,
+        events: JobEvents,
+        on_failure: Callable[[WorkerFailure], None],
+        on_success: Callable[[], None],
+        on_unfit: Callable[[str], None],
+        on_change: Callable[[], None] = lambda: None,
+        on_earlier: Callable[[WorkerFailure], None] = lambda failure: None,
+    ) -> None:
+        """Set up; nothing is started.
+
+        Args:
+            config: The job.
+            assignment: This node's place in the round.
+            restart_count: Of the run.
+            spawner: Starts processes.
+            console: Shows their output.
+            log_directory: Keeps it.
+            sockets: Variables of the environment that name the agent's sockets.
+            stacks: Folder for the pipes into which the workers write their stacks.
+            events: Records what becomes of each of them.
+            on_failure: Called for the first worker that fails, or can't be started; at most once.
+            on_earlier: Called with a failure that was before that one, or before the workers were stopped for
+                another reason, and came to light only then.
+            on_success: Called when all workers have ended with exit code 0.
+            on_unfit: Called when a worker that hangs, or a descendant of it, outlives SIGKILL, with a sentence that
+                says so. What outlives `stop` is in its report.
+            on_change: Called when a worker has ended, after it can be seen in `workers`.
+        """
+        self.assignment = assignment
+        self.workers: dict[int, Worker] = {}
+        # Its number in the log directory, once it is there.
+        self.attempt: int | None = None
+        self._config = config
+        self._restart_count = restart_count
+        self._console = console
+        self._log_directory = log_directory
+        self._sockets = sockets
+        self._post_mortem = PostMortem(
+            LocalFailures(on_failure, on_earlier),
+            self._identity,
+            self._explain,
+            cwd=config.working_directory,
+            rlimits=config.rlimits,
+            # Of Python, be it a program or a function: `sys.exit(138)` is no signal.
+            own_codes=config.call or Path(config.command[0]).name.startswith(("python", "pypy")),
+        )
+        self._on_success = on_success
+        self._on_unfit = on_unfit
+        self._on_change = on_change
+        self._stacks = stacks
+        self._events = events
+        self._pipes: dict[int, StackPipe] = {}
+        self._logs: Mapping[int, WorkerLogs] = {}
+        self._output: WorkerOutput
+        self._background: set[asyncio.Task[None]] = set()
+        self._accused: dict[int, Case] = {}
+        # Who looks into a worker asks it for its stacks, and two can't be answered at a time.
+        self._looks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._spawner = spawner
+        self._cpus: list[Cpus] | None = None
+        self._group: WorkerGroup | None = None
+        self._stopped = False
+        # When the workers were, in monotonic seconds.
+        self._started_at = 0.0
+
+    async def start(self) -> None:
+        """Start all workers, unless it was stopped before. A failure to start is reported like any other."""
+        if self._stopped:
+            return  # whoever stopped it has said that nothing of it is alive
+        local_ranks = range(self._config.local_world_size)
+        try:
+            if self._config.numa_binding is not None:
+                # A large host has thousands of small files to say how it is built.
+                self._cpus = await asyncio.to_thread(_processors, self._config)
+                if self._stopped:
+                    return
+            attempt = self._log_directory.new_attempt(local_ranks, self.assignment.base_rank)
+            self._logs, self.attempt = attempt.workers, attempt.number
+            self._on_change()
+            self._make_pipes()
+            self._post_mortem.begin(self._logs)
+            self._output = WorkerOutput(self._config.output, attempt, self._console, self._stacks)
+            self._group = WorkerGroup(self._spawner, self._exited, [self._output])
+            self._output.open()
+            self._started_at = time.monotonic()
+            await self._group.start([self._spec(local_rank) for local_rank in local_ranks])
+        except (SpawnError, LogError, NumaError) as error:
+            if not self._stopped:
+                local_rank = getattr(error, "local_rank", None) or 0
+                failure = failure_to_start(str(error), local_rank=local_rank, **self._identity(local_rank))
+                self._fail(failure)
+            return
+        if superfluous := self._log_directory.superfluous():
+            self._begin(asyncio.to_thread(remove_attempts, superfluous))
+        started = time.time()
+        for local_rank, pid in self._group.pids.items():
+            self._record(local_rank, pid, started)
+        if not self._stopped:
+            workers = self.workers.values()
+            self._events.workers_started({each.local_rank: (each.rank, each.pid) for each in workers})
+
+    async def stop(self, number: int, timeout: float) -> StopReport:
+        """Stop all workers and everything they have started; see `WorkerGroup.stop`."""
+        self._stopped = True
+        self._post_mortem.stopping(self._unfinished())
+        report = await self._group.stop(number, timeout) if self._group is not None else StopReport()
+        await asyncio.gather(*self._background)
+        self._post_mortem.stopping(self._unfinished())
+        self._post_mortem.close()
+        while self._pipes:
+            self._pipes.popitem()[1].close()
+        return report
+
+    @property
+    def failures(self) -> list[WorkerFailure]:
+        """The workers that have failed, the first first; whoever was stopped before that is not among them."""
+        return self._post_mortem.failures
+
+    def look_for_failures(self) -> None:
+        """Report a worker that has raised and not ended yet as failed, as one of another host's has failed."""
+        if not self._stopped:
+            self._post_mortem.look(self._unfinished())
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to the workers, not to their children; to those of them that it wouldn't kill."""
+        pids = self._group.pids if self._group is not None else {}
+        if deaf := [local_rank for local_rank, pid in pids.items() if would_end(pid, number)]:
+            _log.warning(
+                "a signal is not passed on to workers that it would kill, since they don't handle it",
+                signal=signal.Signals(number).name,
+                local_ranks=deaf,
+            )
+        if self._group is not None:
+            self._group.send_signal(number, only=pids.keys() - deaf)
+
+    @property
+    def names(self) -> dict[str, int]:
+        """Local rank by name, of all workers; under one lease, a name is never another worker's."""
+        round_ = self.assignment.round
+        return {f"{rank}@{round_}": rank for rank in range(self._config.local_world_size)}
+
+    def name_of(self, local_rank: int) -> str:
+        """The name of the worker with this local rank."""
+        return f"{local_rank}@{self.assignment.round}"
+
+    def rank_of(self, name: str) -> int | None:
+        """The global rank of a worker of this name; None if there is none."""
+        local_rank = self.names.get(name)
+        return self.assignment.base_rank + local_rank if local_rank is not None else None
+
+    async def look_into(self, local_rank: int, timeout: float) -> str:
+        """What a worker is doing, for people; empty if it has gone. A stopped one stays stopped.
+
+        Args:
+            local_rank: Which worker.
+            timeout: Seconds that finding it out may take.
+        """
+        victim = self._victim(local_rank)
+        if victim is None:
+            return ""
+        hang = Hang(self.name_of(local_rank), "", 0.0, 0.0, signal=None, asked="somebody wants to know")
+        async with self._looks[local_rank]:
+            evidence = await Reaping(hang, victim, timeout).look()
+        return evidence.text if evidence.looks else ""
+
+    def _victim(self, local_rank: int) -> Victim | None:
+        pid = self._group.pids.get(local_rank) if self._group is not None else None
+        if pid is None:
+            return None
+        rank, logs = self.assignment.base_rank + local_rank, self._logs[local_rank]
+        return Victim(pid, rank, logs.stderr, logs.hang_file, self._pipes.get(local_rank), self._is_ours)
+
+    async def reap(self, hang: Hang) -> Case | None:
+        """Find out what a worker that hangs is doing, and kill it unless it is to live; its failure will say so.
+
+        Returns:
+            What is held against it; None if it has gone before anybody looked.
+        """
+        local_rank = self.names[hang.worker_id]
+        async with self._looks[local_rank]:
+            return await self._reap(local_rank, hang)
+
+    async def _reap(self, local_rank: int, hang: Hang) -> Case | None:
+        group, victim = self._group, self._victim(local_rank)
+        if group is None or victim is None:
+            return None
+        rank, pid = victim.rank, victim.pid
+        reaping = Reaping(hang, victim, self._config.evidence_timeout)
+        await reaping.examine()
+        worker, case = self.workers.get(local_rank), reaping.case
+        if self._stopped:
+            # As a rule all wait for the one that hangs. Which of them that is, only all the evidence shows.
+            _log.error("a worker hangs, and is being stopped", rank=rank, pid=pid, **case.figures)
+            return case
+        if worker is not None and worker.exit is not None:
+            return case  # it has ended by itself meanwhile
+        if hang.signal is None:
+            _log.error("a worker hangs, and lives on as its timer says", rank=rank, pid=pid, **case.figures)
+            return case
+        what = "a worker is killed" if hang.asked else "a worker hangs and is killed"
+        _log.error(what, rank=rank, pid=pid, **case.figures)
+        self._accused[local_rank] = case
+        killed = await reaping.end(lambda: group.kill_worker(local_rank))
+        left = await who_outlives(killed.left)
+        if left and not self._stopped:
+            await self._give_up(local_rank, pid, left)
+        return case
+
+    def worker_of(self, pid: int) -> str | None:
+        """Name of the worker that a process is, or descends from, a daemon included; None for a stranger."""
+        if self._group is None:
+            return None
+        pids = self._group.pids
+        by_pid = {pids[rank]: name for name, rank in self.names.items() if rank in pids}
+        worker = worker_of(pid, self._spawner.pid or 0, frozenset(by_pid))
+        return by_pid[worker] if worker is not None else None
+
+    def worker_at(self, local_rank: int) -> tuple[str, int] | None:
+        """The name and the process of the worker with this local rank; None if it does not run."""
+        pid = self._group.pids.get(local_rank) if self._group is not None else None
+        return (self.name_of(local_rank), pid) if pid is not None else None
+
+    async def _give_up(self, local_rank: int, pid: int, left: tuple[int, ...]) -> None:
+        """Not even SIGKILL ended it: it has failed all the same, and nothing may run here any more."""
+        why = await describe_left(left)
+        case = self._accused[local_rank]
+        case.message = f"{case.message}; {why}"
+        identity = self._identity(local_rank)
+        worker = self.workers.get(local_rank)
+        if worker is None or worker.exit is None:
+            self._fail(failure_to_end(case.message, pid=pid, local_rank=local_rank, **identity), case)
+        self._on_unfit(why)
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether a process is below the spawner now: its number may be another's since we were told of it."""
+        spawner, seen = self._spawner.pid, set[int]()
+        while pid > 1 and pid not in seen:
+            seen.add(pid)
+            process = look_up(pid)
+            if process is None or process.parent == spawner:
+                return process is not None
+            pid = process.parent
+        return False
+
+    def _make_pipes(self) -> None:
+        for local_rank in range(self._config.local_world_size):
+            path = self._stacks / f"{self.assignment.round}.{local_rank}.{os.urandom(4).hex()}"
+            try:
+                self._pipes[local_rank] = StackPipe.make(path)
+            except OSError as error:
+                _log.warning(
+                    "workers that hang can't write their stacks", file=str(path), reason=error.strerror
+                )
+                return
+
+    def _spec(self, local_rank: int) -> WorkerSpec:
+        logs, sockets = self._logs[local_rank], self._sockets
+        if local_rank in self._pipes:
+            sockets = {**sockets, STACKS_VARIABLE: str(self._pipes[local_rank].path)}
+        return WorkerSpec(
+            local_rank=local_rank,
+            argv=worker_command(self._config, local_rank),
+            env=worker_environment(
+                self._config,
+                self.assignment,
+                self._restart_count,
+                local_rank,
+                error_file=logs.error_file,
+                sockets=sockets,
+            ),
+            cwd=self._config.working_directory,
+            stdout=self._output.target(local_rank, Streams.STDOUT),
+            stderr=self._output.target(local_rank, Streams.STDERR),
+            cpus=self._cpus[local_rank] if self._cpus is not None else None,
+            rlimits=self._config.rlimits,
+            call=self._config.call,
+        )
+
+    def _record(self, local_rank: int, pid: int, start_time: float) -> Worker:
+        rank = self.assignment.base_rank + local_rank
+        return self.workers.setdefault(local_rank, Worker(local_rank, rank, pid, start_time))
+
+    def _exited(self, how: WorkerExit) -> None:
+        # A worker may be gone before the start of its neighbours has returned.
+        worker = self._record(how.local_rank, how.pid, how.time)
+        worker.exit = how
+        self._on_change()
+        if (how.during_stop or self._stopped) and not self._post_mortem.failed_before_stop(how):
+            self._events.worker_ended(worker.rank, how)
+            return
+        case = self._accused.get(how.local_rank)
+        if not how.succeeded or (case is not None and case.condemned):
+            if self._output.delayed:
+                self._begin(self._fail_when_logged(how, case))
+            else:
+                self._fail(self._post_mortem.describe(how), case)
+            return
+        self._events.worker_ended(worker.rank, how)
+        if len(self.workers) == self._config.local_world_size and all(
+            worker.exit is not None and worker.exit.succeeded for worker in self.workers.values()
+        ):
+            self._on_success()
+
+    async def _fail_when_logged(self, how: WorkerExit, case: Case | None) -> None:
+        """The last words of a worker say why it failed: they must be in its file before that is read."""
+        await self._output.flush(how.local_rank, _LAST_WORDS)
+        failure = self._post_mortem.describe(how)
+        if not self._output.is_complete(how.local_rank):
+            failure = replace(failure, message=f"{failure.message}; part of its output could not be written")
+        self._fail(failure, case)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _fail(self, failure: WorkerFailure, case: Case | None = None) -> None:
+        self._log_directory.note_failure()
+        if case is not None:
+            failure = case.charge(failure)
+        worker = self.workers.get(failure.local_rank)
+        self._events.worker_failed(failure, worker.exit if worker is not None else None)
+        self._post_mortem.note(failure, self._unfinished())
+
+    def _explain(self, failure: WorkerFailure) -> WorkerFailure:
+        """The failure, or that another program has the port at which the workers meet, if it was chosen here."""
+        port, chosen = self.assignment.master_port, self._config.master_port is None
+        if not (chosen and self.assignment.group_rank == 0 and names_taken_address(failure)):
+            return failure
+        if not is_taken_by_another(port, self._spawner.pid or 0):
+            return failure
+        return failure_of_port(failure, port, self._started_at)
+
+    def _unfinished(self) -> dict[int, int]:
+        """Process ids, by local rank, of the workers that have not ended by themselves."""
+        pids = {each.local_rank: each.pid for each in self.workers.values()}
+        if self._group is not None:
+            pids.update(self._group.pids)
+        exits = {each.local_rank: each.exit for each in self.workers.values() if each.exit is not None}
+        return {
+            local_rank: pid
+            for local_rank, pid in pids.items()
+            if local_rank not in exits or (exits[local_rank].during_stop and not exits[local_rank].succeeded)
+        }
+
+    def _identity(self, local_rank: int) -> dict[str, Any]:
+        return {
+            "rank": self.assignment.base_rank + local_rank,
+            "role": self._config.role,
+            "host": socket.gethostname(),
+        }
+
+
+def _processors(config: JobConfig) -> list[Cpus]:
+    assert config.numa_binding is not None, "asked for it"
+    topology = read_topology(config.environment)
+    return bind(config.numa_binding, topology, os.sched_getaffinity(0), config.local_world_size)

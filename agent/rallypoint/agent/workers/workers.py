@@ -1,0 +1,222 @@
+"""The workers of one round on this host: started together, watched, stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal as signals
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rallypoint.agent.spawner.client import START_TIMEOUT, SWEEP_TIMEOUT, Spawner, WorkerProcess
+from rallypoint.agent.spawner.protocol import Killed, SpawnError, WorkerExit, WorkerSpec
+
+__all__ = [
+    "DRAIN_TIMEOUT",
+    "STOP_TIMEOUT",
+    "Killed",
+    "OutputCopy",
+    "SpawnError",
+    "Spawner",
+    "StopReport",
+    "WorkerExit",
+    "WorkerGroup",
+    "WorkerProcess",
+    "WorkerSpec",
+]
+
+STOP_TIMEOUT = 30.0
+"""Seconds between asking workers to stop and SIGKILL; torchrun's default. Long enough for a checkpoint; a longer
+one delays every restart in which a worker doesn't listen."""
+
+DRAIN_TIMEOUT = 1.0
+"""Seconds that a stop waits for the console to take the workers' last output. A terminal that is slower must not hold
+up the restart of all hosts: the copying goes on behind the scenes, and the files have everything in any case."""
+
+
+class OutputCopy(Protocol):
+    """Something that copies a worker's output for as long as the group runs (see rallypoint.agent.logs.follower)."""
+
+    def start(self) -> None:
+        """Begins; called before any worker is started."""
+
+    async def finish(self, timeout: float) -> bool:
+        """Called when nobody writes any more: copies the rest; false if that takes over `timeout` seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How stopping went.
+
+    Attributes:
+        killed: local ranks of the workers that needed SIGKILL.
+        leftovers: number of other processes of the workers' trees that had to be killed.
+        left: pids that outlived SIGKILL (uninterruptible sleep): this node should not run another round.
+        console_complete: false if the console took too long; the copying goes on behind the scenes.
+        seconds: from the first request to stop until all were gone.
+    """
+
+    killed: tuple[int, ...] = ()
+    leftovers: int = 0
+    left: tuple[int, ...] = ()
+    console_complete: bool = True
+    seconds: float = 0.0
+
+
+class WorkerGroup:
+    """The workers of one round on this host. Lives once: a new round makes a new group.
+
+    A spawner serves one group at a time, because stopping a group kills everything below the spawner.
+    """
+
+    def __init__(
+        self,
+        spawner: Spawner,
+        on_exit: Callable[[WorkerExit], None],
+        copies: Sequence[OutputCopy] = (),
+    ) -> None:
+        """Makes a group; nothing is started.
+
+        Args:
+            spawner: starts the workers.
+            on_exit: called on the loop once for each worker that was started, as soon as it has ended.
+            copies: started before the workers, finished after the last process is gone.
+        """
+        self._spawner = spawner
+        self._on_exit = on_exit
+        self._copies = copies
+        self._workers: dict[int, WorkerProcess] = {}
+        self._sent: set[int] = set()
+        # Local ranks of workers that got SIGKILL already: more patience changes nothing for them.
+        self._struck: set[int] = set()
+        self._asked_to_stop_at = 0.0
+        self._deadline = 0.0
+        self._patience: asyncio.Timeout | None = None
+        self._stopping: asyncio.Task[StopReport] | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank, of the workers that run."""
+        return {
+            rank: worker.pid
+            for rank, worker in self._workers.items()
+            if worker.pid is not None and worker.alive
+        }
+
+    async def start(self, specs: Sequence[WorkerSpec], timeout: float = START_TIMEOUT) -> None:
+        """Starts all workers in one go; returns when each is past exec.
+
+        If one can't be started, the others are killed before this raises. Cancelled, it leaves the workers to
+        `stop`.
+
+        Args:
+            specs: one for each worker, local ranks distinct.
+            timeout: seconds that they may take to get to exec.
+
+        Raises:
+            SpawnError: a worker can't be started, the spawner is dead or busy with another group, or the group
+                was started or stopped before.
+        """
+        if self._workers or self._stopping is not None:
+            raise SpawnError("a group of workers is started once, and this one was started or stopped before")
+        self._spawner.occupy(self)
+        for copy in self._copies:
+            copy.start()
+        try:
+            workers = self._spawner.submit(specs, self._exited)
+            self._workers = {worker.spec.local_rank: worker for worker in workers}
+            await self._spawner.wait_started(workers, timeout)
+        except SpawnError:
+            await self.stop(signals.SIGKILL, 0.0)
+            raise
+
+    async def stop(self, signal: int = signals.SIGTERM, timeout: float = STOP_TIMEOUT) -> StopReport:
+        """Stops everything, and returns when nothing is left.
+
+        Every living worker's process group gets the signal (and SIGCONT, so that a suspended one hears it).
+        Once all are gone, or after the timeout, all that is left of the workers' trees is killed. The members
+        of a group are waited for, not only the worker itself: it may be a shell around the trainer, which is
+        writing its checkpoint.
+
+        May be called at any time, more than once, by several at once: all get the same report. A later call
+        can only hurry the stop (an earlier end of patience counts), and its signal is sent if it is another.
+        Cancelling a caller doesn't cancel the stop.
+
+        Args:
+            signal: what to send first.
+            timeout: seconds until SIGKILL; 0 for at once.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        if self._stopping is None:
+            self._asked_to_stop_at = time.monotonic()
+            self._deadline = deadline
+            self._stopping = asyncio.create_task(self._stop())
+        elif deadline < self._deadline:
+            self._deadline = deadline
+            if self._patience is not None:
+                self._patience.reschedule(deadline)
+        if signal not in self._sent:
+            self._sent.add(signal)
+            self.send_signal(signal, group=True)
+            self.send_signal(signals.SIGCONT, group=True)
+        return await asyncio.shield(self._stopping)
+
+    def send_signal(self, signal: int, *, group: bool = False, only: Collection[int] | None = None) -> None:
+        """Signals every living worker.
+
+        Args:
+            signal: which.
+            group: its whole process group; data loaders and the like, which often don't expect it, included.
+            only: local ranks of those that get it; None: all.
+        """
+        chosen = [worker for rank, worker in self._workers.items() if only is None or rank in only]
+        self._spawner.signal(chosen, signal, group=group)
+
+    async def kill_worker(self, local_rank: int, timeout: float = SWEEP_TIMEOUT) -> Killed:
+        """Kills one worker with all it has started; the others are left alone.
+
+        Returns when its tree is dead, or after `timeout` seconds. `on_exit` is called as for any other end.
+
+        Raises:
+            KeyError: there is no worker of that local rank.
+        """
+        worker = self._workers[local_rank]
+        self._struck.add(local_rank)
+        return await self._spawner.kill(worker, timeout)
+
+    def _exited(self, how: WorkerExit) -> None:
+        self._on_exit(dataclasses.replace(how, during_stop=self._stopping is not None))
+
+    async def _stop(self) -> StopReport:
+        if not self._workers:
+            await self._finish_copies()
+            self._spawner.vacate(self)
+            return StopReport()
+        # Only those that get the signal are waited for; what a dead worker left behind has no claim to patience.
+        waiting = [
+            worker.cleared
+            for rank, worker in self._workers.items()
+            if worker.alive and rank not in self._struck
+        ]
+        if waiting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._deadline) as self._patience:
+                    await asyncio.wait(waiting)
+            self._patience = None
+        killed = tuple(rank for rank, worker in self._workers.items() if worker.alive)
+        swept = await self._spawner.sweep()
+        complete = await self._finish_copies()
+        self._spawner.vacate(self)
+        return StopReport(
+            killed=killed,
+            leftovers=max(0, swept.count - len(killed)),
+            left=swept.left,
+            console_complete=complete,
+            seconds=time.monotonic() - self._asked_to_stop_at,
+        )
+
+    async def _finish_copies(self) -> bool:
+        return all(await asyncio.gather(*(copy.finish(DRAIN_TIMEOUT) for copy in self._copies)))
