@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.logs.streams import Redirect, Streams
-from rallypoint.launcher.launch_config import LaunchConfig
+from rallypoint.launcher.config import LaunchConfig
 from rallypoint.launcher.plan import Embedded, Hosted, LaunchPlan, Standing
 
 

@@ -21,8 +21,7 @@ from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.launcher import replicated
 from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
-from rallypoint.launcher.run_lease import run_lease
-from rallypoint.launcher.seats import SEAT_TTL
+from rallypoint.launcher.run_lease import SEAT_TTL, run_lease
 from rallypoint.rendezvous.cluster import shards as hosting
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.view import Registration

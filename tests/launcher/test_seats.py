@@ -13,7 +13,7 @@ from etcd_server import EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
-from rallypoint.launcher.seats import SEATS, seat
+from rallypoint.launcher.run_lease import SEATS, seat
 
 PATIENCE = 60.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.launcher.torch_conf import TorchConf, split_conf
+from rallypoint.launcher.backends import TorchConf, split_conf
 from rallypoint.rpc.endpoint import SettingError
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from agent.test_environment import CONFIG
 from rallypoint.agent.config.job import JobConfig, Peer
+from rallypoint.launcher.launch import refuse_twin
 from rallypoint.launcher.services import embedded_rendezvous
-from rallypoint.launcher.twin import refuse_twin
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

@@ -17,7 +17,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server
-from rallypoint.submission.remote import RemoteAgent
+from rallypoint.submission.following import RemoteAgent
 
 
 class FakeAgent(pb_grpc.SupervisorServiceServicer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rallypoint.submission.lines import LONGEST, Lines
+from rallypoint.submission.output import LONGEST, Lines
 
 
 class Screen:

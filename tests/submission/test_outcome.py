@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.submission.outcome import exit_code_of
+from rallypoint.submission.session import exit_code_of
 
 
 @pytest.mark.parametrize(

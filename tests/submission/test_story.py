@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.submission.story import Story
+from rallypoint.submission.output import Story
 
 
 def job(state: pb.JobState.ValueType, round_: int = 0, detail: str = "", **fields: int) -> pb.Job:

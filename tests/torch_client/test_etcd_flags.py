@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from rallypoint.launcher.backends import split_conf
 from rallypoint.launcher.etcd_url import EtcdRendezvous, of_flags
-from rallypoint.launcher.torch_conf import split_conf
 from rallypoint.rpc.endpoint import SettingError
 
 pytestmark = pytest.mark.torch

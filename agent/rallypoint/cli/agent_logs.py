@@ -86,8 +86,10 @@ async def _print_logs(
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
     from rallypoint.rpc.channel import open_channel  # noqa: PLC0415
     from rallypoint.submission.following import Lost, Pieces  # noqa: PLC0415
-    from rallypoint.submission.lines import Lines  # noqa: PLC0415
-    from rallypoint.submission.story import lost_in_words  # noqa: PLC0415
+    from rallypoint.submission.output import (  # noqa: PLC0415
+        Lines,
+        lost_in_words,
+    )
 
     outputs = {1: OutputThread(1), 2: OutputThread(2)}
     lines: Lines[int] = Lines(outputs)

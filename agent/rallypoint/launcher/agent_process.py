@@ -187,7 +187,7 @@ def _carry_out(order: Order, make_spawner: Callable[[], Spawner]) -> Outcome:
         spawner = make_spawner()
         if order.folder is not None:
             spawner.entrust(order.folder)
-        from rallypoint.launcher.ordered_job import run_ordered_job  # noqa: PLC0415
+        from rallypoint.launcher.requested_job import run_ordered_job  # noqa: PLC0415
 
         return run_ordered_job(order, spawner)
     except (SpawnError, SettingError) as error:

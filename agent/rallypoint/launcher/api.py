@@ -14,7 +14,7 @@ from typing import Any
 
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.launcher.agent_process import AgentProcess, Order, Outcome
-from rallypoint.launcher.launch_config import LaunchConfig, in_our_names, python_command
+from rallypoint.launcher.config import LaunchConfig, in_our_names, python_command
 from rallypoint.launcher.passed_signals import PassedSignals
 from rallypoint.worker.call import (
     CallError,

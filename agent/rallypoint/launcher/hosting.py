@@ -11,9 +11,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from rallypoint.agent.config.job import Peer
-from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintext
 from rallypoint.launcher.plan import Hosted
-from rallypoint.launcher.services import rendezvous_server
+from rallypoint.launcher.services import LAST_WORD, listening, rendezvous_server, warn_of_plaintext
 from rallypoint.launcher.signals import signalled
 from rallypoint.rendezvous.api.service import SERVICE_NAME
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

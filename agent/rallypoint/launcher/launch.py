@@ -11,8 +11,10 @@ import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from rallypoint.agent.addresses import local_address_towards
 from rallypoint.agent.config.job import JobConfig, Peer, new_node_id
 from rallypoint.agent.config.settings import (
     SHUTDOWN_TIMEOUT,
@@ -27,11 +29,12 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.supervisor.jobs import Jobs
 from rallypoint.agent.supervisor.servicer import supervisor_registration
 from rallypoint.agent.workers.environment import check_devices
-from rallypoint.launcher.own_address import own_address_towards
 from rallypoint.launcher.plan import Embedded, LaunchPlan, Replicated, Standing
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
-from rallypoint.launcher.twin import refuse_twin
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.calls import ask_any
 from rallypoint.rpc.endpoint import (
     ClientTLS,
     EndpointError,
@@ -41,18 +44,101 @@ from rallypoint.rpc.endpoint import (
     parse_endpoint,
     parse_endpoints,
 )
+from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.replicas import Switchboard
 from rallypoint.serving.server import Server
 
 if TYPE_CHECKING:
     from rallypoint.launcher.hosting import Host
     from rallypoint.launcher.replicated import OwnReplica
 
+
+# ---- Two nodes under one name: the second is refused, where the name can rightly be only one node's.
+
+
+async def refuse_twin(config: JobConfig) -> None:
+    """Refuse to join where a node of the same name is at work.
+
+    Joining would replace that node, as it should where an agent was started again: the agent before is gone then, and
+    its stream with it. Two that are alive would replace one another. (Those that come in the same moment don't see
+    each other; then the rendezvous service ends one of them.)
+
+    Raises:
+        SettingError: There is one; one line.
+    """
+    async with Switchboard(config.rendezvous.endpoint, config.rendezvous.tls) as board:
+        try:
+            async with asyncio.timeout(config.connect_timeout):
+                nodes = await ask_any(
+                    board, pb_grpc.RendezvousServiceStub, partial(_nodes, run_id=config.run_id)
+                )
+        except (TimeoutError, ServiceError):
+            return  # there is no such run, or no service: whoever joins finds out which
+    for node in nodes:
+        if node.node_id == config.node_id and node.connected:
+            raise SettingError(
+                f"the node {config.node_id} is in run {config.run_id!r} already, on {node.address}: give every node "
+                "a --node-rank of its own, and every job a --rdzv-id of its own"
+            )
+
+
+async def _nodes(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> list[pb.Node]:
+    nodes: list[pb.Node] = []
+    token = ""
+    while True:
+        request = pb.GetRunRequest(run_id=run_id, page_token=token)
+        page = await stub.GetRun(request, wait_for_ready=True)
+        nodes.extend(page.run.nodes)
+        token = page.next_page_token
+        if not token:
+            return nodes
+
+
+# ---- The address of this host that the others of its job see, also where their own is not known yet.
+
+
+_FIRST_PAUSE = 0.1  # seconds, each twice as long as the one before
+_LONGEST_PAUSE = 2.0
+
+_log = get_logger("rallypoint.run")
+
+
+async def own_address_towards(endpoint: str, patience: float) -> str:
+    """Like `local_address_towards`, but asks again for a name that nobody knows.
+
+    Orchestrators make a host's name known once that host runs. Whoever comes before it waits, as it does for a
+    service that does not answer yet.
+
+    Args:
+        endpoint: Where the others are met.
+        patience: Seconds after which the name is taken for a wrong one.
+
+    Raises:
+        SettingError: It can't be resolved, or no network leads there; one line.
+    """
+    if parse_endpoints(endpoint).loopback:
+        return local_address_towards(endpoint)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + patience
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return await asyncio.to_thread(local_address_towards, endpoint)
+        except SettingError as error:
+            if (left := deadline - clock()) <= 0:
+                raise SettingError(f"{error} (asked again for {patience:g} s)") from None
+            if pause == _FIRST_PAUSE:  # once, not with every attempt
+                _log.warning(
+                    "no way to the rendezvous yet, trying again", endpoint=endpoint, error=str(error)
+                )
+        await asyncio.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 # Seconds after which nodes give up on a service that was in another host's agent. An agent that is started again by
 # its orchestrator is back within that; longer leaves the workers of a job that is lost waiting for one another.
 _LOST_TIMEOUT = 60.0
-
-_log = get_logger("rallypoint.run")
 
 
 async def launch(

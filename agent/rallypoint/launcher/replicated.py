@@ -19,10 +19,16 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.session import Session
-from rallypoint.launcher.listening import LAST_WORD, listening, warn_of_plaintext
-from rallypoint.launcher.run_lease import LeasedClient, forgotten, keep_alive, run_lease
-from rallypoint.launcher.seats import SEAT_TTL, seat
-from rallypoint.launcher.signpost import Signpost
+from rallypoint.launcher.run_lease import (
+    SEAT_TTL,
+    LeasedClient,
+    Signpost,
+    forgotten,
+    keep_alive,
+    run_lease,
+    seat,
+)
+from rallypoint.launcher.services import LAST_WORD, listening, warn_of_plaintext
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.cluster.keys import replica_name

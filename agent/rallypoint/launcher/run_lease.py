@@ -6,19 +6,27 @@ agents could not reach etcd meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import NoReturn
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
-from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason
-from rallypoint.etcd.values import CreateRevision, Operation, Put, Txn, TxnResult, prefix_end
+from rallypoint.etcd.errors import Compacted, EtcdError, EtcdRefused, EtcdUnavailable, Reason
+from rallypoint.etcd.session import Session
+from rallypoint.etcd.values import CreateRevision, KeyValue, Operation, Put, Txn, TxnResult, prefix_end
+from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys
+from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
+from rallypoint.rendezvous.shard.reader import RunReader
+from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.endpoint import SettingError
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 
 RUN_TTL = 7200
 """Seconds that what a run has in etcd outlives the last agent that served it; torch's. Until then agents that come late
@@ -168,3 +176,154 @@ async def keep_alive(client: EtcdClient, lease: int, pace: Pace) -> None:
         if left <= 0:
             return
         await pace.sleep(left / _EVERY)
+
+
+# ---- Which agents of a job serve its rendezvous: as many as there are seats, each a key of etcd on its holder's
+# lease.
+
+
+SEATS = 3
+"""Agents that serve a run at a time: one owns it, the others are ready to. With three, two can be lost at one moment
+and the run is taken over; more cost etcd a lease each, and make no job safer than an etcd of three members."""
+
+SEAT_TTL = 10.0
+"""Seconds after which the seat of a host that vanished is free; that of torch's keep-alives."""
+
+# Seconds over which those who wait for a seat spread their attempts at it: with a thousand of them, all but the first
+# few see that it is taken without asking for it.
+_SPREAD = 1.0
+
+
+@asynccontextmanager
+async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> AsyncIterator[Session]:
+    """Wait for a seat, and have it for as long as the context lasts, or until the session is lost.
+
+    Args:
+        client: Of the etcd; its address names the prefix of the run.
+        holder: Who takes it, for people.
+        pace: How time passes.
+
+    Raises:
+        EtcdError: etcd did not answer, or refused. Nothing is held.
+    """
+    pace = pace or Pace()
+    prefix = f"{client.address.prefix}/seats/".encode()
+    while True:
+        free = await _free_seats(client, prefix, pace)
+        session = await Session.open(client, SEAT_TTL, pace=pace)
+        try:
+            if await _sit(client, free, Put(b"", holder.encode(), session.lease)):
+                yield session
+                return
+        finally:
+            await session.close()
+
+
+async def _free_seats(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence[bytes]:
+    """Seats that nobody has, as soon as there are any."""
+    end = prefix_end(prefix)
+    while True:
+        found = await client.get(prefix, end, keys_only=True)
+        taken = {pair.key for pair in found.pairs}
+        if free := [key for number in range(SEATS) if (key := prefix + str(number).encode()) not in taken]:
+            return free
+        async with aclosing(client.watch(prefix, end, found.revision + 1)) as watching:
+            async for changes in watching:
+                if any(change.deleted for change in changes):
+                    break
+        await pace.sleep(pace.draw() * _SPREAD)
+
+
+async def _sit(client: EtcdClient, free: Sequence[bytes], holding: Put) -> bool:
+    """Whether one of these was free still."""
+    for key in free:
+        put = Put(key, holding.value, holding.lease)
+        if (await client.transact(Txn([CreateRevision(key, 0)], [put]))).succeeded:
+            return True
+    return False
+
+
+# ---- Where a run is served just now, for a client in the same process: a home of no runs that always knows the way.
+#
+# Seats change hands as hosts come and go. A client that was given their addresses at the start would have a list
+# of dead
+# hosts in the end; this one is told by etcd.
+
+
+_log = get_logger("rallypoint.run")
+
+# Seconds between two attempts at reading who owns the run, at the most.
+_LONGEST_BACKOFF = 1.0
+
+
+class Signpost:
+    """A Home that refuses everything with the address of whoever owns the run.
+
+    Attributes:
+        owner: Where it is served; None: nowhere, or not known yet.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.owner: str | None = None
+        self._known = asyncio.Event()
+
+    async def served(self) -> None:
+        """Wait until the run is served anywhere, for the first time."""
+        await self._known.wait()
+
+    def list_replicas(self, run_id: str) -> NoReturn:
+        """Raises NotOwner."""
+        self._refuse(run_id)
+
+    def shard(self, run_id: str) -> Shard:
+        """Raises NotOwner."""
+        self._refuse(run_id)
+
+    def writer(self, run_id: str) -> Shard:
+        """Raises NotOwner."""
+        self._refuse(run_id)
+
+    async def reader(self, run_id: str) -> RunReader:
+        """Raises NotOwner."""
+        self._refuse(run_id)
+
+    async def readers(self) -> Sequence[RunReader]:
+        """Raises NotOwner."""
+        self._refuse("")
+
+    def shards(self) -> Sequence[Shard]:
+        """None."""
+        return []
+
+    async def follow(self, client: EtcdClient, pace: Pace | None = None) -> None:
+        """Keep up to date with etcd until cancelled. What was known last stands while there is no etcd.
+
+        Args:
+            client: Of the etcd; its address names the prefix of the run, which has one shard.
+            pace: How time passes.
+        """
+        pace = pace or Pace()
+        key = Keys(client.address.prefix).owner(0)
+        backoff = FIRST_BACKOFF
+        while True:
+            try:
+                found = await client.get(key)
+                self._take(found.pairs)
+                backoff = FIRST_BACKOFF
+                async with aclosing(client.watch(key, b"", found.revision + 1)) as watching:
+                    async for changes in watching:
+                        last = changes[-1]
+                        self._take([] if last.deleted else [last.pair])
+            except EtcdError as error:
+                _log.debug("who serves the run can't be read from etcd", error=str(error))
+            await pace.sleep(pace.draw() * backoff)
+            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+
+    def _take(self, pairs: Sequence[KeyValue]) -> None:
+        self.owner = next((Owner.decode(pair.value).address for pair in pairs), None)
+        if self.owner is not None:
+            self._known.set()
+
+    def _refuse(self, run_id: str) -> NoReturn:
+        raise NotOwner(run_id, self.owner)

@@ -11,7 +11,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
-from rallypoint.submission.remote import RemoteAgent, in_words, is_lost
+from rallypoint.submission.following import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0
 """Seconds in which every agent must have taken the job on: starting agents are waited for, hosts that are down not."""

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rallypoint.agent.job.result import FAILED, PERMANENT, REFUSED, SUCCEEDED, UNFIT
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
@@ -18,12 +19,34 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replicas import Switchboard
-from rallypoint.submission.following import Followed
+from rallypoint.submission.following import Followed, RemoteAgent, labels
 from rallypoint.submission.launching import launch_everywhere
-from rallypoint.submission.lines import Lines, Output
-from rallypoint.submission.outcome import exit_code_of
-from rallypoint.submission.remote import RemoteAgent, labels
-from rallypoint.submission.story import Story, lost_in_words
+from rallypoint.submission.output import Lines, Output, Story, lost_in_words
+
+# ---- The exit code of a job that ran on many hosts, made of those of its hosts.
+
+
+def exit_code_of(codes: Sequence[int | None], *, succeeded: bool | None = None) -> int:
+    """The exit code that says how the job ended.
+
+    Args:
+        codes: Of its hosts; None: the host was lost.
+        succeeded: Whether the run did, as its rendezvous service says; None: nobody knows.
+    """
+    known = [code for code in codes if code is not None]
+    if succeeded:
+        return SUCCEEDED
+    # What ends a run comes before what becomes of single hosts, as that one is not fit, or was told to leave.
+    for grave in (PERMANENT, FAILED):
+        if grave in known:
+            return grave
+    if SUCCEEDED in known and succeeded is None:
+        return SUCCEEDED
+    for grave in (UNFIT, REFUSED):
+        if grave in known:
+            return grave
+    return next((code for code in known if code != SUCCEEDED), FAILED)
+
 
 STOP_TIMEOUT = 10.0
 """Seconds in which agents are to be told that the job is to stop."""
