@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.cli.agent_logs import ByteCount, _print_logs
+from rallypoint.cli.agent import ByteCount, _print_logs
 from rallypoint.rpc.endpoint import SettingError
 from submission.fake_agents import agents, piece, refusal
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rallypoint.cli.event_lines import EventLines, json_line
+from rallypoint.cli.events import EventLines, json_line
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 

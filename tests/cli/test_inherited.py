@@ -29,7 +29,7 @@ def test_a_job_runs_without_a_standard_stream(tmp_path: Path, closed: str) -> No
 
 def test_what_the_encoding_does_not_have_is_escaped() -> None:
     """A name in another script ends no command with a traceback."""
-    program = "from rallypoint.cli import inherited; print('训练')"
+    program = "from rallypoint.cli import main as inherited; print('训练')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment

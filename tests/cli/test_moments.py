@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from rallypoint.cli.moments import parse_moment, show_moment, show_span
+from rallypoint.cli.output import parse_moment, show_moment, show_span
 
 NOW = datetime(2026, 11, 20, 14, 0, tzinfo=UTC)
 

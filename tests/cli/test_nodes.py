@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from rallypoint.cli.main import main
-from rallypoint.cli.nodes import NodeCount, Pairs, SignalList, Text, WorkerCount
+from rallypoint.cli.values import NodeCount, Pairs, SignalList, Text, WorkerCount
 
 BROKEN = b"a\xff".decode(errors="surrogateescape")  # as Python hands on what is no UTF-8
 

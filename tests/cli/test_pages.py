@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rallypoint.cli.pages import all_runs, whole_run
+from rallypoint.cli.operator import all_runs, whole_run
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 

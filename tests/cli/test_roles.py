@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from rallypoint.cli import roles
-from rallypoint.cli.limit_options import Limits
-from rallypoint.cli.roles import serve_rendezvous_role
+from rallypoint.cli import serve
+from rallypoint.cli.serve import serve_rendezvous_role
+from rallypoint.cli.serve_options import Limits
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, MemoryJournal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -36,7 +36,7 @@ async def test_a_service_whose_journal_breaks_ends_with_the_reason(monkeypatch: 
         servers.put_nowait(server)
 
     monkeypatch.setattr(Server, "start", note)
-    monkeypatch.setattr(roles, "open_journal", lambda url: FullDisk())
+    monkeypatch.setattr(serve, "open_journal", lambda url: FullDisk())
     serving = asyncio.create_task(serve_rendezvous_role(ServerOptions(), "sqlite:x.db", Limits()))
     server = await servers.get()
     async with open_channel(server.address) as channel:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from rallypoint.cli import operator
 from rallypoint.cli.main import main
-from rallypoint.cli.round_history import rounds_of
+from rallypoint.cli.rounds import rounds_of
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 BEGAN = 1_763_640_000.0  # 2025-11-20 12:00:00 UTC

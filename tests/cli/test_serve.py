@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from cli.cli_process import rallypoint, refusal, service
 from rallypoint.cli import serve as serve_module
-from rallypoint.cli.limit_options import Limits
 from rallypoint.cli.main import main
+from rallypoint.cli.serve_options import Limits
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal

@@ -25,7 +25,7 @@ from ha.replicas import records
 from ha.waiting import until
 from local_cluster import RunWatch
 from process_probe import fresh_marker, living
-from rallypoint.cli.round_history import Round, rounds_of
+from rallypoint.cli.rounds import Round, rounds_of
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-import rallypoint.cli.roles  # noqa: F401 (what `serve` imports when it is asked to)
+import rallypoint.cli.serve  # noqa: F401 (what `serve` imports when it is asked to)
 from rallypoint.cli.main import main
 
 _PR_SET_PDEATHSIG = 1

@@ -7,10 +7,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
+from google.protobuf.json_format import MessageToJson
 
-from rallypoint.cli.moments import Moment
-from rallypoint.cli.nodes import Text
+from rallypoint.cli.output import Moment, printable, show_moment, show_span
 from rallypoint.cli.service_options import service_options
+from rallypoint.cli.values import Text
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def events(
 
     A line has the local time by the service's clock, the time since the line before, and what happened and why.
     """
-    from rallypoint.cli.event_lines import EventLines, json_line  # noqa: PLC0415 (gRPC is not for --help)
+
     from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
     from rallypoint.cli.operator import ask  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
@@ -128,3 +130,45 @@ def events(
         run(following.run())
     elif not past:
         click.echo("no such events", err=True)
+
+
+# ---- Events as lines: for people, and for programs.
+
+
+_SPAN_WIDTH = 9  # "-12m34s", and "59.999s" with its sign
+_KIND_WIDTH = max(map(len, pb.EventKind.keys())) - len("EVENT_KIND_")
+
+
+def unix_seconds(event: pb.Event) -> float:
+    """When it happened, by the service's clock."""
+    return event.time.ToNanoseconds() / 1e9
+
+
+class EventLines:
+    """Writes a line for each event, with the time that passed since the one before it."""
+
+    def __init__(self) -> None:
+        """Nothing came before the first."""
+        self._before: float | None = None
+
+    def line(self, event: pb.Event) -> str:
+        """When, how long after the line before, what kind, what happened and why."""
+        now = unix_seconds(event)
+        span = "" if self._before is None else show_span(now - self._before)
+        self._before = now
+        if span and not span.startswith("-"):
+            span = f"+{span}"
+        kind = pb.EventKind.Name(event.kind).removeprefix("EVENT_KIND_") if _known(event) else "?"
+        # What operators do is all that somebody must answer for; who caused the rest, its sentence says.
+        by = f" ({event.actor})" if event.actor.startswith("operator ") else ""
+        sentence = printable(f"{event.detail}{by}")
+        return f"{show_moment(now)}  {span:>{_SPAN_WIDTH}}  {kind:<{_KIND_WIDTH}}  {sentence}"
+
+
+def json_line(event: pb.Event) -> str:
+    """An event as the protocol's JSON, on one line."""
+    return MessageToJson(event, indent=None, always_print_fields_with_no_presence=True)
+
+
+def _known(event: pb.Event) -> bool:
+    return event.kind in pb.EventKind.values()

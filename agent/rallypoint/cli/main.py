@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
+
+# ---- What the command was started with: its environment, and its standard streams.
+#
+# Importing gRPC's chassis sets variables that tame gRPC in this process; workers must not inherit them.
+
+
+ENVIRONMENT = dict(os.environ)
+
+
+def complete_streams() -> None:
+    """Put /dev/null where this program was started without a standard stream.
+
+    The first socket that it opens would get the stream's number otherwise, and what workers print would go there.
+    """
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != fd:
+                os.dup2(opened, fd)
+                os.close(opened)
+            os.set_inheritable(fd, True)  # the programs that we start need it as much
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 (for as long as we live)
+
+
+complete_streams()
+if isinstance(sys.stdout, io.TextIOWrapper):
+    # Names come from users: what the terminal's encoding does not have must not end a command with a traceback.
+    sys.stdout.reconfigure(errors="backslashreplace")
 
 # First of all: what other modules do to the environment is not for workers to inherit.
-from rallypoint.cli import inherited  # noqa: F401
 
 
 class UsageMistake(click.ClickException):
@@ -86,7 +117,7 @@ class LazyGroup(click.Group):
         "serve": ("rallypoint.cli.serve:serve", "Serve rendezvous, timer or agent."),
         "status": ("rallypoint.cli.status:status", "Show runs, or one run with its nodes."),
         "replicas": (
-            "rallypoint.cli.replicas:replicas",
+            "rallypoint.cli.runs:replicas",
             "Show who serves rendezvous, and which of them owns a run.",
         ),
         "events": ("rallypoint.cli.events:events", "Show what happened to a run, and what happens."),
@@ -95,19 +126,19 @@ class LazyGroup(click.Group):
             "Show a run's rounds: why each ended, how long the next took.",
         ),
         "progress": (
-            "rallypoint.cli.progress:progress",
+            "rallypoint.cli.timers:progress",
             "Show how far a run's workers have come, and who stopped first.",
         ),
         "timers": ("rallypoint.cli.timers:timers", "Show workers' timers: what counts down, what ran out."),
-        "scopes": ("rallypoint.cli.scopes:scopes", "Show, or forget, how long scopes were seen to take."),
+        "scopes": ("rallypoint.cli.timers:scopes", "Show, or forget, how long scopes were seen to take."),
         "agent": (
             "rallypoint.cli.agent:agent",
             "Show and steer the jobs of one agent: logs, stacks, drain …",
         ),
-        "restart": ("rallypoint.cli.restart:restart", "Start all workers of a run anew."),
-        "evict": ("rallypoint.cli.evict:evict", "Take a node out of a run and keep it out."),
-        "close": ("rallypoint.cli.close:close", "End a run on all its hosts."),
-        "completion": ("rallypoint.cli.completion:completion", "Print the completion script for a shell."),
+        "restart": ("rallypoint.cli.runs:restart", "Start all workers of a run anew."),
+        "evict": ("rallypoint.cli.runs:evict", "Take a node out of a run and keep it out."),
+        "close": ("rallypoint.cli.runs:close", "End a run on all its hosts."),
+        "completion": ("rallypoint.cli.main:completion", "Print the completion script for a shell."),
     },
 )
 @click.version_option(package_name="rallypoint")
@@ -118,3 +149,17 @@ def main() -> None:
 
         rallypoint run --standalone --nproc-per-node 2 train.py
     """
+
+
+# ---- `rallypoint completion SHELL`.
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completion script for SHELL; for bash: eval "$(rallypoint completion bash)"."""
+    root = context.find_root()
+    script = get_completion_class(shell)
+    assert script is not None, "click knows these shells"
+    click.echo(script(root.command, {}, "rallypoint", "_RALLYPOINT_COMPLETE").source())

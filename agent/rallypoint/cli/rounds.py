@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.console import plain_console
-from rallypoint.cli.moments import show_moment, show_span
-from rallypoint.cli.nodes import Text
+from rallypoint.cli.output import plain_console, show_moment, show_span
 from rallypoint.cli.service_options import service_options
+from rallypoint.cli.values import Text
+from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
-    from rallypoint.cli.round_history import Round, RoundHistory
+    pass
 
 # More than a service keeps of a run: by default 50,000 events, of which a round has at least three.
 _ALL = 1_000_000
@@ -44,7 +46,6 @@ def rounds(
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.operator import ask  # noqa: PLC0415
-    from rallypoint.cli.round_history import KINDS, rounds_of  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     wanted = pb.EventFilter(kinds=KINDS)
@@ -137,3 +138,154 @@ def _utc(unix_seconds: float | None) -> str | None:
         return None
     moment = datetime.fromtimestamp(round(unix_seconds, 3), UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# ---- A run's rounds, put together from its events: how each came to be, how long it lasted and why it ended.
+
+
+KINDS = (
+    pb.EVENT_KIND_RUN_CREATED,
+    pb.EVENT_KIND_ROUND_FROZEN,
+    pb.EVENT_KIND_ROUND_FINALIZED,
+    pb.EVENT_KIND_WORKER_FAILED,
+    pb.EVENT_KIND_NODE_LOST,
+    pb.EVENT_KIND_ROUND_ENDED,
+    pb.EVENT_KIND_RUN_CLOSED,
+)
+"""The events that `rounds_of` wants; it passes over others."""
+
+
+@dataclass(slots=True)
+class Round:
+    """A round. Times are unix seconds by the service's clock; None: not yet, never, or no longer kept."""
+
+    number: int
+    nodes: int = 0
+    workers: int = 0
+    joinable: float | None = None  # when nodes began to join for it
+    frozen: float | None = None  # when it got its ranks
+    final: float | None = None  # when its workers were started
+    ended: float | None = None
+    stopped: float | None = None  # when the last round before it that had workers running ended
+    cause: str = ""  # RoundEndCause, or Outcome of the run, without prefix
+    node_id: str = ""
+    why: str = ""  # one sentence
+    restarts: int | None = None  # those that counted against the run's budget then
+    held_back: float = 0.0  # seconds that the round after it was held back
+
+    @property
+    def joining(self) -> float | None:
+        """Seconds that nodes took to join."""
+        return _between(self.joinable, self.frozen)
+
+    @property
+    def confirming(self) -> float | None:
+        """Seconds that nodes took to stop their old workers and confirm."""
+        return _between(self.frozen, self.final)
+
+    @property
+    def gap(self) -> float | None:
+        """Seconds without workers before it: from the end of the last round that had any."""
+        return _between(self.stopped, self.final)
+
+    @property
+    def lasted(self) -> float | None:
+        """Seconds that its workers ran."""
+        return _between(self.final, self.ended)
+
+
+@dataclass(slots=True)
+class RoundHistory:
+    """The rounds of a run in order, and what is known past them."""
+
+    rounds: list[Round] = field(default_factory=list)
+    joinable: float | None = None  # since when nodes join for a round that has no number yet
+    closed: pb.RunEnd | None = None
+
+
+def rounds_of(events: Iterable[pb.Event]) -> RoundHistory:
+    """Put rounds together from a run's events, in their order; the oldest may be missing."""
+    history = RoundHistory()
+    stopped: float | None = None
+    for event in events:
+        time = event.time.ToNanoseconds() / 1e9
+        match event.kind:
+            case pb.EVENT_KIND_RUN_CREATED:
+                history.joinable = time
+            case pb.EVENT_KIND_ROUND_FROZEN:
+                history.rounds.append(
+                    Round(
+                        event.round,
+                        event.group_world_size,
+                        event.world_size,
+                        joinable=history.joinable,
+                        frozen=time,
+                        stopped=stopped,
+                    )
+                )
+                history.joinable = None
+            case pb.EVENT_KIND_ROUND_FINALIZED:
+                _last(history, event.round).final = time
+            case pb.EVENT_KIND_ROUND_ENDED:
+                ended = _last(history, event.round)
+                ended.ended = history.joinable = time
+                ended.cause = _name(pb.RoundEndCause, event.round_end.cause, "ROUND_END_CAUSE_")
+                ended.node_id, ended.why = event.round_end.node_id, event.round_end.detail
+                ended.restarts = event.counted_restarts
+                ended.held_back = event.held_back.ToNanoseconds() / 1e9
+                if ended.final is not None or ended.frozen is None:
+                    stopped = time
+            case pb.EVENT_KIND_WORKER_FAILED:
+                _note_late_first(history, event)
+            case pb.EVENT_KIND_NODE_LOST:
+                _attribute_failure(history, event)
+            case pb.EVENT_KIND_RUN_CLOSED:
+                history.joinable, history.closed = None, event.run_end
+                if history.rounds and history.rounds[-1].ended is None:
+                    last = history.rounds[-1]
+                    last.ended, last.why = time, event.run_end.detail
+                    last.node_id = event.run_end.failure.node_id
+                    last.cause = _name(pb.Outcome, event.run_end.outcome, "OUTCOME_")
+    return history
+
+
+def _note_late_first(history: RoundHistory, event: pb.Event) -> None:
+    """A failure may come to be known as the first of its round when that is over."""
+    for each in reversed(history.rounds):
+        if each.number == event.round:
+            if event.earliest and each.cause == "WORKER_FAILED":
+                failure = event.failure
+                each.node_id = failure.node_id
+                each.why = (
+                    f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
+                )
+            return
+
+
+def _attribute_failure(history: RoundHistory, event: pb.Event) -> None:
+    """Correct a round that ended by a failure, once it is known that the loss of a node was the cause."""
+    for each in reversed(history.rounds):
+        if each.number == event.round and each.cause == "WORKER_FAILED":
+            each.cause, each.node_id, each.why, each.held_back = "NODE_LOST", event.node_id, event.detail, 0.0
+            if each.restarts is not None:
+                each.restarts -= 1
+            return
+
+
+def _last(history: RoundHistory, number: int) -> Round:
+    """The round of that number, which is the last; what came before may no longer be kept."""
+    if not history.rounds or history.rounds[-1].number != number:
+        history.rounds.append(Round(number))
+    return history.rounds[-1]
+
+
+def _name(enum: object, number: int, prefix: str) -> str:
+    try:
+        name: str = enum.Name(number)  # type: ignore[attr-defined]
+    except ValueError:  # of a newer service
+        return str(number)
+    return name.removeprefix(prefix)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

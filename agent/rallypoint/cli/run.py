@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
-from rallypoint.cli.inherited import ENVIRONMENT
+from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.launcher.backends import Meeting, Wish, meeting
@@ -145,7 +145,7 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         raise SettingError(str(error)) from None
     # Nothing of what is loaded can be freed, and looking for that takes a tenth of the time.
     gc.disable()
-    from rallypoint.cli.verdict import say_how_it_ended  # noqa: PLC0415
+    from rallypoint.cli.summary import say_how_it_ended  # noqa: PLC0415
     from rallypoint.launcher.launch import launch  # noqa: PLC0415
     from rallypoint.rpc.logs import configure_logs  # noqa: PLC0415
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415

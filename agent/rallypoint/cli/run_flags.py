@@ -12,8 +12,8 @@ import click
 
 from rallypoint.agent.config.settings import MOST_RESTARTS
 from rallypoint.agent.job.options import split_commas
-from rallypoint.cli.nodes import NodeCount, Pairs, SignalList, Text, WorkerCount
 from rallypoint.cli.run_command import flag, flags
+from rallypoint.cli.values import NodeCount, Pairs, SignalList, Text, WorkerCount
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -3,21 +3,111 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from rallypoint.cli.limit_options import Limits, limit_options
-from rallypoint.cli.replica_options import ReplicaFlags, is_etcd, replica_options
-from rallypoint.cli.roles import serve_agent_role, serve_rendezvous_role, serve_timer_role
-from rallypoint.cli.timer_options import timer_options
-from rallypoint.rpc.endpoint import ClientTLS, ServerOptions
+from rallypoint.agent.addresses import advertised
+from rallypoint.agent.config.job import Peer
+from rallypoint.agent.supervisor.daemon import Daemon
+from rallypoint.cli.main import ENVIRONMENT
+from rallypoint.cli.serve_options import Limits, limit_options, timer_options
+from rallypoint.cli.serve_replica import ReplicaFlags, is_etcd, replica_options
+from rallypoint.launcher.services import embedded_timer
+from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
+from rallypoint.rendezvous.api.service import open_journal, rendezvous_services
+from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
+from rallypoint.rendezvous.shard.home import OnlyReplica
+from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
 from rallypoint.rpc.logs import configure_logs
 from rallypoint.rpc.loop import run
 from rallypoint.serving.options import Setting, server_options
+from rallypoint.serving.server import Server
 from rallypoint.timer.core.values import TimerSettings
+from rallypoint.timer.server.service import timer_service
+from rallypoint.timer.server.service import translate as translate_timer
+
+# ---- Servers made of the services: what `serve` runs.
+
+
+async def serve_rendezvous_role(options: ServerOptions, journal_url: str, limits: Limits) -> None:
+    """Serve rendezvous until a signal, or until its journal breaks.
+
+    Raises:
+        SettingError: It can't start, or its journal broke; one line.
+    """
+    broken: list[BaseException] = []
+    stopping: list[asyncio.Task[None]] = []
+
+    def stop(error: BaseException) -> None:
+        broken.append(error)
+        stopping.append(asyncio.create_task(server.stop()))
+
+    replica = OnlyReplica(journal_url.partition(":")[0], time.time(), secrets.token_hex(8))
+    try:
+        async with rendezvous_services(
+            open_journal(journal_url),
+            limits=limits.rendezvous,
+            store_limits=limits.store,
+            state_limits=limits.state,
+            state_ttl=limits.state_ttl,
+            list_replicas=replica,
+            on_failure=stop,
+        ) as services:
+            server = Server(options, services=services, translate=translate_rendezvous)
+            await server.serve_until_signal(after_start=lambda: replica.listen(server.address))
+    except JournalError as error:
+        raise SettingError(str(error)) from error
+    if broken:
+        raise SettingError(str(broken[0])) from broken[0]
+
+
+async def serve_timer_role(options: ServerOptions, settings: TimerSettings, learned: Path | None) -> None:
+    """Serve timers until a signal. What is learned is kept in a file; None: in memory.
+
+    Raises:
+        SettingError: It can't start; one line.
+    """
+    async with timer_service(settings, learned=learned) as service:
+        server = Server(options, services=[service], translate=translate_timer)
+        await server.serve_until_signal()
+
+
+def _own_rendezvous(server: Server, options: ServerOptions, tls: ClientTLS | None) -> Peer | None:
+    """How a daemon's jobs reach the rendezvous service at its own address; None: they can't."""
+    if options.tls_cert is None:
+        return Peer(advertised(server.address, named=False))
+    return Peer(advertised(server.address, named=True), tls) if tls is not None else None
+
+
+async def serve_agent_role(
+    options: ServerOptions, tls: ClientTLS | None, max_jobs: int, metrics_address: str
+) -> None:
+    """Serve as a daemon that runs the jobs it is given, until a signal; then its jobs leave in good order.
+
+    It serves rendezvous too, for jobs that name no other; what that knows ends with the process.
+    """
+    async with AsyncExitStack() as stack:
+        rendezvous = await stack.enter_async_context(rendezvous_services(MemoryJournal()))
+        timer_endpoint = await stack.enter_async_context(embedded_timer())
+        sinks = []
+        if metrics_address:
+            # What only this flag needs is loaded only for it.
+            from rallypoint.agent.events.metrics import metrics_at  # noqa: PLC0415
+
+            sinks.append(await stack.enter_async_context(metrics_at(metrics_address)))
+        daemon = Daemon(timer_endpoint, tls, ENVIRONMENT, max_jobs=max_jobs, event_sinks=sinks)
+        await stack.enter_async_context(daemon)
+        server = Server(options, services=[daemon.registration, *rendezvous], translate=translate_rendezvous)
+        daemon.rendezvous = partial(_own_rendezvous, server, options, tls)
+        # Its jobs leave first, so that one can still ask how far they are.
+        await server.serve_until_signal(before_drain=daemon.leave)
 
 
 @click.group()
@@ -41,7 +131,7 @@ def rendezvous(options: ServerOptions, journal: str, limits: Limits, replica: Re
     """Serve membership, rounds and the key-value store of runs."""
     if is_etcd(journal):
         # A service with a journal of its own need not have loaded any of it.
-        from rallypoint.cli.replica_role import serve_replica_role  # noqa: PLC0415
+        from rallypoint.cli.serve_replica import serve_replica_role  # noqa: PLC0415
 
         _serve(options, serve_replica_role(options, journal, limits, replica))
     else:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rallypoint.cli.nodes import Text
+from rallypoint.cli.values import Text
 from rallypoint.launcher.backends import is_etcd_url
 from rallypoint.serving.options import Seconds, Setting, client_options
 
@@ -55,3 +55,18 @@ def timeout_option(command: _Command) -> _Command:
         metavar="SECONDS",
         help="How long to try.",
     )(command)
+
+
+# ---- The options of every command that asks a timer service something.
+
+
+def timer_service_options(command: _Command) -> _Command:
+    """Gives a command `timer_endpoint`, `timeout` in seconds, and `tls`, a ClientTLS or None."""
+    return click.option(
+        "--timer-endpoint",
+        cls=Setting,
+        type=Text(),
+        default="127.0.0.1:29410",
+        metavar="HOST:PORT",
+        help="Address of the timer service; one inside an agent is in the agent's log line `supervisor ready`.",
+    )(timeout_option(client_options(command)))

@@ -14,11 +14,11 @@ import click
 
 from rallypoint.agent.config.settings import MOST_SECONDS, MOST_WORKERS, RunSettingError, rendezvous_conf
 from rallypoint.agent.job.options import OPTIONS, job_fields
-from rallypoint.cli.inherited import ENVIRONMENT
-from rallypoint.cli.nodes import NodeCount, Text
+from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand, flag, flags
 from rallypoint.cli.run_flags import run_flags
 from rallypoint.cli.service_options import refuse_etcd_url
+from rallypoint.cli.values import NodeCount, Text
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, SettingError, parse_endpoint, parse_endpoints
 from rallypoint.serving.options import Seconds, client_options
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rallypoint.cli.console import plain_console, printable
-from rallypoint.cli.moments import show_span
-from rallypoint.cli.nodes import Text
-from rallypoint.cli.timer_service import timer_service_options
+from rallypoint.cli.output import plain_console, printable, show_span
+from rallypoint.cli.service_options import timer_service_options
+from rallypoint.cli.values import Text
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
@@ -52,8 +52,10 @@ def timers(
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
-    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415
-    from rallypoint.cli.timer_pages import most_urgent  # noqa: PLC0415
+    from rallypoint.cli.operator import (  # noqa: PLC0415
+        ask_timer,
+        most_urgent,
+    )
 
     found, left_out = ask_timer(
         timer_endpoint,
@@ -77,7 +79,7 @@ def timers(
 def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
     from rich.table import Table  # noqa: PLC0415
 
-    from rallypoint.cli.timer_pages import RAN_OUT  # noqa: PLC0415
+    from rallypoint.cli.operator import RAN_OUT  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
     columns = ("node", "worker", "scope", "after", "remaining", "state", "offers")
@@ -95,5 +97,189 @@ def _timer_table(timers: Sequence[pb.Timer], *, with_runs: bool) -> Table:
             "-" if learning else show_span(each.remaining.ToNanoseconds() / 1e9),
             pb.TimerState.Name(each.state).removeprefix("TIMER_STATE_"),
             str(each.offers or "-"),
+        )
+    return table
+
+
+# ---- `rallypoint scopes`: how long runs have learned that their scopes take, and forgetting it.
+
+
+@click.command()
+@click.argument("run_id", type=Text(), required=False)
+@click.option(
+    "--forget",
+    "forgotten",
+    type=Text(),
+    multiple=True,
+    metavar="SCOPE",
+    help="Let RUN_ID learn this one anew.",
+)
+@click.option("--forget-all", is_flag=True, help="Let RUN_ID learn all of them anew.")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@timer_service_options
+def scopes(
+    *,
+    run_id: str | None,
+    forgotten: Sequence[str],
+    forget_all: bool,
+    as_json: bool,
+    timer_endpoint: str,
+    timeout: float,
+    tls: ClientTLS | None,
+) -> None:
+    """Show what RUN_ID, or every run, has learned of its scopes with `expires(after="auto")`.
+
+    SEEN is how many times workers have left the scope, on all hosts, TIMEOUT how long it may take, and TIMERS how
+    many workers are in it now. --forget lets a run learn anew, say after its batches have become larger: its
+    timers accuse nobody until enough was seen again.
+    """
+    if forgotten or forget_all:
+        _check_forgetting(run_id, forgotten, forget_all)
+        counts = _forget(run_id or "", forgotten or [""], timer_endpoint, tls, timeout)
+        if as_json:
+            click.echo(json.dumps({"forgotten": sum(counts.values())}, indent=2))
+        else:
+            for scope, count in counts.items():
+                click.echo(_told(run_id or "", scope, count))
+        return
+    _show(run_id or "", as_json, timer_endpoint, tls, timeout)
+
+
+def _check_forgetting(run_id: str | None, forgotten: Sequence[str], forget_all: bool) -> None:
+    if not run_id:
+        flag = "--forget-all" if forget_all else "--forget"
+        raise click.UsageError(f"{flag} needs RUN_ID: which run is to forget?")
+    if forgotten and forget_all:
+        raise click.UsageError("--forget and --forget-all contradict each other; leave one out")
+    if "" in forgotten:
+        # On the wire an empty scope stands for all of them.
+        raise click.UsageError("--forget needs the name of a scope; --forget-all forgets all of the run")
+
+
+def _forget(
+    run_id: str, scopes: Sequence[str], endpoint: str, tls: ClientTLS | None, timeout: float
+) -> dict[str, int]:
+    """How many were forgotten of each name; "" stands for all of the run."""
+    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
+    from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc  # noqa: PLC0415
+
+    async def forget(stub: pb_grpc.TimerServiceAsyncStub) -> dict[str, int]:
+        return {
+            scope: (await stub.ForgetScopes(pb.ForgetScopesRequest(run_id=run_id, scope=scope))).forgotten
+            for scope in dict.fromkeys(scopes)
+        }
+
+    return ask_timer(endpoint, tls, timeout, forget)
+
+
+def _told(run_id: str, scope: str, count: int) -> str:
+    if not count:
+        what = f"of the scope {scope}" if scope else "of any scope"
+        return f"run {run_id} had learned nothing {what}, so there was nothing to forget"
+    if scope:
+        return f"run {run_id} has forgotten the scope {scope} and learns it anew"
+    plural = "" if count == 1 else "s"
+    return f"run {run_id} has forgotten {count} scope{plural} and learns anew"
+
+
+def _show(run_id: str, as_json: bool, endpoint: str, tls: ClientTLS | None, timeout: float) -> None:
+    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
+
+    from rallypoint.cli.operator import (  # noqa: PLC0415
+        all_scopes,
+        ask_timer,
+    )
+
+    answer = ask_timer(endpoint, tls, timeout, partial(all_scopes, run_id))
+    if as_json:
+        fields: dict[str, Any] = MessageToDict(answer, always_print_fields_with_no_presence=True)
+        del fields["nextPageToken"]  # all pages are in it
+        click.echo(json.dumps(fields, indent=2))
+    elif answer.scopes:
+        _print(answer, with_runs=not run_id)
+    else:
+        click.echo('nothing was learned; `expires(after="auto")` does')
+
+
+def _print(answer: pb.ListScopesResponse, *, with_runs: bool) -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(*(["run"] if with_runs else []), "scope", "seen", "longest", "timeout", "timers", box=None)
+    for each in answer.scopes:
+        known = each.HasField("after")
+        table.add_row(
+            *([printable(each.run_id)] if with_runs else []),
+            printable(each.scope),
+            str(each.count),
+            show_span(each.longest.ToNanoseconds() / 1e9) if each.count else "-",
+            show_span(each.after.ToNanoseconds() / 1e9)
+            if known
+            else f"{each.count} of {answer.warm_up} seen",
+            str(each.timers),
+        )
+    console = plain_console()
+    console.print(table)
+    least = show_span(answer.least.ToNanoseconds() / 1e9)
+    console.print(
+        f"a timeout is {answer.factor:g} times the longest, at least {least}, once {answer.warm_up} were seen"
+    )
+
+
+# ---- `rallypoint progress`: how far a run's workers have come, and who stopped first.
+
+
+@click.command()
+@click.argument("run_id", type=Text())
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1_000),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="At most the slowest N.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@timer_service_options
+def progress(
+    *, run_id: str, limit: int, as_json: bool, timer_endpoint: str, timeout: float, tls: ClientTLS | None
+) -> None:
+    """Show how far the workers of RUN_ID have come, as they say by `progress(step)`: the slowest first.
+
+    BEHIND is how many steps the worker is behind the fastest, and SINCE how long it has been at its step.
+    """
+    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
+
+    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.status import progress_lines  # noqa: PLC0415
+    from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
+
+    request = pb.GetProgressRequest(run_id=run_id, most=limit)
+    answer = ask_timer(timer_endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
+    if as_json:
+        fields = MessageToDict(answer, always_print_fields_with_no_presence=True)
+        click.echo(json.dumps(fields, indent=2))
+        return
+    console = plain_console()
+    if not answer.workers:
+        console.print(f"no worker of run {run_id} tells its progress; `rallypoint.timer.progress(step)` does")
+        return
+    for line in progress_lines(run_id, answer):
+        console.print(line)
+    console.print(_worker_table(answer))
+
+
+def _worker_table(answer: pb.GetProgressResponse) -> Table:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("rank", "node", "worker", "step", "behind", "since", box=None)
+    for each in answer.slowest:
+        table.add_row(
+            str(each.rank),
+            printable(each.node_id),
+            printable(each.worker_id),
+            str(each.step),
+            str(answer.highest_step - each.step),
+            show_span(each.idle.ToNanoseconds() / 1e9),
         )
     return table

@@ -1,0 +1,157 @@
+"""`rallypoint close`: end a run on all its hosts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from rallypoint.cli.output import plain_console, printable, show_moment
+from rallypoint.cli.service_options import service_options
+from rallypoint.cli.values import Text
+from rallypoint.rpc.endpoint import ClientTLS
+
+if TYPE_CHECKING:
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+
+
+@click.command()
+@click.argument("run_id", type=Text())
+@click.option("--reason", type=Text(), default="", help="Why; the run's hosts show it.")
+@service_options
+def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
+    """End RUN_ID for good: all its hosts stop their workers and go."""
+    from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    request = pb.CloseRunRequest(run_id=run_id, reason=reason)
+    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.CloseRun(request))
+    outcome = pb.Outcome.Name(response.run_end.outcome).removeprefix("OUTCOME_")
+    click.echo(f"run {run_id} is closed: {outcome}, {response.run_end.detail}")
+
+
+# ---- `rallypoint restart`: start all workers of a run anew.
+
+
+@click.command()
+@click.argument("run_id", type=Text())
+@click.option("--reason", type=Text(), default="", help="Why; the run's hosts and its events show it.")
+@service_options
+def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
+    """Start all workers of RUN_ID anew, on the same nodes. It uses up none of the run's restarts."""
+    from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    request = pb.RestartRunRequest(run_id=run_id, reason=reason)
+    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False)
+    if response.ended_round:
+        click.echo(f"run {run_id}: round {response.ended_round} ended, all workers are started anew")
+    elif response.hurried:
+        click.echo(f"run {run_id}: the restart that was held back comes at once")
+    else:
+        click.echo(f"run {run_id} has no round at present, so there was nothing to restart")
+
+
+# ---- `rallypoint evict`: take a node out of a run and keep it out, or let it in again.
+
+
+@click.command()
+@click.argument("run_id", type=Text())
+@click.argument("node", type=Text())
+@click.option("--reason", type=Text(), default="", help="Why; the node and the run's events show it.")
+@click.option("--readmit", is_flag=True, help="Let a node that was taken out join again, instead.")
+@service_options
+def evict(
+    *,
+    run_id: str,
+    node: str,
+    rdzv_endpoint: str,
+    reason: str,
+    readmit: bool,
+    timeout: float,
+    tls: ClientTLS | None,
+) -> None:
+    """Take NODE out of RUN_ID and refuse it from now on: the others go on without it.
+
+    `rallypoint status RUN_ID` has the names of its nodes, and of those that were taken out.
+    """
+    from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    request = pb.EvictNodeRequest(run_id=run_id, node_id=node, reason=reason, readmit=readmit)
+    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.EvictNode(request))
+    if readmit:
+        click.echo(f"node {node} may join run {run_id}")
+    elif response.was_in:
+        click.echo(f"node {node} was taken out of run {run_id} and is refused from now on")
+    else:
+        click.echo(
+            f"node {node} was not in run {run_id}; it is refused from now on: check the spelling "
+            f"(`rallypoint evict {run_id} {node} --readmit` takes it back)"
+        )
+
+
+# ---- `rallypoint replicas`: who serves rendezvous, and which of them owns a run.
+
+
+@click.command()
+@click.option(
+    "--run",
+    "run_id",
+    type=Text(),
+    default="",
+    metavar="RUN_ID",
+    help="Also say which replica owns this run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@service_options
+def replicas(
+    *, run_id: str, rdzv_endpoint: str, as_json: bool, timeout: float, tls: ClientTLS | None
+) -> None:
+    """Show the replicas of the rendezvous service, and how many shards of the runs each of them owns.
+
+    It is what the replica that answers knows; LEAVING is one that hands its shards over since it was told to stop.
+    """
+    from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
+
+    from rallypoint.cli.operator import ask  # noqa: PLC0415
+    from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
+
+    request = pb.ListReplicasRequest(run_id=run_id)
+    answer = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.ListReplicas(request))
+    if as_json:
+        click.echo(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True), indent=2))
+    else:
+        _print(answer, run_id)
+
+
+def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("replica", "address", "shards", "since", "state", box=None)
+    for replica in answer.replicas:
+        state = ["LEAVING"] if replica.leaving else []
+        state += ["answers"] if replica.name == answer.answered_by else []
+        table.add_row(
+            printable(replica.name),
+            printable(replica.address) or "-",
+            str(replica.shards),
+            show_moment(replica.since.ToNanoseconds() / 1e9) if replica.HasField("since") else "-",
+            ", ".join(state) or "-",
+        )
+    console = plain_console()
+    console.print(table)
+    if answer.free_shards:
+        console.print(
+            f"{answer.free_shards} of {answer.shards} shards have no owner just now: their runs wait"
+        )
+    if answer.HasField("run"):
+        console.print(_place(answer.run, run_id))
+
+
+def _place(run: pb.RunPlace, run_id: str) -> str:
+    where = f"run {printable(run_id)} is in shard {run.shard}, which "
+    if not run.owner:
+        return where + "nobody owns just now: it waits for a replica to take it over"
+    return where + f"{printable(run.owner)} owns, at {printable(run.address)}"

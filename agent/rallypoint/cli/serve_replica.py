@@ -1,0 +1,169 @@
+"""The options of a `serve rendezvous` that is one of several replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import click
+
+from rallypoint.cli.serve_options import Limits
+from rallypoint.cli.values import Text
+from rallypoint.etcd.endpoint import parse_address
+from rallypoint.launcher.backends import ETCD_SCHEMES
+from rallypoint.rendezvous.api.errors import translate
+from rallypoint.rendezvous.cluster.keys import advertised_address, replica_name, split_shards
+from rallypoint.rendezvous.cluster.replica import Replicas
+from rallypoint.rendezvous.cluster.service import replicated_services
+from rallypoint.rpc.endpoint import ServerOptions, SettingError, parse_endpoint
+from rallypoint.rpc.logs import get_logger
+from rallypoint.serving.options import Seconds, Setting
+from rallypoint.serving.server import Server
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFlags:
+    """What the flags say; empty: find out. `lease_ttl` None: the default of `Replicas`."""
+
+    advertise: str = ""
+    name: str = ""
+    lease_ttl: float | None = None
+
+    def refuse_without_etcd(self) -> None:
+        """Raises SettingError if something is asked of replicas that there are not."""
+        given = {
+            "--advertise": bool(self.advertise),
+            "--replica-name": bool(self.name),
+            "--lease-ttl": self.lease_ttl is not None,
+        }
+        for flag in (flag for flag, is_given in given.items() if is_given):
+            raise SettingError(
+                f"{flag} is for replicas over --journal etcd://…: leave it out, or give that journal"
+            )
+
+
+def is_etcd(journal: str) -> bool:
+    """Whether a `--journal` value names an etcd, well-formed or not."""
+    return journal.partition(":")[0] in ETCD_SCHEMES
+
+
+def replica_options(command: _Command) -> _Command:
+    """Gives a click command the flags of a replica; it gets them as the keyword argument `replica`."""
+
+    @functools.wraps(command)
+    def call(**arguments: Any) -> Any:
+        flags = ReplicaFlags(*(arguments.pop(name) for name in ("advertise", "replica_name", "lease_ttl")))
+        return command(replica=flags, **arguments)
+
+    decorated: Callable[..., Any] = call
+    for flag in reversed(_FLAGS):
+        decorated = flag(decorated)
+    return cast(_Command, decorated)
+
+
+_FLAGS = (
+    click.option(
+        "--advertise",
+        cls=Setting,
+        type=Text(),
+        default="",
+        show_default=False,
+        metavar="HOST:PORT",
+        help="With etcd: how clients and the other replicas reach this one. Without it, where it listens, or by this "
+        "machine's name if it listens at all addresses.",
+    ),
+    click.option(
+        "--replica-name",
+        cls=Setting,
+        type=Text(),
+        default="",
+        show_default=False,
+        metavar="NAME",
+        help="With etcd: what this replica is called, the same after each restart. Without it, after host and port.",
+    ),
+    click.option(
+        "--lease-ttl",
+        cls=Setting,
+        type=Seconds(2, 60),
+        # That of `Replicas`, which is loaded for replicas only.
+        show_default="10.0",
+        metavar="SECONDS",
+        help="With etcd: how long a replica that died, or that can't reach etcd, keeps its runs. Shorter: others take "
+        "them over sooner, and a shorter pause of the machine, or election of etcd, is taken for death.",
+    ),
+)
+
+
+# ---- A replica of the rendezvous service as a server: what `serve rendezvous --journal etcd://…` runs.
+
+
+_log = get_logger(__name__)
+
+
+async def serve_replica_role(
+    options: ServerOptions, journal_url: str, limits: Limits, flags: ReplicaFlags
+) -> None:
+    """Serve rendezvous as one of the replicas over an etcd, until a signal; then hand its shards over.
+
+    Raises:
+        SettingError: It can't, and trying again would not help; one line.
+    """
+    url, shards = split_shards(journal_url)
+    try:
+        address = parse_address(url)
+    except SettingError as error:
+        raise SettingError(f"--journal: {error}") from None
+    if flags.advertise:
+        advertised_address(flags.advertise, "")  # refused before anything is begun
+    wanted = Replicas(shards=shards)
+    if flags.lease_ttl is not None:
+        wanted = replace(wanted, lease_ttl=flags.lease_ttl)
+    failed: list[BaseException] = []
+    stopping: list[asyncio.Task[None]] = []
+
+    def stop(error: BaseException) -> None:
+        failed.append(error)
+        stopping.append(asyncio.create_task(server.stop()))
+
+    async def tell_ready(ready: bool) -> None:
+        await server.set_ready(ready)
+
+    async with replicated_services(
+        address,
+        wanted,
+        limits=limits.rendezvous,
+        store_limits=limits.store,
+        state_limits=limits.state,
+        state_ttl=limits.state_ttl,
+        on_ready=tell_ready,
+    ) as services:
+        server = Server(options, services=services.registrations, translate=translate, ready=False)
+
+        def begin() -> None:
+            try:
+                advertised = advertised_address(flags.advertise, server.address)
+                name = replica_name(flags.name, advertised)
+            except SettingError as error:
+                stop(error)
+            else:
+                _warn_of_loopback(advertised)
+                services.begin(name, advertised, stop)
+
+        await server.serve_until_signal(before_drain=services.drain, after_start=begin)
+    if failed:
+        raise SettingError(str(failed[0])) from failed[0]
+
+
+def _warn_of_loopback(advertised: str) -> None:
+    """Say so where what leads clients to this replica leads those of other machines to themselves."""
+    if parse_endpoint(advertised).loopback:
+        _log.warning(
+            "this replica is advertised on loopback: only clients of this machine can follow to it",
+            address=advertised,
+            advice="--host with an address that others reach, or --advertise HOST:PORT",
+        )
