@@ -65,7 +65,7 @@ test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
 # Four tests run at a time, because most of them wait; WORKERS=1 runs one at a time. ONLY=drain runs the tests whose names
 # match. Without make: `.venv/bin/pytest tests/agent -m "not slow"`.
-test: $(VENV)/.ready ## each property of the product, with short settings: some 4 minutes on two cores
+test: $(VENV)/.ready ## each property of the product, with short settings: some 5 minutes on two cores
 	.ci/install-etcd
 	$(BIN)/pytest -n $(or $(WORKERS),4) --dist worksteal -m "not slow" $(if $(ONLY),-k "$(ONLY)")
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 # A suite that was started in the background is to ignore Ctrl-C, and so would every process that it tests.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest test first: at the end, the other workers would wait six minutes for it."""
+    items.sort(key=lambda item: "test_nemesis.py" not in item.nodeid)
