@@ -217,23 +217,23 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 382, 220),
-    Rule("product lines", lines, 53_100, 43_500),
-    Rule("product code lines", code_lines, 34_500, 28_500),
-    Rule("median file, lines (at least)", median_file, 120, 200, at_least=True),
-    Rule("files under 60 lines", small_files, 78, 12),
-    Rule("modules with one importer and under 100 lines", single_importers, 50, 10),
-    Rule("largest folder, files", largest_folder, 88, 18),
-    Rule("cycles between folders", folder_cycles, 2, 0),
-    Rule("folders in cycles", folders_in_cycles, 6, 0),
-    Rule("cycles between files", file_cycles, 4, 0),
-    Rule("files in cycles", files_in_cycles, 8, 0),
+    Rule("hand-written product files", files, 262, 220),
+    Rule("product lines", lines, 52_500, 43_500),
+    Rule("product code lines", code_lines, 34_000, 28_500),
+    Rule("median file, lines (at least)", median_file, 221, 200, at_least=True),
+    Rule("files under 60 lines", small_files, 12, 12),
+    Rule("modules with one importer and under 100 lines", single_importers, 6, 10),
+    Rule("largest folder, files", largest_folder, 20, 18),
+    Rule("cycles between folders", folder_cycles, 0, 0),
+    Rule("folders in cycles", folders_in_cycles, 0, 0),
+    Rule("cycles between files", file_cycles, 2, 0),
+    Rule("files in cycles", files_in_cycles, 4, 0),
     Rule("cycles between files, for types only", type_only_cycles, 1, 0),
     Rule("class names in several modules", shared_class_names, 59, 15),
     Rule("hand-written back-off", backoffs, 17, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0),
     Rule("dialect words per 1,000 words", dialect, 27.3, 1),
-    Rule("test lines", test_lines, 97_000, 70_000),
+    Rule("test lines", test_lines, 97_200, 70_000),
 )
 
 

@@ -113,6 +113,7 @@ def test_the_agent_reaches_services_through_their_clients() -> None:
     [
         "from rallypoint.timer import expires",
         "import rallypoint.worker",
+        "import rallypoint.launcher",
         "import rallypoint.worker.call, rallypoint.worker.forkserver",
     ],
 )

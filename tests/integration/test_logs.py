@@ -144,7 +144,7 @@ signal.pause()
         try:
             # By then the copier ignores SIGHUP, which the kernel sends to a stopped group that is orphaned.
             wait_until(lambda: _written(tmp_path) == b"begun\n", "the worker's first words to be in the file")
-            (copier,) = [pid for pid in living(marker) if b"log_copier" in _command(pid)]
+            (copier,) = [pid for pid in living(marker) if b"copier.py" in _command(pid)]
             os.kill(copier, signal.SIGSTOP)
             (tmp_path / "go").touch()
             wait_until((tmp_path / "said").exists, "the last words")

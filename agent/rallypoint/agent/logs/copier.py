@@ -1,6 +1,6 @@
 """The log copier: the small process that moves workers' output from pipes into files that it rotates by size.
 
-The agent runs this file as a program of its own, `python -I -S log_copier.py`, where logs are rotated. (Where they
+The agent runs this file as a program of its own, `python -I -S copier.py`, where logs are rotated. (Where they
 are not, workers write into their files themselves, and there is no copier.) It is a process and not a part of the
 agent because it must outlive it: when the agent is killed, its workers are, and what they wrote last is still in
 the pipes. It ends by itself when nobody can write any more.
