@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.test_environment import CONFIG
+from agent.workers.test_environment import CONFIG
 from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.launcher.launch import refuse_twin
 from rallypoint.launcher.services import embedded_rendezvous

@@ -24,9 +24,9 @@ from rallypoint.rendezvous.state.core import SPACE, States
 from rallypoint.rendezvous.store.core import RunSpaces
 from rallypoint.rendezvous.store.writes import Set
 from rallypoint.rendezvous.v1 import journal_pb2
+from rendezvous.base.test_shares import used
 from rendezvous.engine_fixtures import NO_PAUSES
 from rendezvous.shard_fixtures import RUN, ShardJournal, opened
-from rendezvous.test_shares import used
 from rendezvous.turn_counter import TickingClock, Turns, counting
 
 _NODES = 5

@@ -9,7 +9,7 @@ from etcd_server import NEEDS_ETCD
 from mortal import mortal
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
-from rendezvous.replicas.served import PATIENCE, refusal, run_in, served, shared_out
+from rendezvous.cluster.served import PATIENCE, refusal, run_in, served, shared_out
 
 pytestmark = NEEDS_ETCD
 

@@ -28,7 +28,7 @@ from rallypoint.rendezvous.state.core import (
     StateLimits,
     States,
 )
-from rendezvous.fenced_state.state_fakes import RUN, asked
+from rendezvous.state.state_fakes import RUN, asked
 
 
 class Ledger:

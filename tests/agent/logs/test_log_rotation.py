@@ -33,7 +33,7 @@ for first in range(0, count, 100):
     while rest:
         rest = rest[os.write(1, rest) :]
 """
-_TESTS = str(Path(__file__).parent.parent)
+_TESTS = str(Path(__file__).parents[2])
 
 
 @pytest.fixture

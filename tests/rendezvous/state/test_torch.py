@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import FencedState
-from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
 pytestmark = pytest.mark.torch
 

@@ -22,7 +22,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1.store_service_pb2 import StoreOperation, StoreWriter
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
-from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
 Code = grpc.StatusCode
 

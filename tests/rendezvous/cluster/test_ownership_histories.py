@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.rendezvous.cluster.ownership import Moves, by_preference
-from rendezvous.replicas.scripted_replicas import LEASE, Scripted, World
+from rendezvous.cluster.scripted_replicas import LEASE, Scripted, World
 
 MOVES = Moves()
 SHARDS = 32

@@ -19,8 +19,8 @@ from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.fenced_state.state_fakes import RUN, channel_to
 from rendezvous.homes import home_of
+from rendezvous.state.state_fakes import RUN, channel_to
 
 JOURNALS: dict[str, Callable[[Path], Journal]] = {
     "memory": lambda folder: MemoryJournal(),

@@ -20,7 +20,7 @@ from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.base.errors import EtcdFull
 from rallypoint.rendezvous.cluster.keys import Keys
-from rendezvous.replicas.served import PATIENCE, SHARDS, Served, refusal, run_in, served, shared_out, until
+from rendezvous.cluster.served import PATIENCE, SHARDS, Served, refusal, run_in, served, shared_out, until
 
 pytestmark = [
     NEEDS_ETCD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent.test_core import CLOSED, final, frozen, joinable, play, seat
+from agent.core.test_core import CLOSED, final, frozen, joinable, play, seat
 from rallypoint.agent.core import core
 from rallypoint.agent.core.core import AgentState
 

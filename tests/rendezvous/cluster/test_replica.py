@@ -26,8 +26,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rpc.endpoint import SettingError, parse_endpoint
 from rallypoint.rpc.errors import decode
-from rendezvous.cut_proxy import CutProxy
-from rendezvous.replicas.served import (
+from rendezvous.cluster.served import (
     PATIENCE,
     SHARDS,
     TTL,
@@ -39,6 +38,7 @@ from rendezvous.replicas.served import (
     shared_out,
     until,
 )
+from rendezvous.cut_proxy import CutProxy
 
 pytestmark = NEEDS_ETCD
 

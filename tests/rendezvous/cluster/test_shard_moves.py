@@ -15,8 +15,8 @@ from rallypoint.rendezvous.cluster import moves_log
 from rallypoint.rendezvous.cluster.ownership import Moves
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import parse_endpoint
+from rendezvous.cluster.served import PATIENCE, SHARDS, Served, run_in, served, shared_out, until
 from rendezvous.cut_proxy import CutProxy
-from rendezvous.replicas.served import PATIENCE, SHARDS, Served, run_in, served, shared_out, until
 
 pytestmark = NEEDS_ETCD
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.test_core import CLOSED, RUNNING, final, frozen, joinable, play
+from agent.core.test_core import CLOSED, RUNNING, final, frozen, joinable, play
 from rallypoint.agent.core import core
 from rallypoint.agent.core.core import Workers
 

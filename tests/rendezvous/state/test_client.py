@@ -19,7 +19,7 @@ from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.state.service import FencedStateService, StateView
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.selector import Pace
-from rendezvous.fenced_state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
+from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
 
 def watched(

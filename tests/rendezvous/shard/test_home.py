@@ -24,8 +24,8 @@ from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server, ServerOptions
+from rendezvous.shard.test_read_only import reading
 from rendezvous.shard_fixtures import OWNER, Scene, ShardJournal, elsewhere, opened
-from rendezvous.test_read_only import reading
 
 PATIENCE = 60.0
 SETTINGS = pb.RunSettings(min_nodes=1, max_nodes=2)

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from agent.test_job import PATIENCE, Bench
-from agent.test_job import bench as bench  # noqa: PLC0414  # a fixture
+from agent.job.test_job import PATIENCE, Bench
+from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from process_probe import until
 from rallypoint.agent.core import core
 from rallypoint.agent.job import rendezvous as membership_module

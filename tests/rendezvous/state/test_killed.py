@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.rendezvous.state.client import FencedStateClient
-from rendezvous.fenced_state import state_server
-from rendezvous.fenced_state.state_fakes import RUN, channel_to
+from rendezvous.state import state_server
+from rendezvous.state.state_fakes import RUN, channel_to
 from rendezvous.victim import victim_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.test_core import RUNNING, play, seat
+from agent.core.test_core import RUNNING, play, seat
 from rallypoint.agent.core import core
 from rallypoint.agent.core.core import Phase, Workers
 

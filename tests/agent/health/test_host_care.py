@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agent.test_job import PATIENCE, Bench
-from agent.test_job import bench as bench  # noqa: PLC0414  # a fixture
+from agent.job.test_job import PATIENCE, Bench
+from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
 from process_probe import until
 from rallypoint.agent.config.job import Peer
 from rallypoint.agent.job.result import SUCCEEDED, UNFIT
