@@ -18,8 +18,7 @@ import pytest
 
 from rallypoint.rpc.logs import configure_logs, get_logger
 from rallypoint.serving.server import Server
-
-from .conftest import SERVICE
+from serving.conftest import SERVICE
 
 pytestmark = pytest.mark.usefixtures("logging_restored")
 

@@ -21,9 +21,8 @@ from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerCl
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-
-from .conftest import Clock, Service, eventually
-from .scripted import Scripted, listen, serving
+from timer.conftest import Clock, Service, eventually
+from timer.scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration
 

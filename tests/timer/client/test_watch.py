@@ -9,8 +9,7 @@ import pytest
 
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.client.pacing import Watch
-
-from .conftest import Clock, eventually
+from timer.conftest import Clock, eventually
 
 LAG = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 

@@ -13,8 +13,7 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.timer.core.values import Learned, TimerSettings
 from rallypoint.timer.server.learned import LearnedFile, LearnedKeeper, LearnedRun, keep_learned
 from rallypoint.timer.server.watchdog import Watchdog
-
-from .conftest import eventually
+from timer.conftest import eventually
 
 SOON = 0.01
 

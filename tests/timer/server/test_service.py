@@ -17,8 +17,7 @@ from rallypoint.timer.durations import to_duration
 from rallypoint.timer.server.service import timer_service, translate
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
-
-from .streams import act, subscribe
+from timer.streams import act, subscribe
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,9 @@ from rallypoint.timer.core.values import TimerState
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-
-from .conftest import Service, eventually
-from .random_messages import random_message
-from .streams import Stream, acquire, act, error_of, subscribe
+from timer.conftest import Service, eventually
+from timer.random_messages import random_message
+from timer.streams import Stream, acquire, act, error_of, subscribe
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,7 @@ from rallypoint.timer.core.progress import Stall
 from rallypoint.timer.core.values import Learned, StreamReplaced, Subscription, TimerName, TimerSettings
 from rallypoint.timer.server.outbox import Mail, Mailbox
 from rallypoint.timer.server.watchdog import Watchdog
-
-from .conftest import Clock, eventually
+from timer.conftest import Clock, eventually
 
 NAME = TimerName("run", "a", "0@1", "s")
 
