@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.backoff import Pace
 
 PATIENCE = 40.0
 """Seconds that a test waits for what should take few, before it gives up."""

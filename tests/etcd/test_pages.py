@@ -14,7 +14,7 @@ from rallypoint.etcd.cluster import Connection
 from rallypoint.etcd.errors import Compacted, EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn, prefix_end
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.backoff import Pace
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,8 +18,8 @@ from rallypoint.etcd.cluster import Connection
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.rpc.boot_time import boot_time
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.loop import boot_time
 
 pytestmark = pytest.mark.timeout(240)
 

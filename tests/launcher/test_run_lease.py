@@ -23,8 +23,8 @@ from rallypoint.launcher.run_lease import (
 )
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
-from rallypoint.rpc.selector import Pace
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 from grpc import StatusCode
 
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import Asking
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replicas import Switchboard
-from rallypoint.rpc.selector import Pace
 
 
 class Timeline:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
+from rallypoint.rpc.backoff import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
+from rallypoint.rpc.calls import Attempts
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Attempts, Pace
 
 
 class Timeline:

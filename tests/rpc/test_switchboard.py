@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rallypoint.rpc import replicas
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import Asking
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.replicas import Switchboard
-from rallypoint.rpc.selector import Pace
 from rallypoint.serving.server import ServerOptions
 from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
 

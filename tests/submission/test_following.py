@@ -10,7 +10,7 @@ import pytest
 
 from process_probe import PATIENCE
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.backoff import Pace
 from rallypoint.submission.following import Followed, Lost, Pieces, RemoteAgent, Retries
 from submission.fake_agents import FakeAgent, agents, gone_agent, piece, refusal
 

@@ -9,7 +9,7 @@ import pytest
 
 from process_probe import PATIENCE, until
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.backoff import Pace
 from rallypoint.submission.launching import NotLaunched, launch_everywhere
 from submission.fake_agents import agents, gone_agent, refusal
 

@@ -17,10 +17,9 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_g
 from rallypoint.rpc.calls import ask_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
-from rallypoint.rpc.errors import ServiceError, tls_advice
+from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
 from rallypoint.rpc.loop import run
 from rallypoint.rpc.replicas import Switchboard
-from rallypoint.rpc.selector import GONE
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 

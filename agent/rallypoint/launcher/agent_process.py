@@ -17,56 +17,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, Protocol
 
-from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.spawner.spawner import PR_SET_PDEATHSIG, Call, prctl
 from rallypoint.agent.spawner.start import fork_spawner, start_forkserver
-from rallypoint.launcher.plan import LaunchPlan
+from rallypoint.launcher.plan import LaunchOutcome, LaunchRequest
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.call import renew_signals, renew_streams
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What an agent is to do.
-
-    Attributes:
-        plan: The job.
-        folder: The call that workers make; None for a program.
-        forkserver: Whether workers are forks of a process that has loaded the call.
-        log_level: Of the agent's own log.
-    """
-
-    plan: LaunchPlan
-    folder: Path | None = None
-    forkserver: bool = False
-    log_level: str = "warning"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How it went.
-
-    Attributes:
-        exit_code: As `rallypoint run` would end with.
-        detail: One sentence.
-        refused: It could not be started as asked.
-        failure: The failure that ended the run, on whichever host it was.
-        report: The same for people; lines.
-        ranks: Global ranks that this host's workers had last.
-    """
-
-    exit_code: int
-    detail: str
-    refused: bool = False
-    failure: WorkerFailure | None = None
-    report: str = ""
-    ranks: tuple[int, ...] = ()
 
 
 class _Process(Protocol):
@@ -86,7 +45,7 @@ class AgentProcess:
         self._answer = bytearray()
 
     @classmethod
-    def start(cls, order: Order) -> AgentProcess:
+    def start(cls, request: LaunchRequest) -> AgentProcess:
         """Starts one with a fresh interpreter. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -98,16 +57,16 @@ class AgentProcess:
                 pass_fds=(theirs.fileno(),),
             )
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is dead: waiting will tell
-            ours.sendall(pickle.dumps(order))
+            ours.sendall(pickle.dumps(request))
             ours.shutdown(socket.SHUT_WR)
         return cls(process, ours)
 
     @classmethod
-    def fork(cls, order: Order, call: Call) -> AgentProcess:
+    def fork(cls, request: LaunchRequest, call: Call) -> AgentProcess:
         """Makes one out of a fork of this process; its workers are forks of it as it is now. Raises OSError.
 
         Args:
-            order: What it is to do.
+            request: What it is to do.
             call: What workers call.
         """
         ours, theirs = socket.socketpair()
@@ -122,7 +81,7 @@ class AgentProcess:
             pid = os.fork()
         if pid == 0:
             ours.close()
-            _be_forked_agent(theirs, parent, order, call)
+            _be_forked_agent(theirs, parent, request, call)
         theirs.close()
         return cls(_Fork(pid), ours)
 
@@ -131,17 +90,17 @@ class AgentProcess:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 
-    def wait(self) -> Outcome:
+    def wait(self) -> LaunchOutcome:
         """Waits for its end. Interrupted, may be called again."""
         while piece := self._connection.recv(1 << 16):
             self._answer += piece
         status = self._process.wait()
         self._connection.close()
         if self._answer:
-            outcome: Outcome = pickle.loads(bytes(self._answer))  # noqa: S301 (our own process's)
+            outcome: LaunchOutcome = pickle.loads(bytes(self._answer))  # noqa: S301 (our own process's)
             return outcome
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-        return Outcome(128 - status if status < 0 else status or 1, f"the agent's process {how}")
+        return LaunchOutcome(128 - status if status < 0 else status or 1, f"the agent's process {how}")
 
 
 class _Fork:
@@ -152,12 +111,12 @@ class _Fork:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _be_forked_agent(connection: socket.socket, parent: int, order: Order, call: Call) -> NoReturn:
+def _be_forked_agent(connection: socket.socket, parent: int, request: LaunchRequest, call: Call) -> NoReturn:
     try:
         renew_signals()
         renew_streams()
         _be_agent(
-            connection, parent, order, lambda: Spawner(fork_spawner(call, private=(connection.fileno(),)))
+            connection, parent, request, lambda: Spawner(fork_spawner(call, private=(connection.fileno(),)))
         )
     except BaseException:
         traceback.print_exc()
@@ -166,41 +125,41 @@ def _be_forked_agent(connection: socket.socket, parent: int, order: Order, call:
 
 
 def _be_agent(
-    connection: socket.socket, parent: int, order: Order, make_spawner: Callable[[], Spawner]
+    connection: socket.socket, parent: int, request: LaunchRequest, make_spawner: Callable[[], Spawner]
 ) -> NoReturn:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the signal was armed
         os._exit(1)
-    for number in order.plan.signals:
+    for number in request.plan.signals:
         if signal.getsignal(number) != signal.SIG_IGN:  # until the job listens there is nothing to stop
             signal.signal(number, lambda received, _frame: os._exit(128 + received))
-    connection.sendall(pickle.dumps(_carry_out(order, make_spawner)))
+    connection.sendall(pickle.dumps(_carry_out(request, make_spawner)))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(0)
 
 
-def _carry_out(order: Order, make_spawner: Callable[[], Spawner]) -> Outcome:
+def _carry_out(request: LaunchRequest, make_spawner: Callable[[], Spawner]) -> LaunchOutcome:
     try:
         # First of all: it must be there before gRPC is loaded, and comes up meanwhile.
         spawner = make_spawner()
-        if order.folder is not None:
-            spawner.entrust(order.folder)
-        from rallypoint.launcher.requested_job import run_ordered_job  # noqa: PLC0415
+        if request.folder is not None:
+            spawner.entrust(request.folder)
+        from rallypoint.launcher.requested_job import run_requested_job  # noqa: PLC0415
 
-        return run_ordered_job(order, spawner)
+        return run_requested_job(request, spawner)
     except (SpawnError, SettingError) as error:
-        return Outcome(2, str(error), refused=True)
+        return LaunchOutcome(2, str(error), refused=True)
     except Exception as error:
         traceback.print_exc()
-        return Outcome(1, f"internal error: {error!r}; please report it with the traceback above")
+        return LaunchOutcome(1, f"internal error: {error!r}; please report it with the traceback above")
 
 
-def _make_spawner(order: Order) -> Spawner:
-    if order.forkserver:
-        assert order.folder is not None, "a call is left somewhere"
-        return Spawner(start_forkserver(order.folder))
+def _make_spawner(request: LaunchRequest) -> Spawner:
+    if request.forkserver:
+        assert request.folder is not None, "a call is left somewhere"
+        return Spawner(start_forkserver(request.folder))
     return Spawner.start()
 
 
@@ -210,12 +169,9 @@ def main(fd: int, parent: int) -> NoReturn:
     content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     if not content:
         sys.exit(1)  # whoever was to say what to do is dead
-    order: Order = pickle.loads(content)  # noqa: S301 (of the process that has started us)
-    _be_agent(connection, parent, order, lambda: _make_spawner(order))
+    request: LaunchRequest = pickle.loads(content)  # noqa: S301 (of the process that has started us)
+    _be_agent(connection, parent, request, lambda: _make_spawner(request))
 
 
 if __name__ == "__main__":
-    # By its name: what comes through the socket refers to it so, and not to __main__.
-    from rallypoint.launcher import agent_process
-
-    agent_process.main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.launcher.agent_process import AgentProcess, Order, Outcome
+from rallypoint.launcher.agent_process import AgentProcess
 from rallypoint.launcher.config import LaunchConfig, in_our_names, python_command
 from rallypoint.launcher.passed_signals import PassedSignals
+from rallypoint.launcher.plan import LaunchOutcome, LaunchRequest
 from rallypoint.worker.call import (
     CallError,
     bound,
@@ -110,7 +111,8 @@ class elastic_launch:
         if isinstance(self._entrypoint, str):
             plan = self._config.plan([self._entrypoint, *(str(each) for each in args)])
             outcome = _run(
-                partial(AgentProcess.start, Order(plan, log_level=self._config.log_level)), plan.signals
+                partial(AgentProcess.start, LaunchRequest(plan, log_level=self._config.log_level)),
+                plan.signals,
             )
             _check(self._entrypoint, outcome)
             return dict.fromkeys(outcome.ranks)
@@ -123,13 +125,13 @@ class elastic_launch:
             plan = config.plan([name], call=True)
             _check_forkable()
             call = partial(run_forked, bound(function, args), folder)
-            start = partial(AgentProcess.fork, Order(plan, folder, log_level=config.log_level), call)
+            start = partial(AgentProcess.fork, LaunchRequest(plan, folder, log_level=config.log_level), call)
         else:
             forkserver = config.start_method == "forkserver"
             command = [name] if forkserver else python_command("-m", "rallypoint.worker.call", str(folder))
             plan = config.plan(command, call=forkserver)
             save_call(folder, function, args)
-            start = partial(AgentProcess.start, Order(plan, folder, forkserver, config.log_level))
+            start = partial(AgentProcess.start, LaunchRequest(plan, folder, forkserver, config.log_level))
         outcome = _run(start, plan.signals)
         _check(name, outcome)
         return load_results(folder, outcome.ranks)
@@ -150,14 +152,14 @@ def _check_forkable() -> None:
         )
 
 
-def _check(name: str, outcome: Outcome) -> None:
+def _check(name: str, outcome: LaunchOutcome) -> None:
     if outcome.refused:
         raise ValueError(in_our_names(outcome.detail))
     if outcome.exit_code != 0:
         raise WorkersFailedError(name, outcome.exit_code, outcome.detail, outcome.failure, outcome.report)
 
 
-def _run(start: Callable[[], AgentProcess], signals: Sequence[int]) -> Outcome:
+def _run(start: Callable[[], AgentProcess], signals: Sequence[int]) -> LaunchOutcome:
     """Has an agent do its work; when this returns, or raises, nothing of it is left."""
     with PassedSignals(signals) as passed:
         agent = start()

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rallypoint.rpc.endpoint import ClientTLS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rallypoint.agent.failures.failure import WorkerFailure
     from rallypoint.etcd.endpoint import EtcdAddress
 
 HANDLED_SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -103,3 +106,41 @@ class LaunchPlan:
     signals: tuple[int, ...] = HANDLED_SIGNALS
     job: Mapping[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """What an agent is to do.
+
+    Attributes:
+        plan: The job.
+        folder: The call that workers make; None for a program.
+        forkserver: Whether workers are forks of a process that has loaded the call.
+        log_level: Of the agent's own log.
+    """
+
+    plan: LaunchPlan
+    folder: Path | None = None
+    forkserver: bool = False
+    log_level: str = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOutcome:
+    """How it went.
+
+    Attributes:
+        exit_code: As `rallypoint run` would end with.
+        detail: One sentence.
+        refused: It could not be started as asked.
+        failure: The failure that ended the run, on whichever host it was.
+        report: The same for people; lines.
+        ranks: Global ranks that this host's workers had last.
+    """
+
+    exit_code: int
+    detail: str
+    refused: bool = False
+    failure: WorkerFailure | None = None
+    report: str = ""
+    ranks: tuple[int, ...] = ()

@@ -36,9 +36,9 @@ from rallypoint.rendezvous.cluster.ownership import Moves
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.core.state import Phase
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 from rallypoint.serving.server import Server
 
 # Seconds between two attempts at serving, at the most: after etcd was away, for one.
@@ -118,7 +118,7 @@ class OwnReplica:
             await asyncio.wait({self._turns})
 
     async def _take_turns(self, client: EtcdClient) -> None:
-        backoff, said = FIRST_BACKOFF, ""
+        backoff, said = self._pace.backoff(_LONGEST_BACKOFF), ""
         while not self._leaving.is_set():
             self._stood = 0.0
             try:
@@ -132,10 +132,9 @@ class OwnReplica:
                     said = repr(error)
                     _tell(error)
             if self._stood > SEAT_TTL:
-                backoff = FIRST_BACKOFF
+                backoff.reset()
             if not self._leaving.is_set():
-                await self._pace.sleep(self._pace.draw() * backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                await self._pace.sleep(backoff.next())
 
     async def _serve(self, client: EtcdClient, held: Session) -> None:
         """Serve as a replica for as long as the seat is held, or until this agent leaves.

@@ -7,26 +7,26 @@ import logging
 from rallypoint.agent.job.job import Job
 from rallypoint.agent.job.report import render
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.launcher.agent_process import Order, Outcome
 from rallypoint.launcher.launch import launch
+from rallypoint.launcher.plan import LaunchOutcome, LaunchRequest
 from rallypoint.rpc.logs import configure_logs
 from rallypoint.rpc.loop import run as run_loop
 
 
-def run_ordered_job(order: Order, spawner: Spawner) -> Outcome:
+def run_requested_job(request: LaunchRequest, spawner: Spawner) -> LaunchOutcome:
     """Runs the job to its end; the spawner is closed then.
 
     Raises:
         SettingError: It can't be started as asked; one line.
     """
-    configure_logs(order.log_level, "auto")
-    if order.log_level == "info":
+    configure_logs(request.log_level, "auto")
+    if request.log_level == "info":
         # Of the services inside this process one needs to hear only what goes wrong.
         for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
             logging.getLogger(service).setLevel(logging.WARNING)
     jobs: list[Job] = []
-    result = run_loop(launch(order.plan, spawner, jobs.append))
-    return Outcome(
+    result = run_loop(launch(request.plan, spawner, jobs.append))
+    return LaunchOutcome(
         exit_code=result.exit_code,
         detail=result.detail,
         failure=result.failure,

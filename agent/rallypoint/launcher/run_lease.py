@@ -24,9 +24,9 @@ from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
 
 RUN_TTL = 7200
 """Seconds that what a run has in etcd outlives the last agent that served it; torch's. Until then agents that come late
@@ -305,20 +305,19 @@ class Signpost:
         """
         pace = pace or Pace()
         key = Keys(client.address.prefix).owner(0)
-        backoff = FIRST_BACKOFF
+        backoff = pace.backoff(_LONGEST_BACKOFF)
         while True:
             try:
                 found = await client.get(key)
                 self._take(found.pairs)
-                backoff = FIRST_BACKOFF
+                backoff.reset()
                 async with aclosing(client.watch(key, b"", found.revision + 1)) as watching:
                     async for changes in watching:
                         last = changes[-1]
                         self._take([] if last.deleted else [last.pair])
             except EtcdError as error:
                 _log.debug("who serves the run can't be read from etcd", error=str(error))
-            await pace.sleep(pace.draw() * backoff)
-            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+            await pace.sleep(backoff.next())
 
     def _take(self, pairs: Sequence[KeyValue]) -> None:
         self.owner = next((Owner.decode(pair.value).address for pair in pairs), None)

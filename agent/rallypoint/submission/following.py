@@ -10,9 +10,9 @@ import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import ClientTLS, parse_endpoint
-from rallypoint.rpc.errors import ServiceError, decode, tls_advice
-from rallypoint.rpc.selector import FIRST_BACKOFF, GONE, LONGEST_BACKOFF, Pace
+from rallypoint.rpc.errors import GONE, ServiceError, decode, tls_advice
 
 # ---- An agent on another host: what it is called, and how its calls are made over a network that may break.
 
@@ -86,7 +86,7 @@ class Retries:
         self._patience = patience
         self._pace = pace
         self._since: float | None = None
-        self._backoff = FIRST_BACKOFF
+        self._backoff = pace.backoff()
 
     @property
     def away(self) -> bool:
@@ -95,7 +95,8 @@ class Retries:
 
     def answered(self) -> None:
         """It is there."""
-        self._since, self._backoff = None, FIRST_BACKOFF
+        self._since = None
+        self._backoff.reset()
 
     async def failed(self, why: str) -> None:
         """It did not answer; returns when to try again.
@@ -108,8 +109,7 @@ class Retries:
             self._since = now
         if (waited := now - self._since) >= self._patience():
             raise Lost(f"it has not answered for {waited:.0f} s: {why}" if waited >= 1.0 else why)
-        await self._pace.sleep(self._pace.draw() * self._backoff)
-        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+        await self._pace.sleep(self._backoff.next())
 
 
 class Pieces:

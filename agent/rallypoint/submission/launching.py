@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError, decode
-from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
 from rallypoint.submission.following import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0
@@ -82,7 +82,7 @@ async def take_back(agents: Sequence[RemoteAgent], request: pb.LaunchJobRequest,
 async def _launch(
     agent: RemoteAgent, request: pb.LaunchJobRequest, timeout: float, pace: Pace
 ) -> pb.LaunchJobResponse:
-    deadline, backoff = pace.clock() + timeout, FIRST_BACKOFF
+    deadline, backoff = pace.clock() + timeout, pace.backoff()
     while True:
         try:
             return await agent.stub.LaunchJob(request, timeout=max(0.1, deadline - pace.clock()))
@@ -91,8 +91,7 @@ async def _launch(
         left = deadline - pace.clock()
         if not is_lost(error) or left <= 0:
             raise error
-        await pace.sleep(min(left, (error.retry_after or 0.0) + pace.draw() * backoff))
-        backoff = min(2 * backoff, LONGEST_BACKOFF)
+        await pace.sleep(min(left, (error.retry_after or 0.0) + backoff.next()))
 
 
 async def _take_back(agent: RemoteAgent, request: pb.LaunchJobRequest, reason: str) -> bool:

@@ -22,9 +22,9 @@ from rallypoint.etcd.errors import (
     of_call,
 )
 from rallypoint.etcd.v1 import auth_pb2, maintenance_pb2
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS
 from rallypoint.rpc.endpoint import Endpoint
-from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 
@@ -449,7 +449,7 @@ class MemberAttempts:
         self._members = members
         self._timeout = timeout
         self._deadline = members.pace.clock() + timeout
-        self._backoff = FIRST_BACKOFF
+        self._backoff = members.pace.backoff()
         self._failures = 0
 
     def remaining(self) -> float:
@@ -470,9 +470,7 @@ class MemberAttempts:
         members.move_on(connection)
         self._failures += 1
         if self._failures % len(members.connections) == 0:
-            pause = members.pace.draw() * self._backoff
-            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
-            await members.pace.sleep(min(pause, self.remaining()))
+            await members.pace.sleep(min(self._backoff.next(), self.remaining()))
         if self.remaining() <= 0:
             raise EtcdUnavailable(
                 f"etcd gave no answer for {self._timeout:g} s ({error})", unsent=error.unsent

@@ -10,9 +10,9 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import Connection
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.streams import renew
-from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.loop import boot_time
 
 log = get_logger(__name__)
 

@@ -14,7 +14,6 @@ from rallypoint.etcd.cluster import Connection, Members
 from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason, TokenRefused, error_for
 from rallypoint.etcd.v1 import lease_pb2, watch_pb2
 from rallypoint.etcd.values import Change, from_events
-from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF
 
 _PATH = "/etcdserverpb.Watch/Watch"
 
@@ -122,7 +121,7 @@ async def watch(
 ) -> AsyncGenerator[Sequence[Change], None]:
     """See `EtcdClient.watch`."""
     position = Position(revision)
-    backoff = FIRST_BACKOFF
+    backoff = members.pace.backoff()
     failures = 0
     stale: str | None = None
     while True:
@@ -138,7 +137,8 @@ async def watch(
                 response = await stream.read()
                 _check(response, connection.where)
                 if response.created:
-                    failures, backoff, stale = 0, FIRST_BACKOFF, None
+                    failures, stale = 0, None
+                    backoff.reset()
                 changes = position.take(response)
                 if changes:
                     yield changes
@@ -160,8 +160,7 @@ async def watch(
             if stream is not None:
                 stream.end()
         if failures % len(members.connections) == 0:
-            await members.pace.sleep(members.pace.draw() * backoff)
-            backoff = min(2 * backoff, LONGEST_BACKOFF)
+            await members.pace.sleep(backoff.next())
 
 
 def _create(key: bytes, end: bytes, revision: int) -> watch_pb2.WatchRequest:

@@ -15,10 +15,9 @@ import grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.address import Place
-from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replicas import Line, Where, switchboard
-from rallypoint.rpc.selector import GONE, MOVED, UNHEARD
 
 # ---- What people are told of the time between two streams: once, that the rendezvous was lost, or that the run moved.
 

@@ -9,10 +9,11 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replicas import Line, Switchboard
-from rallypoint.rpc.selector import FIRST_BACKOFF, GONE, LONGEST_BACKOFF, MOVED, UNHEARD, Attempts, Pace
+from rallypoint.rpc.selector import Search
 
 _TELL_AFTER = 10.0  # seconds without an answer after which whoever reads the log is told why nothing goes on
 
@@ -20,6 +21,74 @@ _Stub = TypeVar("_Stub")
 _Response = TypeVar("_Response")
 
 _log = get_logger(__name__)
+
+
+class Attempts:
+    """The attempts at one call."""
+
+    def __init__(self, pace: Pace, timeout: float, service: str, board: Switchboard | None = None) -> None:
+        """Begin.
+
+        Args:
+            pace: How time passes.
+            timeout: There are attempts for so many seconds from now.
+            service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
+            board: Where the service is; None: always the same place.
+        """
+        self._board = board
+        self._search: Search | None = board.search() if board is not None else None
+        self._pace = pace
+        self._timeout = timeout
+        self._service = service
+        self._deadline = pace.clock() + timeout
+        self._backoff = pace.backoff()
+        self._last = "no connection"
+
+    def remaining(self) -> float:
+        """Seconds left for the next attempt."""
+        return max(0.0, self._deadline - self._pace.clock())
+
+    async def line(self) -> Line:
+        """The way to whom to ask next.
+
+        Raises:
+            ServiceError: It could not be had; see Switchboard.line.
+        """
+        assert self._board is not None, "whom to ask was said"
+        assert self._search is not None
+        return await self._board.line(self._search, self.remaining())
+
+    async def failed(self, error: ServiceError) -> None:
+        """Wait until the next attempt, which comes at once where another replica is to be asked.
+
+        Raises:
+            ServiceError: There is none: `error`, if it is final, otherwise UNAVAILABLE for the reason of the service.
+        """
+        if not _is_retryable(error):
+            raise error
+        if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._last = error.message
+        if self._search is not None and self._search.at_once and self.remaining() > 0:
+            return
+        pause = (error.retry_after or 0.0) + self._backoff.next()
+        if self._board is not None and self._search is not None:
+            self._board.rest(self._search)
+        await self._pace.sleep(min(pause, self.remaining()))
+        if self.remaining() <= 0:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"{self._service.upper()}_UNAVAILABLE",
+                f"the {self._service} service gave no answer for {self._timeout:g} s ({self._last})",
+            )
+
+
+def _is_retryable(error: ServiceError) -> bool:
+    if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return error.retry_after is not None
+    if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        # Without a reason of the service's it is our own deadline, which ends the attempts by itself.
+        return error.reason == error.code.name
+    return error.code in GONE
 
 
 class Asking(Generic[_Stub]):
@@ -147,7 +216,7 @@ async def ask_any(
     """
     pace = pace or Pace()
     search = board.search()
-    backoff = FIRST_BACKOFF
+    backoff = pace.backoff()
     said: ServiceError | None = None
     while True:
         try:
@@ -184,8 +253,7 @@ async def ask_any(
             # One that is there knows better what is wrong than that another one is not.
             raise said or error
         board.rest(search)
-        await pace.sleep((error.retry_after or 0.0) + pace.draw() * backoff)
-        backoff = min(2 * backoff, LONGEST_BACKOFF)
+        await pace.sleep((error.retry_after or 0.0) + backoff.next())
 
 
 async def _answer(

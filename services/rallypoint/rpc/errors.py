@@ -25,6 +25,28 @@ _DETAILS_BYTES = 3000
 _VALUE_BYTES = 256
 
 
+# Codes that tell of a connection or a server that is gone, and perhaps soon back.
+GONE = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        # Not by us: that would be asyncio's CancelledError. A server under a storm of connects drops calls with it.
+        grpc.StatusCode.CANCELLED,
+        # No service of ours answers with these two: they are broken connections that gRPC couldn't name better.
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+
+
+MOVED = frozenset({"NOT_OWNER", "OWNERSHIP_LOST"})
+"""Reasons of those who do not own what was asked for, and name who does, if they know it. With the second it may have
+been done all the same: the owner changed on the way."""
+
+
+UNHEARD = frozenset({grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"})
+"""Reasons that nobody gave who was asked: there was no answer. One who answers knows better what is wrong."""
+
+
 class ServiceError(Exception):
     """What a service answers instead of a result, and what its client raises when it gets that answer.
 

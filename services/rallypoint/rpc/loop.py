@@ -1,8 +1,9 @@
-"""The event loop of every process that speaks gRPC."""
+"""The event loop of every process that speaks gRPC, and a clock that goes on while the machine is suspended."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -29,3 +30,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         except KeyboardInterrupt:
             # 128 + SIGINT, what a shell reports for a program that Ctrl-C ended.
             raise SystemExit(130) from None
+
+
+def boot_time() -> float:
+    """Seconds of a monotonic clock that also counts while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -12,10 +12,11 @@ import grpc
 import grpc.aio
 
 from rallypoint.rpc.address import Place, Resolve, addresses_of, has_name, places_of
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import channel_at, credentials_of
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
-from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, GONE, MOVED, Pace, Route, Search
+from rallypoint.rpc.errors import GONE, MOVED, ServiceError
+from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, Route, Search
 
 IDLE_TIMEOUT = 60.0
 """Seconds after which a channel that nobody uses is closed, unless it leads to where the next call goes. A replica that

@@ -21,9 +21,9 @@ from rallypoint.rendezvous.cluster.ownership import Moves, shard_of
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 from rallypoint.rpc import replicas
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import Endpoint
 from rallypoint.rpc.replicas import Switchboard
-from rallypoint.rpc.selector import Pace
 from simulation.clockwork import Process
 from simulation.cluster import Cluster
 from simulation.network import Link, Listener

@@ -20,8 +20,8 @@ from rallypoint.rendezvous.shard.shard import open_shard
 from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.loop import boot_time
 from rallypoint.serving.flow import Rate
 from rallypoint.serving.server import Registration
 

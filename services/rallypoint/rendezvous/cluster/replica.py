@@ -19,10 +19,10 @@ from rallypoint.rendezvous.cluster.shards import Hosting
 from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.shard.shard import Shard
-from rallypoint.rpc.boot_time import boot_time
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.selector import FIRST_BACKOFF, Pace
+from rallypoint.rpc.loop import boot_time
 
 _log = get_logger(__name__)
 
@@ -159,7 +159,7 @@ class Replica:
         """
         self.name = name
         self.registration = replace(self.registration, address=address, since=since)
-        backoff, said = FIRST_BACKOFF, ""
+        backoff, said = self._pace.backoff(_LONGEST_BACKOFF), ""
         while not self.draining:
             began, sessions = self._clock(), self._sessions
             try:
@@ -174,9 +174,8 @@ class Replica:
                     _log.warning("no session with etcd: runs wait until there is one", error=str(error))
                 said = type(error).__name__ if self._sessions == sessions else ""
             if self._sessions > sessions and self._clock() - began > self._wanted.lease_ttl:
-                backoff = FIRST_BACKOFF
-            await self._pace.sleep(self._pace.draw() * backoff)
-            backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                backoff.reset()
+            await self._pace.sleep(backoff.next())
 
     async def drain(self, *, finished: bool = False) -> None:
         """Go away in good order: no more counted among the live ones, then hand over every shard. Bounded.

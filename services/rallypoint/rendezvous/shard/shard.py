@@ -20,9 +20,9 @@ from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.state.core import SPACE, StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL, FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rpc.boot_time import boot_time
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.loop import boot_time
 
 _log = get_logger(__name__)
 

@@ -17,10 +17,10 @@ from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import Asking
 from rallypoint.rpc.errors import ServiceError, decode, invalid
 from rallypoint.rpc.replicas import Where, switchboard
-from rallypoint.rpc.selector import Pace
 from rallypoint.serving.requests import name
 
 # ---- Requests of the fenced state: what is well formed, and what it asks for.

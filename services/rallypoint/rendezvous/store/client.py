@@ -22,9 +22,9 @@ from rallypoint.rendezvous.store.requests import (
 from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import Asking
 from rallypoint.rpc.replicas import Where, switchboard
-from rallypoint.rpc.selector import Pace
 
 __all__ = ["StoreClient", "Writer"]
 

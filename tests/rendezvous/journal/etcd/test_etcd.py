@@ -15,7 +15,7 @@ from etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, OwnershipLost
 from rallypoint.rendezvous.journal.journal import Entry, JournalError
-from rallypoint.rpc.selector import Pace
+from rallypoint.rpc.backoff import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 

@@ -14,8 +14,8 @@ from rallypoint.rendezvous.journal.etcd.keys import HEAD, OwnedElsewhere, Owner,
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
+from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.selector import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
 
 _log = get_logger(__name__)
 
@@ -155,7 +155,7 @@ class Fence:
         self, doing: str, txn: Txn, transact: Callable[[Txn], Awaitable[TxnResult]]
     ) -> TxnResult:
         """Send a transaction, of which one copy at most does anything, until etcd answers or the session is lost."""
-        backoff = FIRST_BACKOFF
+        backoff = self._pace.backoff()
         while True:
             self.check()
             try:
@@ -164,8 +164,7 @@ class Fence:
                 _log.debug("a transaction is sent again", place=str(self._place), cause=str(error))
             except EtcdError as error:
                 raise unusable(doing, self._place, error) from error
-            await self._pace.sleep(self._pace.draw() * backoff)
-            backoff = min(2 * backoff, LONGEST_BACKOFF)
+            await self._pace.sleep(backoff.next())
 
 
 def unusable(doing: str, place: Place, error: EtcdError) -> JournalError:
