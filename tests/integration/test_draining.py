@@ -76,7 +76,7 @@ async def test_an_announced_maintenance_does_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program is the operator's: it says that the host goes down, and nobody has to ask the agent."""
-    async with scene(tmp_path, monkeypatch, nodes="1:2", conf={"last_call_timeout": "5"}) as stage:
+    async with scene(tmp_path, monkeypatch, nodes="1:2", conf={"last_call_timeout": "15"}) as stage:
         watch = tmp_path / "watch"
         watch.write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/$1 ]; do sleep 0.05; done; echo TERMINATE\n")
         watch.chmod(0o755)
@@ -96,7 +96,7 @@ async def test_a_host_that_turns_sick_leaves_when_a_worker_of_it_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one restart is the job's; the sick host's agent ends with 3, and the other goes on."""
-    conf = {"last_call_timeout": "5"}
+    conf = {"last_call_timeout": "15"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", max_restarts=1, conf=conf) as stage:
         with_flags(stage)
         await stage.start_agents("b")

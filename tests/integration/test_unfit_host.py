@@ -49,7 +49,7 @@ async def test_a_worker_in_uninterruptible_sleep_makes_its_host_unfit_and_the_ot
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for a frozen file system, and SIGKILL does not end it: its host reports that, and ends with 3."""
-    conf = {"last_call_timeout": "5"}
+    conf = {"last_call_timeout": "15"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", workers=1, max_restarts=1, conf=conf) as stage:
         async with disk_to_freeze(tmp_path) as disk:
             stage.job = replace(stage.job, command=(str(WORKER), str(tmp_path), "disk", "1", "0.5"))
@@ -87,7 +87,7 @@ async def test_a_worker_that_is_stuck_while_it_should_train_is_found_where_torch
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No timer guards it, and it would never end: after that time its host leaves, and the others go on."""
-    conf = {"last_call_timeout": "5"}
+    conf = {"last_call_timeout": "15"}
     async with scene(tmp_path, monkeypatch, nodes="1:2", workers=1, conf=conf) as stage:
         # A cluster passes none of torch's variables on: they might be those of a job around the tests.
         stage.cluster._environment["TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"] = "1"
