@@ -580,6 +580,25 @@ async def test_a_server_that_drains_as_it_wakes_holds_its_sleep_against_nobody()
         assert states(await stage.later(60)) == {"a": "RUNNING", "b": "RUNNING"}
 
 
+async def test_a_commit_that_outlasts_a_lease_costs_none_when_the_server_drains_meanwhile(
+    stage: Stage,
+) -> None:
+    """Who waits for the commit has its heartbeats unread: an open stream counts as a sign of life (seed 80018051)."""
+    a, b = await stage.running("a", "b")
+    stage.journal.hold()
+    (succeeding,) = await begun(
+        stage.engine.execute(RUN, commands.ReportSuccess("a", a.lease.lease, round=1))
+    )
+    await stage.journal.held()
+    stage.now += 100
+    stage.engine.drain(Draining())
+    stage.engine.disconnect(a)
+    stage.engine.disconnect(b)
+    stage.journal.release()
+    await succeeding
+    assert states(await stage.later(100)) == {"a": "SUCCEEDED", "b": "RUNNING"}
+
+
 # ---- starting again
 
 

@@ -591,8 +591,16 @@ class DurableRuns:
             run.history.leave_count()
 
     def drain(self, farewell: Exception) -> None:
-        """Stop the clock of leases and deadlines, and end every stream with `farewell`."""
+        """Stop the clock of leases and deadlines, and end every stream with `farewell`.
+
+        Nodes with an open stream get a full term first: while a commit took long, their heartbeats were not read.
+        """
         self._lease_clock.stop()
+        now = self._now()
+        for run in self._runs.values():
+            for node in run.state.nodes.values():
+                if node.connected:
+                    apply.renew(run.state, node.node_id, now)
         self.end_streams(lambda _: farewell)
 
     def end_streams(self, refusal: Callable[[str], Exception]) -> None:
