@@ -23,7 +23,7 @@ ENTRY_POINTS = "rallypoint.event_sinks"
 # A job has some ten events a round and worker. What is more than this behind is not worth its memory.
 _WAITING = 10_000
 
-_log = get_logger("rallypoint.agent.events.publisher")
+_log = get_logger("rallypoint.agent.events")
 
 
 def open_event_log(text: str) -> EventSink | None:

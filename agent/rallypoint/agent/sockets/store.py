@@ -22,7 +22,7 @@ from rallypoint.worker.store import MAX_PART_BYTES, PREFIX, encode_frame
 
 T = TypeVar("T")
 
-_log = get_logger("rallypoint.agent.sockets.store")
+_log = get_logger("rallypoint.agent.store_socket")
 
 # sun_path of Linux holds 108 bytes, the closing NUL included.
 _LONGEST_PATH = 107
