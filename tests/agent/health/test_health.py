@@ -26,8 +26,8 @@ def says_what_it_was_given(argument: str) -> str | None:
 def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are installed; one of them is broken."""
     installed = [
-        plug_in("agent.test_health:says_what_it_was_given"),
-        plug_in("agent.test_health:no_such_function", "broken"),
+        plug_in("agent.health.test_health:says_what_it_was_given"),
+        plug_in("agent.health.test_health:no_such_function", "broken"),
     ]
     monkeypatch.setattr(metadata, "entry_points", lambda group: installed if group == ENTRY_POINTS else [])
 
