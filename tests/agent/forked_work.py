@@ -14,6 +14,13 @@ def _descriptors() -> list[int]:
     return [fd for fd in fds if fd <= 2 or os.readlink(f"/proc/self/fd/{fd}") != os.devnull]
 
 
+def _publish_pid(path: Path) -> None:
+    """Write this process's PID; the file appears complete, because the test reads it as soon as it exists."""
+    draft = path.with_suffix(path.suffix + ".draft")
+    draft.write_text(str(os.getpid()))
+    draft.rename(path)
+
+
 def work(folder: str, how: str) -> object:
     """Behaves in one way or another; says in the folder what it is."""
     rank = os.environ["LOCAL_RANK"]
@@ -35,11 +42,11 @@ def work(folder: str, how: str) -> object:
     if os.fork() == 0:  # a daemon, without exec
         os.setsid()
         if os.fork() == 0:
-            Path(folder, f"daemon.{rank}").write_text(str(os.getpid()))
+            _publish_pid(Path(folder, f"daemon.{rank}"))
             while True:
                 signal.pause()
         os._exit(0)
     os.wait()
-    Path(folder, f"main.{rank}").write_text(str(os.getpid()))
+    _publish_pid(Path(folder, f"main.{rank}"))
     while True:
         signal.pause()
