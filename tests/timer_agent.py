@@ -75,7 +75,7 @@ class Agent:
     def welcome(self) -> Connection:
         """The next connection, with its table."""
         connection = self.accept()
-        assert connection.receive() == wire.Table()
+        assert connection.receive() == wire.TableMessage()
         return connection
 
     def close(self) -> None:

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rallypoint.agent.core.core import AgentState, Assignment
-from rallypoint.agent.job.drain import Draining
+from rallypoint.agent.job.drain import DrainNotice
 from rallypoint.agent.job.job import Job
 from rallypoint.agent.job.result import JobResult
-from rallypoint.agent.job.sync import Changes
+from rallypoint.agent.job.sync import Notifier
 from rallypoint.agent.spawner.protocol import WorkerExit
 from rallypoint.agent.workers.group import Worker
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
@@ -45,12 +45,12 @@ class FakeJob:
     result: JobResult | None = None
     log_dir: Path | None = None
     stopping: bool = False
-    draining: Draining | None = None
+    draining: DrainNotice | None = None
     stop_reason: str = ""
     watchdog_trouble: str = ""
     crew: Any = None
     config: Any = field(default_factory=config)
-    changed: Changes = field(default_factory=Changes)
+    changed: Notifier = field(default_factory=Notifier)
     start_time: float = LAUNCHED
     end_time: float | None = None
     spawner_pid: int = 1

@@ -20,7 +20,7 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import descendants, look_up
 from rallypoint.agent.spawner.start import start_forkserver
-from rallypoint.agent.workers.workers import WorkerGroup
+from rallypoint.agent.workers.workers import WorkerProcesses
 from rallypoint.worker.call import load_results, save_call
 
 pytestmark = pytest.mark.integration
@@ -108,7 +108,7 @@ async def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
     (tmp_path / "call").write_bytes(pickle.dumps({}) + b"ctime\nsleep\n(I3600\ntR.")
     async with Spawner(start_forkserver(tmp_path)) as spawner:
         exits: list[WorkerExit] = []
-        group = WorkerGroup(spawner, exits.append)
+        group = WorkerProcesses(spawner, exits.append)
         starting = asyncio.create_task(group.start([spec(tmp_path)]))
         await until(lambda: spawner.pid is None and bool(descendants(os.getpid())), "the spawner's process")
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import pytest
 from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.workers.workers import WorkerGroup
+from rallypoint.agent.workers.workers import WorkerProcesses
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -109,7 +109,7 @@ pathlib.Path("{tmp_path}", f"ready.{{rank}}").touch()
 while True:
     time.sleep(0.01)  # not pause(): the handler may have its turn before it
 """
-    group = WorkerGroup(spawner, lambda how: None)
+    group = WorkerProcesses(spawner, lambda how: None)
     argv = [sys.executable, "-c", program]
     await group.start([WorkerSpec(rank, argv, {**ENVIRONMENT, "LOCAL_RANK": str(rank)}) for rank in range(2)])
     try:

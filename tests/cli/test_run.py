@@ -16,7 +16,7 @@ from cli.cli_process import rallypoint, refusal
 from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.cli import run as run_module
 from rallypoint.cli.main import main
-from rallypoint.launcher.plan import Embedded, Hosted, LaunchPlan, Standing
+from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, LaunchPlan
 
 SCRIPT = "print('hello')"
 
@@ -144,7 +144,7 @@ def test_the_environment_sets_flags_too(understood: Understood, script: Path) ->
     }
     plan = understood.of(script, environment=torchrun)
     assert (plan.nodes, plan.local_world_size) == ((2, 4), 3)
-    assert (plan.place, plan.run_id) == (Standing("a:1"), "x")
+    assert (plan.place, plan.run_id) == (ExternalService("a:1"), "x")
     assert plan.command == (str(script),)
     assert plan.job["tee"] == Redirect(Streams.BOTH)
     assert plan.job["duplicate_stdout_filters"] == ("a", "b,c")

@@ -12,7 +12,7 @@ import pytest
 from etcd.patient import FIRST, PATIENCE, put
 from etcd_server import EtcdCluster, EtcdMember, free_port
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.cluster import Connection
+from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.endpoint import Credentials
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
@@ -157,7 +157,7 @@ async def test_a_name_with_several_addresses_stands_for_all_of_them(trio: EtcdCl
         def target(self) -> str:
             return "ipv4:" + trio.endpoints
 
-    connection = Connection(Name("etcd.svc", 2379), Credentials(None))
+    connection = EtcdChannel(Name("etcd.svc", 2379), Credentials(None))
     request = kv_pb2.RangeRequest(key=b"a", serializable=True)
     members = set()
 

@@ -10,7 +10,7 @@ import pytest
 
 from etcd_server import EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient, PageSizes
-from rallypoint.etcd.cluster import Connection
+from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.errors import Compacted, EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn, prefix_end
@@ -52,7 +52,7 @@ class Link:
         self.now += seconds
 
     async def _carry(
-        self, at: Connection, path: str, request: kv_pb2.RangeRequest, answer: Any, **how: Any
+        self, at: EtcdChannel, path: str, request: kv_pb2.RangeRequest, answer: Any, **how: Any
     ) -> Any:
         self.asked.append(request.limit)
         response = await self._call(at, path, request, answer, **how)

@@ -14,7 +14,7 @@ from etcd.patient import FIRST, PATIENCE, put, until
 from etcd.relay import relay_to
 from etcd_server import EtcdCluster
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.cluster import Connection
+from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
@@ -234,7 +234,7 @@ async def test_a_session_survives_many_members_that_hang(
 class MovedOnMeanwhile(EtcdClient):
     """Somebody else has found the member wanting by the time that a keep-alive is answered."""
 
-    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+    async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
         self.members.move_on(self.members.current)
         return await super().term(at=at, timeout=timeout)
 
@@ -260,7 +260,7 @@ class ElectedMeanwhile(EtcdClient):
     """Finds a new leader after each keep-alive, as if the one that answered had been paused before its successor was
     elected and had not noticed yet. (A real one does so for milliseconds only.)"""
 
-    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+    async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
         return await super().term(at=at, timeout=timeout) + 1
 
 
@@ -279,7 +279,7 @@ async def test_what_a_leader_of_the_past_answers_does_not_count(
 class Faulty(EtcdClient):
     """Has a bug."""
 
-    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+    async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
         raise ZeroDivisionError
 
 

@@ -15,7 +15,7 @@ from ha.caller import Caller
 from ha.doors import Door, Doors
 from ha.history import Admission, History, Logged, Outcome, Told
 from ha.writers import StoreClient
-from rallypoint.rendezvous.client import Admitted, Event, Updated
+from rallypoint.rendezvous.client import Admitted, Event, MembershipUpdate
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.errors import decode
@@ -56,7 +56,7 @@ class RecordedNode(TormentedNode):
         match event:
             case Admitted(lease, resumed):
                 self.history.add(Admission(now, subscriber, self.run_id, self.name, lease, resumed))
-            case Updated(update):
+            case MembershipUpdate(update):
                 told = Told(now, subscriber, self.run_id, self.name, self.lease, as_json(update))
                 self.history.add(told)
 

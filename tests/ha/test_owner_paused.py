@@ -25,7 +25,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.errors import decode
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -45,7 +45,7 @@ async def test_nothing_that_waited_in_a_stopped_owner_lands(tmp_path: Path) -> N
     async with (
         running_cluster(tmp_path) as cluster,
         watched_crowd(cluster.endpoints, RUN, NODES) as crowd,
-        Switchboard(cluster.endpoints) as board,
+        ReplicaClient(cluster.endpoints) as board,
     ):
         round_ = await crowd.agree(PATIENCE)
         states = FencedStateClient(board, RUN)

@@ -7,7 +7,7 @@ from functools import partial
 
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.client import Event, LeaseEnded, Membership, Updated
+from rallypoint.rendezvous.client import Event, Membership, MembershipReset, MembershipUpdate
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
@@ -78,9 +78,9 @@ class Bystander:
         await self._channels[0].close()
 
     def _obey(self, node_id: str, event: Event) -> None:
-        if isinstance(event, LeaseEnded):
+        if isinstance(event, MembershipReset):
             self.lost.append(f"{node_id}: {event.reason}")
-        if not isinstance(event, Updated) or not event.update.HasField("assignment"):
+        if not isinstance(event, MembershipUpdate) or not event.update.HasField("assignment"):
             return
         round_ = event.update.assignment.round
         if event.update.phase == pb.PHASE_FROZEN:

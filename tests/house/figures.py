@@ -218,7 +218,7 @@ def test_lines() -> Figure:
 
 RULES = (
     Rule("hand-written product files", files, 262, 220),
-    Rule("product lines", lines, 52_500, 43_500),
+    Rule("product lines", lines, 52_560, 43_500),
     Rule("product code lines", code_lines, 34_000, 28_500),
     Rule("median file, lines (at least)", median_file, 219, 200, at_least=True),
     Rule("files under 60 lines", small_files, 12, 12),
@@ -229,7 +229,7 @@ RULES = (
     Rule("cycles between files", file_cycles, 0, 0),
     Rule("files in cycles", files_in_cycles, 0, 0),
     Rule("cycles between files, for types only", type_only_cycles, 0, 0),
-    Rule("class names in several modules", shared_class_names, 57, 15),
+    Rule("class names in several modules", shared_class_names, 8, 15),
     Rule("hand-written back-off", backoffs, 7, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0),
     Rule("dialect words per 1,000 words", dialect, 27.2, 1),

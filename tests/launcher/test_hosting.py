@@ -15,7 +15,7 @@ import pytest
 from process_probe import until
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher import hosting
-from rallypoint.launcher.hosting import Host, answers, is_this_host, rendezvous_at
+from rallypoint.launcher.hosting import EmbeddedService, answers, is_this_host, rendezvous_at
 from rallypoint.launcher.plan import Hosted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -90,7 +90,7 @@ async def member(endpoint: str, node_id: str = "other") -> AsyncIterator[Member]
             await asyncio.gather(reading, return_exceptions=True)
 
 
-async def close(host: Host) -> None:
+async def close(host: EmbeddedService) -> None:
     """End the run, as its nodes do when all is done."""
     async with open_channel(host.peer.endpoint) as channel:
         await pb_grpc.RendezvousServiceStub(channel).CloseRun(pb.CloseRunRequest(run_id=RUN, reason="test"))

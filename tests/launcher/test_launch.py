@@ -17,7 +17,7 @@ from rallypoint.agent.job.options import job_fields
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.launcher.launch import launch
-from rallypoint.launcher.plan import LaunchPlan, Standing
+from rallypoint.launcher.plan import ExternalService, LaunchPlan
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
 
@@ -51,7 +51,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
     ("attributes", "told"),
     [
         (
-            {"place": Standing("here")},
+            {"place": ExternalService("here")},
             "--rdzv-endpoint: endpoint 'here' has no port, expected",
         ),
         ({"timer_endpoint": "http://a:1"}, "--timer-endpoint: endpoint 'http://a:1' has a scheme"),
@@ -83,7 +83,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             "--numa-binding: NUMA node 0 has .* they can't have one each",
         ),
         (
-            {"place": Standing("nowhere.invalid:29400")},
+            {"place": ExternalService("nowhere.invalid:29400")},
             "can't find the way to nowhere.invalid:29400: .*asked again for 0.2 s",
         ),
     ],
@@ -114,7 +114,7 @@ async def test_an_unreadable_tls_file_is_told_in_one_line(
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
         with pytest.raises(SettingError, match=f"^--tls-ca {file}.*{reason}"):
-            await launch(plan(tmp_path, place=Standing(taken), tls=ClientTLS(ca=file)), spawner)
+            await launch(plan(tmp_path, place=ExternalService(taken), tls=ClientTLS(ca=file)), spawner)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0"])

@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.launcher.config import LaunchConfig
-from rallypoint.launcher.plan import Embedded, Hosted, LaunchPlan, Standing
+from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, LaunchPlan
 
 
 def plan(**fields: Any) -> LaunchPlan:
@@ -79,7 +79,7 @@ def test_every_field_reaches_the_plan() -> None:
         metrics_address="127.0.0.1:0",
         options={"rlimit": "core=0", "stop-signal": "USR2"},
     )
-    assert (found.nodes, found.run_id, found.place) == ((2, 4), "run", Standing("meet:29400"))
+    assert (found.nodes, found.run_id, found.place) == ((2, 4), "run", ExternalService("meet:29400"))
     assert found.conf == {"join_timeout": "60", "last_call_timeout": "1.5"}
     assert found.max_restarts == 0
     assert (found.local_address, found.node_id, found.environment) == ("10.0.0.1", "me", {"A": "b"})

@@ -24,7 +24,7 @@ from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
 from rallypoint.launcher.run_lease import SEAT_TTL, run_lease
 from rallypoint.rendezvous.cluster import shards as hosting
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.cluster.view import Registration
+from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -202,7 +202,7 @@ async def test_the_end_of_a_finished_run_waits_for_no_successor(
 ) -> None:
     """Not even if another replica is registered, such as one that hangs. And no warning tells of it."""
     monkeypatch.setattr(hosting, "_SUCCESSOR_WITHIN", 3600.0)
-    hanging = Registration("127.0.0.1:1", "of a process that hangs", 0.0, SEAT_TTL)
+    hanging = ReplicaRegistration("127.0.0.1:1", "of a process that hangs", 0.0, SEAT_TTL)
     async with agent(place) as last, EtcdClient(place) as client:
         served_at = await owner(place) or ""
         async with member(served_at) as node:

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
-from rallypoint.rendezvous.shard.home import Home, OneShard
+from rallypoint.rendezvous.shard.home import RunLocator, SingleShardLocator
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 
 
-def home_of(part: RendezvousEngine | StoreService | FencedStateService) -> Home:
+def home_of(part: RendezvousEngine | StoreService | FencedStateService) -> RunLocator:
     """Where all runs are with that one; whoever asks for another part of a shard finds none."""
     match part:
         case RendezvousEngine():
@@ -20,4 +20,4 @@ def home_of(part: RendezvousEngine | StoreService | FencedStateService) -> Home:
             parts = {"store": part}
         case FencedStateService():
             parts = {"states": part}
-    return OneShard(cast(Any, SimpleNamespace(**parts)))
+    return SingleShardLocator(cast(Any, SimpleNamespace(**parts)))

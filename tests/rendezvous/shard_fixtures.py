@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.entries import Operation, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.core import commands
@@ -148,9 +148,9 @@ class Scene:
         assert held is not None
         return held.current.token
 
-    async def streams(self) -> dict[str, Slot[Any]]:
+    async def streams(self) -> dict[str, LatestValue[Any]]:
         """One of each kind, all of them read to the end."""
-        streams: dict[str, Slot[Any]] = {
+        streams: dict[str, LatestValue[Any]] = {
             "member": self.members[0].updates,
             "watcher": await self.shard.engine.watch(RUN, self.revision),
             "follower": self.shard.engine.follow(RUN, self.revision),

@@ -18,10 +18,10 @@ from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
 from rallypoint.rendezvous.client import (
     Admitted,
     Event,
-    LeaseEnded,
     Membership,
+    MembershipReset,
+    MembershipUpdate,
     RendezvousUnreachable,
-    Updated,
 )
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
@@ -122,12 +122,12 @@ class Member:
     @property
     def updates(self) -> list[pb.NodeUpdate]:
         """Every state of the run that was told."""
-        return [event.update for event in self.events if isinstance(event, Updated)]
+        return [event.update for event in self.events if isinstance(event, MembershipUpdate)]
 
     @property
     def lost_leases(self) -> int:
         """How often the lease ended."""
-        return sum(isinstance(event, LeaseEnded) for event in self.events)
+        return sum(isinstance(event, MembershipReset) for event in self.events)
 
     async def close(self) -> None:
         """Vanish."""
@@ -278,9 +278,9 @@ async def test_a_service_that_forgot_the_run_gets_it_anew(
     await service.start()
     again = await one.admitted(2)
     assert not again.resumed
-    assert [type(event) for event in one.events if not isinstance(event, Updated)] == [
+    assert [type(event) for event in one.events if not isinstance(event, MembershipUpdate)] == [
         Admitted,
-        LeaseEnded,
+        MembershipReset,
         Admitted,
     ]
     await formed(one)
@@ -300,7 +300,7 @@ async def test_who_lost_its_lease_joins_anew(
     again = await away.admitted(2)
     assert not again.resumed
     assert again.lease > away.admissions[0].lease
-    ended = next(event for event in away.events if isinstance(event, LeaseEnded))
+    ended = next(event for event in away.events if isinstance(event, MembershipReset))
     assert "no longer holds lease" in ended.reason
 
 

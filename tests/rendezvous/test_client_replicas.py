@@ -22,10 +22,10 @@ from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc import replicas
-from rallypoint.rpc.address import Place
+from rallypoint.rpc.address import Address
 from rallypoint.rpc.endpoint import ServerOptions, parse_endpoint
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import Line, Switchboard
+from rallypoint.rpc.replicas import ReplicaClient, ReplicaConnection
 from rallypoint.serving.server import Registration, Server
 from serving.fleet import mute, not_owner, refusing
 
@@ -102,7 +102,7 @@ class Fleet:
 
     def join(self, *places: str, connect_timeout: float = PATIENCE) -> asyncio.Task[None]:
         """Be a member."""
-        board = Switchboard(",".join(places))
+        board = ReplicaClient(",".join(places))
         self._stack.push_async_callback(board.close)
         self.board = board
         membership = Membership(
@@ -196,7 +196,7 @@ async def test_the_owner_s_refusal_is_the_last_word(fleet: Fleet) -> None:
     """However it was found."""
     other, elsewhere = await fleet.other()
     owner = await fleet.own()
-    async with Switchboard(owner) as board, asyncio.timeout(PATIENCE):
+    async with ReplicaClient(owner) as board, asyncio.timeout(PATIENCE):
         task = fleet.join(owner)
         await fleet.admitted()
         line = await board.line(board.search())
@@ -220,7 +220,7 @@ async def test_what_another_call_finds_out_ends_the_wait_for_a_paused_owner(flee
     other.owner = owner = await fleet.own()
     search = fleet.board.search()
     for place, error in ((elsewhere, not_owner(owner)), (owner, None)):
-        at = Place.of(parse_endpoint(place))
+        at = Address.of(parse_endpoint(place))
         if error is None:
             search.answered(at)
         else:
@@ -265,13 +265,13 @@ async def test_who_is_told_to_stop_while_a_call_fails_stops(
     """gRPC takes a cancellation for its own while it begins a call, and may report the call's failure instead."""
     begun = asyncio.Event()
 
-    async def line(*arguments: object) -> Line:
+    async def line(*arguments: object) -> ReplicaConnection:
         begun.set()
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
         raise ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "connection refused")
 
-    monkeypatch.setattr(Switchboard, "line", line)
+    monkeypatch.setattr(ReplicaClient, "line", line)
     task = fleet.join("127.0.0.1:1,127.0.0.1:2")
     async with asyncio.timeout(PATIENCE):
         await begun.wait()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import RESERVED, StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import RendezvousLimits, Totals
+from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.decide import execute
 from rallypoint.rendezvous.core.state import RunSettings, RunState
@@ -74,7 +74,7 @@ async def test_the_loop_is_held_for_a_slice_however_many_shards_are_taken_over(
     count_records: Callable[[Turns], None],
 ) -> None:
     """Regression: sixteen claims at once held it for nine seconds, and cost the replica its lease, again and again."""
-    slices, totals = Slices(TickingClock(0.001)), Totals()
+    slices, totals = CooperativeRunner(TickingClock(0.001)), SharedTotals()
     journals = [ShardJournal(run_of(f"run-{number}", 300)) for number in range(16)]
     async with counting() as turns:
         count_records(turns)
@@ -118,7 +118,7 @@ async def test_stores_and_states_are_restored_in_slices_too() -> None:
     changes = [*_VALUES, *_STATES]
     clock = TickingClock(0.001)
     async with counting() as turns:
-        shard = await open_shard(ShardJournal([*run_of(RUN, 6), *changes]), slices=Slices(clock))
+        shard = await open_shard(ShardJournal([*run_of(RUN, 6), *changes]), slices=CooperativeRunner(clock))
         assert turns.taken >= len(changes) / 10
     assert shard.store.list_keys(RUN, 0, "", "key-00497", 10) == ["key-00498", "key-00499"]
     state = shard.states.get("run-499")
@@ -145,7 +145,7 @@ _GOOD = [
 @pytest.mark.parametrize("spoilt", _SPOILT.values(), ids=list(_SPOILT))
 async def test_a_claim_that_fails_counts_nothing(spoilt: list[Entry]) -> None:
     """Regression: each left its events counted for ever, until every run of the process kept one event only."""
-    totals = Totals()
+    totals = SharedTotals()
     async with opened(totals=totals) as scene:
         before, oldest = used(totals), scene.shard.engine.history(RUN).oldest
         for _ in range(5):
@@ -160,7 +160,7 @@ async def test_a_claim_that_fails_counts_nothing(spoilt: list[Entry]) -> None:
 
 async def test_a_claim_whose_lease_was_lost_meanwhile_does_not_stand() -> None:
     """It is looked at once more when all is restored, and nothing is left of the claim."""
-    totals, journal, asked = Totals(), ShardJournal(_GOOD), []
+    totals, journal, asked = SharedTotals(), ShardJournal(_GOOD), []
 
     def guard() -> None:
         asked.append(dict(used(totals)))
@@ -178,7 +178,7 @@ async def test_a_claim_that_is_cancelled_gives_everything_back() -> None:
     """Wherever it was, waiting for its turn included; and the next one begins."""
     ended = 0
     for turns in range(30):
-        slices, totals = Slices(TickingClock(0.001)), Totals()
+        slices, totals = CooperativeRunner(TickingClock(0.001)), SharedTotals()
         journals = [ShardJournal(_GOOD) for _ in range(2)]
         claims = [
             asyncio.create_task(open_shard(each, totals=totals, slices=slices, lag=NO_PAUSES))
@@ -202,7 +202,9 @@ async def test_what_is_over_is_deleted_only_once_the_shard_stands() -> None:
     """A restoring that goes on must not write: the shard may turn out to be another's."""
     stale = StoreChange(RUN, 1, "old", b"value")
     journal = ShardJournal([*run_of(RUN, 60), stale])
-    task = asyncio.create_task(open_shard(journal, slices=Slices(TickingClock(0.001)), lag=NO_PAUSES))
+    task = asyncio.create_task(
+        open_shard(journal, slices=CooperativeRunner(TickingClock(0.001)), lag=NO_PAUSES)
+    )
     while not task.done():
         assert journal.appends == 0
         await asyncio.sleep(0)

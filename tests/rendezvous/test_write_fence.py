@@ -20,7 +20,7 @@ from rallypoint.rendezvous.journal.journal import Entry, Journal, MemoryJournal,
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.runs.run import Member
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
-from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set, Write
+from rallypoint.rendezvous.store.writes import CompareSet, DeleteKey, Set, Write
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.journal.conftest import etcd as etcd  # noqa: PLC0414 - a fixture
 from rendezvous.journal.etcd_shelf import etcd_shelf
@@ -108,9 +108,9 @@ async def test_what_changes_nothing_waits_for_what_it_was_judged_by() -> None:
         assert engine.writable_round(RUN) == 1
         tasks = await begun(
             store.write(RUN, CompareSet(round=0, writer_round=2, key="here", expected=b"x", desired=b"y")),
-            store.write(RUN, Delete(round=2, key="nowhere")),
+            store.write(RUN, DeleteKey(round=2, key="nowhere")),
         )
-        (beyond,) = await begun(store.write(RUN, Delete(round=3, key="nowhere")))
+        (beyond,) = await begun(store.write(RUN, DeleteKey(round=3, key="nowhere")))
         await idle()
         assert not [task for task in (*tasks, beyond) if task.done()]
         journal.release()

@@ -11,9 +11,9 @@ import pytest
 from grpc import StatusCode
 
 from rallypoint.rpc.backoff import Pace
-from rallypoint.rpc.calls import Asking
+from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 
 
 class Timeline:
@@ -39,7 +39,9 @@ class Timeline:
     def call(self, before: Callable[[], None] = lambda: None) -> Awaitable[str]:
         pace = Pace(clock=lambda: self.now, sleep=self.sleep, draw=lambda: 1.0)
         channel: Any = object()
-        asking: Asking[Timeline] = Asking(Switchboard.over(channel), lambda _: self, "store", pace)
+        asking: RetryingCalls[Timeline] = RetryingCalls(
+            ReplicaClient.over(channel), lambda _: self, "store", pace
+        )
         return asking.call(lambda stub: stub.method, "call", 60.0, before)
 
 

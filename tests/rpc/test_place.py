@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rallypoint.rpc import address
-from rallypoint.rpc.address import Place, has_name, places_of
+from rallypoint.rpc.address import Address, has_name, places_of
 from rallypoint.rpc.endpoint import parse_endpoint, parse_endpoints
 
 PATIENCE = 20.0
@@ -39,7 +39,7 @@ async def test_a_name_without_addresses_stands_for_itself(error: Exception) -> N
         raise error
 
     nowhere = parse_endpoint("nowhere.example:1")
-    assert await places_of(parse_endpoints("nowhere.example:1"), fail) == [Place.of(nowhere)]
+    assert await places_of(parse_endpoints("nowhere.example:1"), fail) == [Address.of(nowhere)]
 
 
 async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

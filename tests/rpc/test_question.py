@@ -11,13 +11,13 @@ import pytest
 from rallypoint.rpc import replicas
 from rallypoint.rpc.calls import ask_any
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
 
 
 async def ask(*places: str, repeatable: bool = True) -> str:
     """Who answers, asking in this order."""
-    async with Switchboard(",".join(places)) as board, asyncio.timeout(PATIENCE):
+    async with ReplicaClient(",".join(places)) as board, asyncio.timeout(PATIENCE):
         board._route._start = 0
         answer: bytes = await ask_any(board, Tiny, lambda stub: stub.Ask(b"?"), repeatable=repeatable)
     return answer.decode()

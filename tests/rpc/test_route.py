@@ -7,16 +7,16 @@ from collections import Counter
 
 import pytest
 
-from rallypoint.rpc.address import Place
+from rallypoint.rpc.address import Address
 from rallypoint.rpc.endpoint import parse_endpoint
-from rallypoint.rpc.selector import ANSWER_PATIENCE, Route, Search
+from rallypoint.rpc.selector import ANSWER_PATIENCE, ReplicaSearch, ReplicaSelector
 
-A, B, C, FAR = (Place.of(parse_endpoint(f"{name}:1")) for name in ("a", "b", "c", "far"))
+A, B, C, FAR = (Address.of(parse_endpoint(f"{name}:1")) for name in ("a", "b", "c", "far"))
 NOW = 100.0
 
 
-def begin(*places: Place, draw: float = 0.0) -> Search:
-    return Search(Route(places or (A, B, C), lambda: draw))
+def begin(*places: Address, draw: float = 0.0) -> ReplicaSearch:
+    return ReplicaSearch(ReplicaSelector(places or (A, B, C), lambda: draw))
 
 
 def test_clients_begin_at_different_places() -> None:
@@ -28,7 +28,7 @@ def test_clients_begin_at_different_places() -> None:
 def test_everyone_is_asked_before_a_rest() -> None:
     """In turn, at once; after the rest it begins with another, so that none is asked most."""
     search = begin()
-    asked: list[Place] = []
+    asked: list[Address] = []
     while not asked or search.at_once:
         asked.append(search.next(NOW))
         search.refused(asked[-1], NOW)
@@ -44,7 +44,7 @@ def test_who_answered_is_asked_again() -> None:
     search.refused(search.next(NOW), NOW)
     search.answered(B)
     assert search.next(NOW) == B
-    assert Search(search.route).next(NOW) == B
+    assert ReplicaSearch(search.route).next(NOW) == B
 
 
 def test_the_owner_is_asked_at_once() -> None:
@@ -55,7 +55,7 @@ def test_the_owner_is_asked_at_once() -> None:
     assert search.next(NOW) == FAR
     search.answered(FAR)
     search.rest()
-    assert search.next(NOW) == Search(search.route).next(NOW) == FAR
+    assert search.next(NOW) == ReplicaSearch(search.route).next(NOW) == FAR
 
 
 def test_an_owner_that_just_failed_is_not_asked_at_anybody_s_word() -> None:
@@ -95,7 +95,7 @@ def test_replicas_that_point_at_one_another_are_not_followed_in_circles() -> Non
 def test_a_chain_of_owners_without_end_is_not_followed_without_end() -> None:
     search, place, hops = begin(), A, 0
     while hops < 100:
-        search.pointed(place, following := Place.of(parse_endpoint(f"x{hops}:1")), NOW)
+        search.pointed(place, following := Address.of(parse_endpoint(f"x{hops}:1")), NOW)
         if not search.at_once:
             break
         place, hops = following, hops + 1
@@ -171,17 +171,17 @@ def test_a_list_that_changed_is_used_from_then_on() -> None:
 def test_an_owner_is_known_as_the_list_has_it(named: str) -> None:
     """So its certificate is asked for the name that the user gave."""
     listed = parse_endpoint("rdzv.example:1")
-    place = Place(parse_endpoint("10.0.0.1:1"), listed)
-    known = Route([place, A], lambda: 0.0).known_as(Place.of(parse_endpoint(named)))
+    place = Address(parse_endpoint("10.0.0.1:1"), listed)
+    known = ReplicaSelector([place, A], lambda: 0.0).known_as(Address.of(parse_endpoint(named)))
     assert (known, known.listed) == (place, listed)
 
 
 def test_who_answers_what_another_refused_is_the_owner_and_whoever_wants_to_know_is_told() -> None:
     """By any call, to all others; who merely answers, as any replica may, or is merely named, proves nothing."""
-    route = Route((A, B, C), lambda: 0.0)
-    found: list[Place] = []
+    route = ReplicaSelector((A, B, C), lambda: 0.0)
+    found: list[Address] = []
     forget = route.when_found(found.append)
-    search = Search(route)
+    search = ReplicaSearch(route)
     search.answered(A)
     search.pointed(B, C, NOW)
     search.refused(C, NOW)

@@ -12,9 +12,9 @@ import pytest
 
 from rallypoint.rpc import replicas
 from rallypoint.rpc.backoff import Pace
-from rallypoint.rpc.calls import Asking
+from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.endpoint import ClientTLS
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 from rallypoint.serving.server import ServerOptions
 from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
 
@@ -28,9 +28,9 @@ class Client:
     def __init__(self, stack: AsyncExitStack, *places: str, draw: float = 0.0, **board: Any) -> None:
         self.pauses: list[float] = []
         self.pace = Pace(sleep=self._sleep, draw=lambda: draw)
-        self.board = Switchboard(",".join(places), pace=self.pace, **board)
+        self.board = ReplicaClient(",".join(places), pace=self.pace, **board)
         stack.push_async_callback(self.board.close)
-        self.asking = Asking(self.board, Tiny, "tiny", self.pace)
+        self.asking = RetryingCalls(self.board, Tiny, "tiny", self.pace)
 
     async def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.serving.flow import Openings, ServerGoes
+from rallypoint.serving.flow import ServerDraining, UnopenedStreams
 
 LONG = 600.0
 
@@ -26,7 +26,7 @@ async def saying(*messages: str) -> AsyncIterator[str]:
         yield message
 
 
-async def begun(openings: Openings) -> asyncio.Task[str]:
+async def begun(openings: UnopenedStreams) -> asyncio.Task[str]:
     """A stream that waits for its first message."""
     task = asyncio.create_task(openings.first(silent()))
     await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def begun(openings: Openings) -> asyncio.Task[str]:
 async def test_the_first_message_is_returned() -> None:
     """And the rest is left to the stream."""
     requests = saying("a", "b")
-    assert await Openings(LONG).first(requests) == "a"
+    assert await UnopenedStreams(LONG).first(requests) == "a"
     assert await anext(requests) == "b"
 
 
@@ -45,31 +45,31 @@ async def test_one_that_ends_without_a_message_says_so() -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(saying())
     with pytest.raises((StopAsyncIteration, RuntimeError)):
-        await Openings(LONG).first(saying())
+        await UnopenedStreams(LONG).first(saying())
 
 
 async def test_the_wait_is_bounded() -> None:
     """A client may be cut off, or not know what to say; it may also have been stalled, and is to try again."""
     with pytest.raises(ServiceError) as late:
-        await Openings(0.01).first(silent())
+        await UnopenedStreams(0.01).first(silent())
     assert (late.value.code, late.value.reason) == (grpc.StatusCode.UNAVAILABLE, "FIRST_MESSAGE_LATE")
 
 
 async def test_a_server_that_goes_waits_for_none() -> None:
     """Neither for those that wait, nor for one that comes in the last moment."""
-    openings = Openings(LONG)
+    openings = UnopenedStreams(LONG)
     tasks = [await begun(openings) for _ in range(3)]
     openings.end()
     for task in tasks:
-        with pytest.raises(ServerGoes):
+        with pytest.raises(ServerDraining):
             await task
-    with pytest.raises(ServerGoes):
+    with pytest.raises(ServerDraining):
         await openings.first(saying("too late"))
 
 
 async def test_one_that_is_cancelled_by_others_is_cancelled() -> None:
     """Also in the moment in which the server goes: its client has gone, and nobody is to be told anything."""
-    openings = Openings(LONG)
+    openings = UnopenedStreams(LONG)
     gone, both = await begun(openings), await begun(openings)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,7 @@ from typing import Any
 
 from rallypoint.agent.core import core
 from rallypoint.agent.job.result import assignment_value, phase_value
-from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
+from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 from simulation.clockwork import Clockwork, Process
@@ -129,17 +129,17 @@ class Node:
                 self._start(effect.assignment)
             case core.StopWorkers():
                 assert self.crew is not None, "workers that run are a crew's"
-                self.crew.stop(lambda: self._tell(core.WorkersGone()))
-            case core.Confirm():
+                self.crew.stop(lambda: self._tell(core.GroupStopped()))
+            case core.SendConfirm():
                 self._around.referee.confirms(self, effect.round)
                 self.membership.confirm(effect.round, 29500)
-            case core.ReportFailure():
+            case core.SendFailure():
                 self.membership.report_failure(self._failure(effect.round))
-            case core.ReportSuccess():
+            case core.SendSuccess():
                 self.membership.report_success(effect.round)
-            case core.Depart():
+            case core.SendDeparture():
                 self.membership.depart(effect.detail)
-            case core.Leave():
+            case core.SendLeave():
                 self._leave(effect.detail)
             case core.Finish():
                 pass  # the loop in `_run` sees the state
@@ -159,8 +159,8 @@ class Node:
             losses=around.referee.losses,
             asleep=self.asleep,
             on_write=lambda: around.referee.writes(group, around.writable_round(group.run_id)),
-            on_failure=lambda: self._tell(core.WorkerFailed()),
-            on_success=lambda: self._tell(core.WorkersSucceeded()),
+            on_failure=lambda: self._tell(core.GroupFailed()),
+            on_success=lambda: self._tell(core.GroupSucceeded()),
         )
 
     def _failure(self, round_: int) -> pb.WorkerFailure:
@@ -218,7 +218,7 @@ class Node:
                 self._lease = event.lease
                 if not event.resumed:
                     self.revision = 0
-            case LeaseEnded():
+            case MembershipReset():
                 self._around.referee.note("lease ended", self.process.name, event.reason)
                 self._events.put_nowait(core.LeaseEnded(event.reason))
             case _:
@@ -228,7 +228,7 @@ class Node:
         self._around.referee.saw(self.run_id, self.node_id, self.revision, update)
         self.revision = update.revision
         self._events.put_nowait(
-            core.Updated(
+            core.RunUpdated(
                 phase=phase_value(update.phase),
                 assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,
                 restart_count=update.restart_count,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rallypoint.agent.core import core as agent_core
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.client import Membership
 from rallypoint.rendezvous.core import apply, decide, facts, failures, snapshot
 from rallypoint.rendezvous.core.state import LossReason, Phase, RunState
@@ -21,7 +21,7 @@ from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock, Member
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
-from rallypoint.serving.flow import Openings
+from rallypoint.serving.flow import UnopenedStreams
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -163,13 +163,13 @@ def let_an_old_stream_end_the_new(patch: pytest.MonkeyPatch) -> None:
 
 def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
     """A subscriber that is slow gets the state that it waited for, and none of those since."""
-    put = Slot.put
+    put = LatestValue.put
 
-    def polite(self: Slot[Any], value: Any) -> None:
+    def polite(self: LatestValue[Any], value: Any) -> None:
         if self._value is None:
             put(self, value)
 
-    patch.setattr(Slot, "put", polite)
+    patch.setattr(LatestValue, "put", polite)
 
 
 def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def confirm_while_workers_stop(patch: pytest.MonkeyPatch) -> None:
         seat = state.assignment
         waits = step is None and seat is not None and state.phase is agent_core.Phase.FROZEN
         if seat is not None and waits and state.confirmed != seat.round and not state.left:
-            return replace(state, confirmed=seat.round), agent_core.Confirm(seat.round)
+            return replace(state, confirmed=seat.round), agent_core.SendConfirm(seat.round)
         return step
 
     patch.setattr(agent_core, "_next_step", hasty)
@@ -314,15 +314,15 @@ def keep_workers_of_a_lost_lease(patch: pytest.MonkeyPatch) -> None:
 
 def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
     """A stream whose first message comes late is refused as malformed."""
-    first = Openings.first
+    first = UnopenedStreams.first
 
-    async def strict(self: Openings, requests: Any) -> Any:
+    async def strict(self: UnopenedStreams, requests: Any) -> Any:
         try:
             return await first(self, requests)
         except ServiceError:
             raise invalid("message", "expected join or resume") from None
 
-    patch.setattr(Openings, "first", strict)
+    patch.setattr(UnopenedStreams, "first", strict)
 
 
 def give_no_time_after_a_pause(patch: pytest.MonkeyPatch) -> None:

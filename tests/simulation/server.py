@@ -11,10 +11,10 @@ import grpc
 
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import registrations
-from rallypoint.rendezvous.base.cooperative import Slices
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.shard.home import OneShard
+from rallypoint.rendezvous.shard.home import SingleShardLocator
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.errors import ServiceError
@@ -83,10 +83,10 @@ class Server:
             draw=self._draw,
             limits=self._limits,
             lag=LAG,
-            slices=Slices(self.process.time),
+            slices=CooperativeRunner(self.process.time),
             on_failure=self._failed,
         )
-        self._registrations = registrations(OneShard(self._shard), self._limits)
+        self._registrations = registrations(SingleShardLocator(self._shard), self._limits)
         for each in self._registrations:
             self._handlers |= await handlers_of(each.add, self._calls)
         judge_stores(self._handlers, self._referee.store)

@@ -80,13 +80,13 @@ def take_writes_under_every_lease(patch: pytest.MonkeyPatch) -> None:
 
 def set_a_state_whatever_its_token(patch: pytest.MonkeyPatch) -> None:
     """Whoever sets a fenced state succeeds."""
-    decide = states.Draft.set
+    decide = states.StatesDraft.set
 
-    def lax(self: states.Draft, request: states.SetState, nonce: bytes) -> states.SetOutcome:
+    def lax(self: states.StatesDraft, request: states.SetState, nonce: bytes) -> states.SetOutcome:
         held = self.held(request.run_id)
         return decide(self, replace(request, token=None if held is None else held.current.token), nonce)
 
-    patch.setattr(states.Draft, "set", lax)
+    patch.setattr(states.StatesDraft, "set", lax)
 
 
 def one_token_for_two_states(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from process_probe import PATIENCE
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.backoff import Pace
-from rallypoint.submission.following import Followed, Lost, Pieces, RemoteAgent, Retries
+from rallypoint.submission.following import Followed, LogPieces, Lost, RemoteAgent, Retries
 from submission.fake_agents import FakeAgent, agents, gone_agent, piece, refusal
 
 LAUNCH = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1"), launch_id="launch-1")
@@ -112,7 +112,7 @@ async def test_certificates_are_not_suspected_once_an_agent_has_answered() -> No
             fake.states.put_nowait(told)
         _, _, notes = await watched(fake, remote)
         assert notes[0] == "a: lost the connection (Stream removed (Socket closed)); trying again"
-        pieces = Pieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
+        pieces = LogPieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
         fake.output.put_nowait(closed)
         with pytest.raises(Lost, match="give --tls-ca"):
             await anext(pieces.read())
@@ -155,7 +155,7 @@ async def test_output_is_read_on_where_it_was() -> None:
 async def test_who_reads_once_is_told_at_once_that_nobody_is_there() -> None:
     """No patience: a person sits before it."""
     async with gone_agent("a") as remote:
-        pieces = Pieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
+        pieces = LogPieces(remote.stub, pb.StreamLogsRequest(), None, lambda: 0.0)
         with pytest.raises(Lost):
             await anext(pieces.read())
         assert not pieces.begun

@@ -6,7 +6,7 @@ import asyncio
 
 from process_probe import PATIENCE
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.submission.session import Session, Submission
+from rallypoint.submission.session import Submission, SubmissionSession
 from submission.fake_agents import agents, piece
 from submission.test_lines import Screen
 
@@ -22,7 +22,7 @@ async def test_the_last_words_of_workers_are_shown_though_their_line_has_no_end(
         launch = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1"), launch_id="launch-1")
         screen, said = Screen(), list[str]()
         submission = Submission([remote.endpoint for remote in remotes], launch, None, 60.0)
-        session = Session(submission, {1: screen, 2: Screen()}, said.append)
+        session = SubmissionSession(submission, {1: screen, 2: Screen()}, said.append)
         assert await asyncio.wait_for(session.run(), PATIENCE) == 0
     expected = [
         f"[{remote.endpoint} {rank}]: {words}\n".encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.submission.output import Story
+from rallypoint.submission.output import JobStatusLines
 
 
 def job(state: pb.JobState.ValueType, round_: int = 0, detail: str = "", **fields: int) -> pb.Job:
@@ -13,7 +13,7 @@ def job(state: pb.JobState.ValueType, round_: int = 0, detail: str = "", **field
 
 def test_what_all_hosts_say_is_told_once() -> None:
     """Of a job of two hosts whose worker failed once."""
-    story = Story(max_restarts=3)
+    story = JobStatusLines(max_restarts=3)
     waiting = job(pb.JOB_STATE_WAITING, detail="waits for a round of 2 nodes")
     first = job(pb.JOB_STATE_RUNNING, 1)
     stopping = job(pb.JOB_STATE_STOPPING, 1, "a worker failed")
@@ -39,7 +39,7 @@ def test_what_all_hosts_say_is_told_once() -> None:
 
 def test_a_job_that_waits_between_rounds_says_what_for() -> None:
     """A host has gone, and the others are too few: nothing runs, and somebody must bring one."""
-    story = Story(max_restarts=3)
+    story = JobStatusLines(max_restarts=3)
     why = "waits for a round of 2 nodes; the round before ended: node b left"
     states = [job(pb.JOB_STATE_RUNNING, 1), job(pb.JOB_STATE_WAITING, 1, why), job(pb.JOB_STATE_RUNNING, 2)]
     told = [sentence for state in states for label in ("a", "c") for sentence in story.tell(label, state)]
@@ -50,7 +50,7 @@ def test_a_job_that_waits_between_rounds_says_what_for() -> None:
 
 def test_hosts_that_go_are_named() -> None:
     """Each once, with how."""
-    story = Story(max_restarts=0)
+    story = JobStatusLines(max_restarts=0)
     drained = job(pb.JOB_STATE_DRAINING, 1, "power cut")
     over = job(pb.JOB_STATE_ENDED, 1, "left the run", exit_code=143)
     told = [sentence for state in (drained, drained, over, over) for sentence in story.tell("a", state)]

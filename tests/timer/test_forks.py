@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
 from remembered_timers import RememberedTimers, eventually
 
@@ -119,7 +119,7 @@ class Host:
             pid = int(status.rpartition(")")[2].split()[1])
         return None
 
-    async def on_expired(self, hang: Hang) -> None:
+    async def on_expired(self, hang: HungWorker) -> None:
         raise AssertionError(f"{hang} has not expired")
 
     async def run(self, script: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 
@@ -26,7 +26,7 @@ AGENT = """
 import asyncio, os, signal, sys
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.rpc.channel import open_channel
-from rallypoint.timer.client.client import TimerClient
+from rallypoint.timer.client.client import NodeTimers
 
 async def reap(hang):
     os.kill(hang.pid, signal.SIGKILL)
@@ -34,7 +34,7 @@ async def reap(hang):
 
 async def main(address, path):
     async with open_channel(address) as channel:
-        timers = TimerClient(channel, run_id="run", node_id="a")
+        timers = NodeTimers(channel, run_id="run", node_id="a")
         socket = TimerSocket(path, timers, worker_of=str, rank_of=lambda worker: 0, on_expired=reap)
         await socket.start()
         print("ready", flush=True)
@@ -155,7 +155,7 @@ async def test_an_expiry_in_a_pause_is_not_obeyed_but_counted_anew(
     script = Scripted(stream)
     async with serving(script, tmp_path) as channel:
         settings = ClientSettings(linger=0.001)
-        client = TimerClient(channel, run_id="run", node_id="a", settings=settings, clock=clock)
+        client = NodeTimers(channel, run_id="run", node_id="a", settings=settings, clock=clock)
         client.start(reap)
         client.acquire("0@1", "s", 60.0, clock.now - 20)
         await eventually(lambda: len(script.seen) == 1 and len(script.seen[0]) == (7 if hangs else 5))

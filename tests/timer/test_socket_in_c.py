@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
 from remembered_timers import RememberedTimers, eventually
 
@@ -99,7 +99,7 @@ class Host:
             on_expired=self.on_expired,
         )
 
-    async def on_expired(self, hang: Hang) -> None:
+    async def on_expired(self, hang: HungWorker) -> None:
         raise AssertionError(f"{hang} has not expired")
 
     async def say(self, *lines: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from rallypoint.rpc.channel import open_channel
-from rallypoint.timer.client.client import ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 from torture.mortal_server import PATIENCE, MortalServer
@@ -59,7 +59,7 @@ class GuardedNode:
         self.reaped: list[tuple[str, float]] = []
         self._reaping = reaping
         self._channel = open_channel(endpoint)
-        self.client = TimerClient(self._channel, run_id=RUN, node_id=name, lease=1)
+        self.client = NodeTimers(self._channel, run_id=RUN, node_id=name, lease=1)
         self.client.start(self._reap)
 
     async def _reap(self, expired: ExpiredTimer) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership
+from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 
 RUN = "run-1"
 WORKERS = 2
@@ -126,7 +126,7 @@ class TormentedNode:
             raise AssertionError(f"{self.name} went without being told to")
 
     async def _live(self) -> None:
-        board = Switchboard(self._endpoint, self._tls)
+        board = ReplicaClient(self._endpoint, self._tls)
         join = pb.JoinRun(
             run_id=self.run_id,
             node_id=self.name,
@@ -147,7 +147,7 @@ class TormentedNode:
 
     def _on_event(self, event: Event) -> None:
         assert self._membership is not None
-        if isinstance(event, LeaseEnded):
+        if isinstance(event, MembershipReset):
             self.losses.append(event.reason)
             self.place = None
         elif isinstance(event, Admitted):

@@ -403,7 +403,7 @@ async def _print_logs(
     from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415
     from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc  # noqa: PLC0415
     from rallypoint.rpc.channel import open_channel  # noqa: PLC0415
-    from rallypoint.submission.following import Lost, Pieces  # noqa: PLC0415
+    from rallypoint.submission.following import LogPieces, Lost  # noqa: PLC0415
     from rallypoint.submission.output import (  # noqa: PLC0415
         Lines,
         lost_in_words,
@@ -414,7 +414,7 @@ async def _print_logs(
     async with open_channel(endpoint, tls) as channel:
         stub = pb_grpc.SupervisorServiceStub(channel)
         # Who follows waits for an agent that was there; one that never was is told at once.
-        pieces = Pieces(stub, request, tls, lambda: timeout if pieces.begun else 0.0)
+        pieces = LogPieces(stub, request, tls, lambda: timeout if pieces.begun else 0.0)
         try:
             async for piece in pieces.read():
                 if piece.lost_bytes:

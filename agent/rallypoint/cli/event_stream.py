@@ -13,7 +13,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, decode
-from rallypoint.rpc.replicas import Line, Switchboard
+from rallypoint.rpc.replicas import ReplicaClient, ReplicaConnection
 
 _PAGE = 10_000  # the most that a page may have
 # Seconds between attempts to connect: doubled from the first to the longest, each cut by a random half.
@@ -98,7 +98,7 @@ class Following:
         """
         loop = asyncio.get_running_loop()
         backoff = _FIRST_BACKOFF
-        async with Switchboard(self._endpoint, self._tls) as board:
+        async with ReplicaClient(self._endpoint, self._tls) as board:
             search = board.search()
             self._asked_at = loop.time()
             while True:
@@ -121,7 +121,7 @@ class Following:
                 await asyncio.sleep(backoff * (1 - self._jitter() / 2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
-    async def _hear(self, line: Line, loop: asyncio.AbstractEventLoop) -> None:
+    async def _hear(self, line: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
         """Follow over one connection.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from google.protobuf.json_format import MessageToJson
 
-from rallypoint.cli.output import Moment, printable, show_moment, show_span
+from rallypoint.cli.output import TimestampParam, printable, show_moment, show_span
 from rallypoint.cli.service_options import service_options
 from rallypoint.cli.values import Text
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -59,8 +59,10 @@ class _Kind(click.Choice[str]):
     metavar="KIND",
     help=f"Only of this kind: {', '.join(KINDS)}.",
 )
-@click.option("--since", type=Moment(), help="Not before: so long ago (90s, 10m, 2h, 1d), or an ISO time.")
-@click.option("--until", type=Moment(), help="Before that time.")
+@click.option(
+    "--since", type=TimestampParam(), help="Not before: so long ago (90s, 10m, 2h, 1d), or an ISO time."
+)
+@click.option("--until", type=TimestampParam(), help="Before that time.")
 @click.option(
     "--limit",
     type=click.IntRange(1, 1_000_000),

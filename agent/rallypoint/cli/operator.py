@@ -19,7 +19,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
 from rallypoint.rpc.loop import run
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 
@@ -31,7 +31,7 @@ _Stub = TypeVar("_Stub")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[_Stub]):
+class QueriedService(Generic[_Stub]):
     """What is asked: the service's name, the flag with its address, and its stub."""
 
     name: str
@@ -39,13 +39,13 @@ class Asked(Generic[_Stub]):
     stub: Callable[[grpc.aio.Channel], _Stub]
 
 
-RENDEZVOUS: Asked[rendezvous_grpc.RendezvousServiceAsyncStub] = Asked(
+RENDEZVOUS: QueriedService[rendezvous_grpc.RendezvousServiceAsyncStub] = QueriedService(
     "rendezvous service", "--rdzv-endpoint", rendezvous_grpc.RendezvousServiceStub
 )
-TIMER: Asked[timer_grpc.TimerServiceAsyncStub] = Asked(
+TIMER: QueriedService[timer_grpc.TimerServiceAsyncStub] = QueriedService(
     "timer service", "--timer-endpoint", timer_grpc.TimerServiceStub
 )
-SUPERVISOR: Asked[supervisor_grpc.SupervisorServiceAsyncStub] = Asked(
+SUPERVISOR: QueriedService[supervisor_grpc.SupervisorServiceAsyncStub] = QueriedService(
     "agent", "--agent", supervisor_grpc.SupervisorServiceStub
 )
 
@@ -104,7 +104,7 @@ def ask_agent(
 
 
 def _ask(
-    asked: Asked[_Stub],
+    asked: QueriedService[_Stub],
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
@@ -116,14 +116,14 @@ def _ask(
     async def call() -> _T:
         async with AsyncExitStack() as stack:
             if asked.name == RENDEZVOUS.name:
-                board = await stack.enter_async_context(Switchboard(endpoint, tls))
+                board = await stack.enter_async_context(ReplicaClient(endpoint, tls))
             else:
-                board = Switchboard.over(await stack.enter_async_context(open_channel(endpoint, tls)))
+                board = ReplicaClient.over(await stack.enter_async_context(open_channel(endpoint, tls)))
             try:
                 async with asyncio.timeout(timeout):
                     if preferred is not None:
                         # Whether nobody answers at all is told by the other question.
-                        with suppress(TimeoutError, _NobodyAnswered):
+                        with suppress(TimeoutError, _NoServiceAnswered):
                             async with asyncio.timeout(min(_PREFERRED, timeout / 2)):
                                 return await _ask_the_best(board, asked.stub, preferred)
                     return await ask_any(board, asked.stub, question, repeatable=repeatable)
@@ -135,18 +135,20 @@ def _ask(
     return run(call())
 
 
-class _NobodyAnswered(Exception):
+class _NoServiceAnswered(Exception):
     """Of those who could answer best."""
 
 
 async def _ask_the_best(
-    board: Switchboard, stub: Callable[[grpc.aio.Channel], _Stub], question: Callable[[_Stub], Awaitable[_T]]
+    board: ReplicaClient,
+    stub: Callable[[grpc.aio.Channel], _Stub],
+    question: Callable[[_Stub], Awaitable[_T]],
 ) -> _T:
     try:
         return await ask_any(board, stub, question)
     except ServiceError as error:
         if error.code in GONE:
-            raise _NobodyAnswered from None
+            raise _NoServiceAnswered from None
         raise
 
 
@@ -154,7 +156,7 @@ def refusal(
     endpoint: str,
     tls: ClientTLS | None,
     error: ServiceError,
-    asked: Asked[_Stub] | None = None,
+    asked: QueriedService[_Stub] | None = None,
 ) -> SettingError:
     """Why a call to a service, the rendezvous service unless told, failed: a line with what to do about it."""
     name, flag = (asked.name, asked.flag) if asked is not None else (RENDEZVOUS.name, RENDEZVOUS.flag)

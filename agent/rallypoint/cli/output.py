@@ -60,7 +60,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
         ) from None
 
 
-class Moment(click.ParamType[datetime]):
+class TimestampParam(click.ParamType[datetime]):
     """A moment on a command line; see `parse_moment`."""
 
     name = "10m|TIME"

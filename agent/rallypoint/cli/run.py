@@ -18,7 +18,7 @@ from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand
 from rallypoint.cli.run_flags import run_flags
-from rallypoint.launcher.backends import Meeting, Wish, meeting
+from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, meeting
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import client_options
@@ -81,10 +81,10 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
     )
 
 
-def _meeting(flags: Mapping[str, Any]) -> Meeting:
+def _meeting(flags: Mapping[str, Any]) -> ResolvedRendezvous:
     source = click.get_current_context().get_parameter_source("nnodes")
     return meeting(
-        Wish(
+        RequestedRendezvous(
             backend=flags["rdzv_backend"],
             endpoint=flags["rdzv_endpoint"],
             run_id=flags["rdzv_id"],

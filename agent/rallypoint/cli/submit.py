@@ -178,10 +178,10 @@ def submit(**given: Any) -> None:
     from rallypoint.agent.logs.follower import OutputThread  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
     from rallypoint.submission.launching import NotLaunched  # noqa: PLC0415
-    from rallypoint.submission.session import Session  # noqa: PLC0415
+    from rallypoint.submission.session import SubmissionSession  # noqa: PLC0415
 
     outputs = {1: OutputThread(1), 2: OutputThread(2)}
-    session = Session(submission, outputs, lambda line: click.echo(line, err=True))
+    session = SubmissionSession(submission, outputs, lambda line: click.echo(line, err=True))
 
     async def carry_out() -> int:
         try:

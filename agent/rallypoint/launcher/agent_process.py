@@ -28,7 +28,7 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.call import renew_signals, renew_streams
 
 
-class _Process(Protocol):
+class _AgentHandle(Protocol):
     @property
     def pid(self) -> int: ...
 
@@ -38,7 +38,7 @@ class _Process(Protocol):
 class AgentProcess:
     """An agent at work, as the launching program sees it."""
 
-    def __init__(self, process: _Process, connection: socket.socket) -> None:
+    def __init__(self, process: _AgentHandle, connection: socket.socket) -> None:
         """Use `start` or `fork`."""
         self._process = process
         self._connection = connection

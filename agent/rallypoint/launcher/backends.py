@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rallypoint.launcher.plan import Embedded, Hosted, Place, Replicated, Standing
+from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, Place, Replicated
 from rallypoint.rpc.endpoint import SettingError, without_password
 
 # ---- `--rdzv-conf` as torchrun's users write it: torch's keys beside ours, each with its meaning here or a word on
@@ -102,7 +102,7 @@ ETCD_SCHEMES = ("etcd", "etcds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RequestedRendezvous:
     """What was asked for, as the flags of torchrun have it.
 
     Attributes:
@@ -133,7 +133,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class ResolvedRendezvous:
     """Where and as what this host meets the others.
 
     Attributes:
@@ -157,7 +157,7 @@ class Meeting:
     notices: tuple[str, ...] = ()
 
 
-def meeting(wish: Wish) -> Meeting:
+def meeting(wish: RequestedRendezvous) -> ResolvedRendezvous:
     """Decide where this host meets the others.
 
     Raises:
@@ -187,7 +187,7 @@ def is_etcd_url(endpoint: str) -> bool:
     return bool(mark) and scheme in ETCD_SCHEMES
 
 
-def _is_static(wish: Wish) -> bool:
+def _is_static(wish: RequestedRendezvous) -> bool:
     """Whether torchrun would take its default backend: it was named, or is meant by the flags that only it has."""
     given = (wish.node_rank, wish.master_address, wish.master_port)
     if wish.backend is not None:
@@ -198,15 +198,15 @@ def _is_static(wish: Wish) -> bool:
     return wish.master_port is not None if wish.nodes[1] == 1 else any(each is not None for each in given)
 
 
-def _alone(wish: Wish, notices: tuple[str, ...]) -> Meeting:
+def _alone(wish: RequestedRendezvous, notices: tuple[str, ...]) -> ResolvedRendezvous:
     if wish.nodes != (1, 1):
         raise SettingError("--nnodes: --standalone runs on this host alone: leave --nnodes out")
     conf, more = split_conf(wish.conf, "rallypoint")
     run_id = wish.run_id or f"standalone-{os.urandom(4).hex()}"
-    return Meeting(place=Embedded(), run_id=run_id, conf=conf.settings, notices=(*notices, *more))
+    return ResolvedRendezvous(place=Embedded(), run_id=run_id, conf=conf.settings, notices=(*notices, *more))
 
 
-def _standing(wish: Wish) -> Meeting:
+def _standing(wish: RequestedRendezvous) -> ResolvedRendezvous:
     if not wish.endpoint:
         raise SettingError(
             "where is the rendezvous service? Give --rdzv-endpoint HOST:PORT (start one with `rallypoint serve "
@@ -218,15 +218,15 @@ def _standing(wish: Wish) -> Meeting:
             "which run is this? Give --rdzv-id NAME, the same on all hosts and new for every job"
         )
     conf, notices = split_conf(wish.conf, "rallypoint")
-    return Meeting(
-        place=Standing(wish.endpoint),
+    return ResolvedRendezvous(
+        place=ExternalService(wish.endpoint),
         run_id=wish.run_id,
         conf=conf.settings,
         notices=(*_unused(wish, "the rallypoint backend"), *notices),
     )
 
 
-def _c10d(wish: Wish) -> Meeting:
+def _c10d(wish: RequestedRendezvous) -> ResolvedRendezvous:
     conf, notices = split_conf(wish.conf, "c10d")
     notices = (*_unused(wish, "the c10d backend"), *notices)
     host, port = _place(wish.endpoint, C10D_PORT)
@@ -237,12 +237,12 @@ def _c10d(wish: Wish) -> Meeting:
             raise SettingError(
                 f"--rdzv-endpoint: {wish.endpoint!r} has port 0, which no other host can find; give a port"
             )
-        return Meeting(place=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
+        return ResolvedRendezvous(place=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
     place = Hosted(_endpoint(host, port), conf.is_host)
-    return Meeting(place=place, run_id=run_id, conf=conf.settings, notices=notices)
+    return ResolvedRendezvous(place=place, run_id=run_id, conf=conf.settings, notices=notices)
 
 
-def _etcd(wish: Wish) -> Meeting:
+def _etcd(wish: RequestedRendezvous) -> ResolvedRendezvous:
     # What only this backend needs is loaded only for it.
     from rallypoint.launcher.etcd_url import of_flags, of_url  # noqa: PLC0415
 
@@ -262,7 +262,7 @@ def _etcd(wish: Wish) -> Meeting:
         backend = wish.backend or "etcd"
         found = of_flags(backend, wish.endpoint, wish.run_id, conf=wish.conf, environment=wish.environment)
     conf, notices = split_conf(found.conf, "etcd")
-    return Meeting(
+    return ResolvedRendezvous(
         place=Replicated(found.address),
         run_id=found.run_id,
         nodes=found.nodes,
@@ -271,7 +271,7 @@ def _etcd(wish: Wish) -> Meeting:
     )
 
 
-def _static(wish: Wish) -> Meeting:
+def _static(wish: RequestedRendezvous) -> ResolvedRendezvous:
     least, most = wish.nodes
     rank = wish.node_rank or 0
     if least != most:
@@ -304,7 +304,7 @@ def _static(wish: Wish) -> Meeting:
             f"--master-port: {master[1]} leaves no port for the rendezvous service, which takes the next one; "
             "choose a lower one, or name a place with --rdzv-endpoint"
         )
-    return Meeting(
+    return ResolvedRendezvous(
         place=Hosted(_endpoint(*place), rank == 0) if most > 1 else Embedded(),
         run_id=wish.run_id or NO_RUN_ID,
         node_id=f"rank{rank}",
@@ -315,7 +315,7 @@ def _static(wish: Wish) -> Meeting:
     )
 
 
-def _unused(wish: Wish, where: str) -> tuple[str, ...]:
+def _unused(wish: RequestedRendezvous, where: str) -> tuple[str, ...]:
     """What torchrun too passes over, with a warning."""
     given = {
         "--node-rank": wish.node_rank not in (None, 0),
@@ -329,7 +329,7 @@ def _unused(wish: Wish, where: str) -> tuple[str, ...]:
     )
 
 
-def _overruled(wish: Wish) -> tuple[str, ...]:
+def _overruled(wish: RequestedRendezvous) -> tuple[str, ...]:
     given = {"--rdzv-backend": wish.backend, "--rdzv-endpoint": wish.endpoint}
     return (
         *(

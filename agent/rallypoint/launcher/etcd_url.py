@@ -59,7 +59,7 @@ class EtcdRendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _EtcdParameters:
     """Torch's parameters of etcd and of its times, and where each was given, for messages.
 
     Attributes:
@@ -122,7 +122,7 @@ def of_url(
             )
     if parts.scheme == "etcds" and values.setdefault("protocol", "https").lower() != "https":
         raise SettingError(f"{where} is https by its scheme, which contradicts protocol={values['protocol']}")
-    given = _Given(values, spelled, where)
+    given = _EtcdParameters(values, spelled, where)
     named = unquote(parts.path.strip("/"))
     if run_id and named and run_id != named:
         raise SettingError(
@@ -164,7 +164,7 @@ def of_flags(
     where = f"--rdzv-endpoint: {without_password(endpoint)!r}"
     if "://" in endpoint or "/" in endpoint.rpartition("@")[2]:
         raise SettingError(f"{where} has a /: expected [USER@]HOST[:PORT], or etcd://HOST:PORT/RUN_ID")
-    given = _Given(own, {_ALIASES.get(key, key): key for key in conf or {}}, where)
+    given = _EtcdParameters(own, {_ALIASES.get(key, key): key for key in conf or {}}, where)
     if backend == "etcd":
         _seconds(given, others, _FLAGS_TIMEOUT)
     elif "timeout" in own:
@@ -196,7 +196,7 @@ def _split(conf: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return own, others
 
 
-def _seconds(given: _Given, conf: dict[str, str], timeout: str) -> None:
+def _seconds(given: _EtcdParameters, conf: dict[str, str], timeout: str) -> None:
     """Put torch's times where our settings have them."""
     for name, ours, least in (("timeout", "join_timeout", 0.001), ("last_call_timeout",) * 2 + (0.0,)):
         if name in given.values:
@@ -245,7 +245,7 @@ def _count(given: Mapping[str, str], name: str, where: str) -> int:
 
 
 def _address(
-    userinfo: str, hosts: str, space: str, given: _Given, environment: Mapping[str, str]
+    userinfo: str, hosts: str, space: str, given: _EtcdParameters, environment: Mapping[str, str]
 ) -> EtcdAddress:
     user, password = complete_user(*parse_userinfo(userinfo, given.endpoint), given.endpoint, environment)
     return EtcdAddress(
@@ -257,7 +257,7 @@ def _address(
     )
 
 
-def _space(given: _Given, default: str, run_id: str) -> str:
+def _space(given: _EtcdParameters, default: str, run_id: str) -> str:
     """Where in etcd a run is. A slash in its name is no step down: that could lead into the middle of another run."""
     if not run_id:
         raise SettingError(
@@ -280,7 +280,7 @@ def _space(given: _Given, default: str, run_id: str) -> str:
     return space
 
 
-def _tls(given: _Given) -> ClientTLS | None:
+def _tls(given: _EtcdParameters) -> ClientTLS | None:
     protocol = given.values.get("protocol", "http")
     if protocol.lower() not in ("http", "https"):
         raise SettingError(

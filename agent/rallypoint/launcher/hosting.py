@@ -29,7 +29,7 @@ _ANSWER = 10.0
 _log = get_logger("rallypoint.run")
 
 
-class Host:
+class EmbeddedService:
     """The service of a run in this process."""
 
     def __init__(self, server: Server, peer: Peer) -> None:
@@ -66,7 +66,7 @@ class Host:
 
 
 @asynccontextmanager
-async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[Host | None]:
+async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[EmbeddedService | None]:
     """Serve rendezvous at a place, for as long as the context lasts; yields None if another host's agent does.
 
     Args:
@@ -96,7 +96,7 @@ async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[H
             raise SettingError(f"can't serve rendezvous at {place.endpoint}: {why}") from None
         warn_of_plaintext(endpoint, tls)
         here = place.endpoint if tls is not None or endpoint.loopback else f"127.0.0.1:{endpoint.port}"
-        yield Host(server, Peer(here, tls))
+        yield EmbeddedService(server, Peer(here, tls))
 
 
 async def is_this_host(host: str) -> bool:

@@ -29,7 +29,7 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.supervisor.jobs import Jobs
 from rallypoint.agent.supervisor.servicer import supervisor_registration
 from rallypoint.agent.workers.environment import check_devices
-from rallypoint.launcher.plan import Embedded, LaunchPlan, Replicated, Standing
+from rallypoint.launcher.plan import Embedded, ExternalService, LaunchPlan, Replicated
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -46,11 +46,11 @@ from rallypoint.rpc.endpoint import (
 )
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 from rallypoint.serving.server import Server
 
 if TYPE_CHECKING:
-    from rallypoint.launcher.hosting import Host
+    from rallypoint.launcher.hosting import EmbeddedService
     from rallypoint.launcher.replicated import OwnReplica
 
 
@@ -67,7 +67,7 @@ async def refuse_twin(config: JobConfig) -> None:
     Raises:
         SettingError: There is one; one line.
     """
-    async with Switchboard(config.rendezvous.endpoint, config.rendezvous.tls) as board:
+    async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls) as board:
         try:
             async with asyncio.timeout(config.connect_timeout):
                 nodes = await ask_any(
@@ -180,23 +180,23 @@ async def launch(
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _LaunchedRendezvous:
     """Where the hosts meet: the service, the address of this host that others know, the service if it is here."""
 
     peer: Peer
     address: str
     lost_timeout: float = math.inf
-    host: Host | OwnReplica | None = None
+    host: EmbeddedService | OwnReplica | None = None
 
 
-async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _Meeting:
+async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -> _LaunchedRendezvous:
     async def address(endpoint: str) -> str:
         return plan.local_address or await own_address_towards(endpoint, conf.read_timeout)
 
     place = plan.place
     if isinstance(place, Embedded):
         peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
-        return _Meeting(peer, await address(peer.endpoint))
+        return _LaunchedRendezvous(peer, await address(peer.endpoint))
     if isinstance(place, Replicated):
         # What only some backends need is loaded only for them.
         from rallypoint.launcher.replicated import replicated_rendezvous  # noqa: PLC0415
@@ -207,22 +207,24 @@ async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -
         replica = await stack.enter_async_context(
             replicated_rendezvous(place.etcd, plan.run_id, served_at, plan.tls, conf.read_timeout)
         )
-        return _Meeting(replica.peer, own, host=replica)
+        return _LaunchedRendezvous(replica.peer, own, host=replica)
     _check_endpoints("--rdzv-endpoint", place.endpoint)
-    if isinstance(place, Standing):
-        return _Meeting(Peer(place.endpoint, plan.tls), await address(place.endpoint))
+    if isinstance(place, ExternalService):
+        return _LaunchedRendezvous(Peer(place.endpoint, plan.tls), await address(place.endpoint))
     from rallypoint.launcher.hosting import rendezvous_at  # noqa: PLC0415
 
     host = await stack.enter_async_context(rendezvous_at(place, plan.tls))
     if host is None:
         # Whoever serves it may be gone for good, and with it what this node waits for.
         lost_timeout = min(conf.read_timeout, _LOST_TIMEOUT)
-        return _Meeting(Peer(place.endpoint, plan.tls), await address(place.endpoint), lost_timeout)
-    return _Meeting(host.peer, await address(place.endpoint), host=host)
+        return _LaunchedRendezvous(
+            Peer(place.endpoint, plan.tls), await address(place.endpoint), lost_timeout
+        )
+    return _LaunchedRendezvous(host.peer, await address(place.endpoint), host=host)
 
 
 async def _config(
-    plan: LaunchPlan, conf: RendezvousConf, meeting: _Meeting, stack: AsyncExitStack
+    plan: LaunchPlan, conf: RendezvousConf, meeting: _LaunchedRendezvous, stack: AsyncExitStack
 ) -> JobConfig:
     _check_endpoint("--timer-endpoint", plan.timer_endpoint)
     timer = Peer(plan.timer_endpoint, plan.tls)

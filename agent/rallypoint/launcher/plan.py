@@ -25,7 +25,7 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ExternalService:
     """The rendezvous service stands by itself.
 
     Attributes:
@@ -59,7 +59,7 @@ class Replicated:
     etcd: EtcdAddress
 
 
-Place: TypeAlias = Embedded | Standing | Hosted | Replicated
+Place: TypeAlias = Embedded | ExternalService | Hosted | Replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from rallypoint.etcd.session import Session
 from rallypoint.launcher.run_lease import (
     SEAT_TTL,
     LeasedClient,
-    Signpost,
+    RedirectingLocator,
     forgotten,
     keep_alive,
     run_lease,
@@ -32,7 +32,7 @@ from rallypoint.launcher.services import LAST_WORD, listening, warn_of_plaintext
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.cluster.keys import replica_name
-from rallypoint.rendezvous.cluster.ownership import Moves
+from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.core.state import Phase
@@ -45,7 +45,9 @@ from rallypoint.serving.server import Server
 _LONGEST_BACKOFF = 5.0
 
 # One run is one shard. With nothing else to spread, moving it to a host that came later would help nobody.
-_WANTED = Replicas(lease_ttl=SEAT_TTL, shards=1, moves=Moves(balancing=0), keeps_etcd=False, keys_end=True)
+_WANTED = Replicas(
+    lease_ttl=SEAT_TTL, shards=1, moves=MoveSettings(balancing=0), keeps_etcd=False, keys_end=True
+)
 
 _log = get_logger("rallypoint.run")
 
@@ -79,7 +81,7 @@ class OwnReplica:
         """Serve whenever there is a seat, until `see_off` or `end`."""
         self._turns = asyncio.create_task(self._take_turns(client))
 
-    async def begun(self, signpost: Signpost, patience: float) -> None:
+    async def begun(self, signpost: RedirectingLocator, patience: float) -> None:
         """Wait until the run is served anywhere, for so many seconds at the most.
 
         Raises:
@@ -224,7 +226,7 @@ async def replicated_rendezvous(
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(EtcdClient(etcd))
         await _reach(client, patience)
-        signpost = Signpost()
+        signpost = RedirectingLocator()
         own = "127.0.0.1" if tls is None else address
         server = Server(
             listening(Endpoint(own, 0), tls),

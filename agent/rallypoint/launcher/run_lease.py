@@ -256,7 +256,7 @@ _log = get_logger("rallypoint.run")
 _LONGEST_BACKOFF = 1.0
 
 
-class Signpost:
+class RedirectingLocator:
     """A Home that refuses everything with the address of whoever owns the run.
 
     Attributes:

@@ -112,7 +112,7 @@ class Retries:
         await self._pace.sleep(self._backoff.next())
 
 
-class Pieces:
+class LogPieces:
     """The pieces of a stream of logs, read on after every break where that came.
 
     Attributes:
@@ -267,7 +267,7 @@ class Followed:
     async def follow_logs(self, take: Callable[[Followed, pb.StreamLogsResponse], Awaitable[None]]) -> None:
         """Call `take` with each piece of output, in order and once each; returns at the end of it, or if lost."""
         request = pb.StreamLogsRequest(run_id=self._launch.spec.run_id, follow=True)
-        pieces = Pieces(self.agent.stub, request, self._tls, self._patience_for_logs, self._pace)
+        pieces = LogPieces(self.agent.stub, request, self._tls, self._patience_for_logs, self._pace)
         pieces.begun = True  # it has answered the launch
         try:
             async for piece in pieces.read():

@@ -14,7 +14,7 @@ LONGEST = 128 * 1024
 _Source = TypeVar("_Source", bound=Hashable)
 
 
-class Output(Protocol):
+class LineSink(Protocol):
     """Where lines go: rallypoint.agent.logs.follower.OutputThread, for one."""
 
     async def write(self, data: bytes) -> None:
@@ -24,7 +24,7 @@ class Output(Protocol):
 class Lines(Generic[_Source]):
     """Puts pieces of output together to lines. Bytes are never decoded."""
 
-    def __init__(self, outputs: Mapping[int, Output]) -> None:
+    def __init__(self, outputs: Mapping[int, LineSink]) -> None:
         """`outputs`: by the number of the stream."""
         self._outputs = outputs
         # By whose output it is: the line that has no end yet, its prefix, and whether its beginning is out.
@@ -71,7 +71,7 @@ class Lines(Generic[_Source]):
 # ---- What is worth telling of a job that runs on many hosts, made of what each of them says. Pure.
 
 
-class Story:
+class JobStatusLines:
     """Turns the states of a job on its hosts into sentences; what all hosts say alike is told once."""
 
     def __init__(self, max_restarts: int) -> None:

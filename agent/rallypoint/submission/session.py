@@ -18,10 +18,10 @@ from rallypoint.rpc.calls import ask_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 from rallypoint.submission.following import Followed, RemoteAgent, labels
 from rallypoint.submission.launching import launch_everywhere
-from rallypoint.submission.output import Lines, Output, Story, lost_in_words
+from rallypoint.submission.output import JobStatusLines, Lines, LineSink, lost_in_words
 
 # ---- The exit code of a job that ran on many hosts, made of those of its hosts.
 
@@ -80,7 +80,7 @@ class Submission:
     detach: bool = False
 
 
-class Session:
+class SubmissionSession:
     """Carries a submission out. Lives once.
 
     Attributes:
@@ -88,7 +88,7 @@ class Session:
     """
 
     def __init__(
-        self, submission: Submission, outputs: Mapping[int, Output], say: Callable[[str], None]
+        self, submission: Submission, outputs: Mapping[int, LineSink], say: Callable[[str], None]
     ) -> None:
         """Set up.
 
@@ -102,7 +102,7 @@ class Session:
         # By whose output it is: an agent, and the rank of a worker there.
         self._lines: Lines[tuple[Followed, int]] = Lines(outputs)
         self._say = say
-        self._story = Story(submission.launch.spec.max_restarts)
+        self._story = JobStatusLines(submission.launch.spec.max_restarts)
         self._agents: list[RemoteAgent] = []
         self._followed: list[Followed] = []
         self._signals: list[signal.Signals] = []
@@ -251,7 +251,7 @@ class Session:
     async def _ask_outcome(self, endpoint: str) -> bool | None:
         """Whether the run succeeded, as its rendezvous service has it; None if that can't be known, or not yet."""
         request = rendezvous_pb.GetRunRequest(run_id=self._submission.launch.spec.run_id)
-        async with Switchboard(endpoint, self._submission.tls) as board:
+        async with ReplicaClient(endpoint, self._submission.tls) as board:
             try:
                 async with asyncio.timeout(_OUTCOME_TIMEOUT):
                     answer: rendezvous_pb.GetRunResponse = await ask_any(

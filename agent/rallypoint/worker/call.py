@@ -144,7 +144,7 @@ def load_results(folder: Path, ranks: Sequence[int]) -> dict[int, Any]:
     return results
 
 
-class _Worker(process.BaseProcess):
+class _ForkedCall(process.BaseProcess):
     _start_method = None  # of its children: whatever is usual
 
 
@@ -156,7 +156,7 @@ def run_forked(call: Callable[[], object], folder: Path) -> int:
     """
     renew_streams()
     renew_signals()
-    worker = _Worker(target=run_call, args=(call, folder), name=f"rank {os.environ['RANK']}")
+    worker = _ForkedCall(target=run_call, args=(call, folder), name=f"rank {os.environ['RANK']}")
     # What multiprocessing does in a child of its own: forget the parent's children, run, wait for threads and
     # for processes of its own, flush.
     return int(worker._bootstrap())  # type: ignore[attr-defined]

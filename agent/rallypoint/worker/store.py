@@ -253,15 +253,15 @@ class _Connections:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self._idle: deque[_Connection] = deque()
+        self._idle: deque[_StoreConnection] = deque()
 
     @contextmanager
-    def one(self, path: str, deadline: float) -> Iterator[_Connection]:
+    def one(self, path: str, deadline: float) -> Iterator[_StoreConnection]:
         """Lend a connection for one call; one whose call didn't end well is closed, with its late answer."""
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = _Connection(path, deadline)
+            connection = _StoreConnection(path, deadline)
         try:
             yield connection
         except BaseException:
@@ -276,7 +276,7 @@ class _Connections:
             self._idle.pop().close()
 
 
-class _Connection:
+class _StoreConnection:
     """One connection to the agent, with at most one call under way."""
 
     def __init__(self, path: str, deadline: float) -> None:

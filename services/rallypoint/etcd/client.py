@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-from rallypoint.etcd.cluster import Connection, Members
+from rallypoint.etcd.cluster import EtcdChannel, Members
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.errors import Compacted, EtcdError, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.streams import renew, watch
@@ -243,7 +243,7 @@ class EtcdClient:
             self.members.move_on(connection)
             raise
 
-    async def term(self, *, at: Connection | None = None, timeout: float | None = None) -> int:
+    async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
         """The term of the leader whom a majority of the members obeys now, read linearizably.
 
         Args:

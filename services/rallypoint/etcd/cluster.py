@@ -55,7 +55,7 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 _SHUT = grpc.ChannelConnectivity.SHUTDOWN
 
 
-class Connection:
+class EtcdChannel:
     """A channel to one endpoint, and calls on it by their path."""
 
     def __init__(self, endpoint: Endpoint, credentials: Credentials) -> None:
@@ -231,7 +231,7 @@ class Tokens:
         """Whether there can be another token."""
         return bool(self._user)
 
-    async def get(self, connection: Connection, timeout: float, stale: str | None = None) -> str:
+    async def get(self, connection: EtcdChannel, timeout: float, stale: str | None = None) -> str:
         """The token to call with; empty: without one.
 
         Args:
@@ -260,7 +260,7 @@ class Tokens:
         except EtcdError as error:
             raise EtcdUnavailable(str(error), unsent=True) from None
 
-    async def _ask(self, connection: Connection, timeout: float) -> str:
+    async def _ask(self, connection: EtcdChannel, timeout: float) -> str:
         request = auth_pb2.AuthenticateRequest(name=self._user, password=self._password)
         try:
             response = await connection.unary(_PATH, request, auth_pb2.AuthenticateResponse, timeout, ())
@@ -307,7 +307,7 @@ class Members:
             TLSFileError: a TLS file is missing, unusable or does not match.
         """
         credentials = Credentials(address.tls)
-        self.connections = [Connection(endpoint, credentials) for endpoint in address.endpoints]
+        self.connections = [EtcdChannel(endpoint, credentials) for endpoint in address.endpoints]
         self.pace = pace
         self.request_timeout = request_timeout
         self.attempt_timeout = min(request_timeout, address.attempt_timeout)
@@ -316,11 +316,11 @@ class Members:
         self._current = int(pace.draw() * len(self.connections)) % len(self.connections)
 
     @property
-    def current(self) -> Connection:
+    def current(self) -> EtcdChannel:
         """The one that is called next."""
         return self.connections[self._current]
 
-    def move_on(self, failed: Connection) -> None:
+    def move_on(self, failed: EtcdChannel) -> None:
         """Call the next member from now on, unless somebody has moved on from this one already."""
         if self.current is failed:
             self._current = (self._current + 1) % len(self.connections)
@@ -381,7 +381,7 @@ class Members:
 
     async def call(
         self,
-        connection: Connection,
+        connection: EtcdChannel,
         path: str,
         request: Message,
         answer: type[_Answer],
@@ -403,7 +403,7 @@ class Members:
         return await self.with_token(connection, timeout, send)
 
     async def with_token(
-        self, connection: Connection, timeout: float, send: Callable[[str, float], Awaitable[_T]]
+        self, connection: EtcdChannel, timeout: float, send: Callable[[str, float], Awaitable[_T]]
     ) -> _T:
         """Send something with our token, and once more with another if the member refuses that one.
 
@@ -460,7 +460,7 @@ class MemberAttempts:
         """Seconds to wait for one member."""
         return min(self.remaining(), self._members.attempt_timeout)
 
-    async def failed(self, connection: Connection, error: EtcdUnavailable) -> None:
+    async def failed(self, connection: EtcdChannel, error: EtcdUnavailable) -> None:
         """Move on to the next member; wait a little when all have failed.
 
         Raises:

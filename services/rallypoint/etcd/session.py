@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from rallypoint.etcd.client import EtcdClient
-from rallypoint.etcd.cluster import Connection
+from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.streams import renew
 from rallypoint.rpc.backoff import Pace
@@ -170,7 +170,7 @@ class Session:
             if trying:
                 await asyncio.wait(trying)
 
-    async def _attempt(self, connection: Connection) -> bool:
+    async def _attempt(self, connection: EtcdChannel) -> bool:
         """Send one keep-alive to a member; whether it counts."""
         sent = self._clock()
         members = self._client.members

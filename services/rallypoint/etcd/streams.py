@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from rallypoint.etcd.cluster import Connection, Members
+from rallypoint.etcd.cluster import EtcdChannel, Members
 from rallypoint.etcd.errors import Compacted, EtcdRefused, EtcdUnavailable, Reason, TokenRefused, error_for
 from rallypoint.etcd.v1 import lease_pb2, watch_pb2
 from rallypoint.etcd.values import Change, from_events
@@ -22,10 +22,10 @@ _PATH = "/etcdserverpb.Watch/Watch"
 _SILENCE = 2.0
 
 
-class _Stream:
+class _WatchStream:
     """One stream to one member, with one watch on it."""
 
-    def __init__(self, connection: Connection, token: str, members: Members) -> None:
+    def __init__(self, connection: EtcdChannel, token: str, members: Members) -> None:
         self._connection = connection
         self._patience = members.attempt_timeout
         self._call: Any = connection.stream(_PATH, watch_pb2.WatchResponse, members.metadata(token))
@@ -131,7 +131,7 @@ async def watch(
         try:
             await connection.ready(members.attempt_timeout)
             token = await members.tokens.get(connection, members.attempt_timeout, stale)
-            stream = _Stream(connection, token, members)
+            stream = _WatchStream(connection, token, members)
             await stream.send(_create(key, end, position.next_revision))
             while True:
                 response = await stream.read()
@@ -203,7 +203,7 @@ class Renewal:
     term: int
 
 
-async def renew(members: Members, connection: Connection, lease: int, timeout: float) -> Renewal:
+async def renew(members: Members, connection: EtcdChannel, lease: int, timeout: float) -> Renewal:
     """Send one keep-alive to a member, on a stream of its own.
 
     A stream for each costs a lease little, and none is ever left on a member that has lost its leader.
@@ -222,7 +222,7 @@ async def renew(members: Members, connection: Connection, lease: int, timeout: f
         raise EtcdUnavailable(f"{connection.where}: no answer to a keep-alive for {timeout:g} s") from None
 
 
-async def _renew(members: Members, connection: Connection, lease: int, token: str) -> Renewal:
+async def _renew(members: Members, connection: EtcdChannel, lease: int, token: str) -> Renewal:
     call = connection.stream(_LEASE_PATH, lease_pb2.LeaseKeepAliveResponse, members.metadata(token))
     try:
         await connection.outcome(call.write(lease_pb2.LeaseKeepAliveRequest(id=lease)))

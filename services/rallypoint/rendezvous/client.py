@@ -14,10 +14,10 @@ import grpc
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.rpc.address import Place
+from rallypoint.rpc.address import Address
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import Line, Where, switchboard
+from rallypoint.rpc.replicas import ReplicaConnection, Where, switchboard
 
 # ---- What people are told of the time between two streams: once, that the rendezvous was lost, or that the run moved.
 
@@ -128,24 +128,24 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Updated:
+class MembershipUpdate:
     """The run's state as the node must know it."""
 
     update: pb.NodeUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class MembershipReset:
     """The lease is lost; the membership joins anew by itself, as a newcomer."""
 
     reason: str
 
 
 _JoinCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]"
-Event: TypeAlias = Admitted | Updated | LeaseEnded
+Event: TypeAlias = Admitted | MembershipUpdate | MembershipReset
 
 
-class _Draining(Exception):
+class _ServerDraining(Exception):
     """The server ends the stream because it is going away; it may not have taken what it was told last."""
 
 
@@ -153,7 +153,7 @@ class _Draining(Exception):
 class _Moved(Exception):
     """Another replica owns the run now, whatever the one with the stream says."""
 
-    owner: Place
+    owner: Address
 
 
 class RendezvousUnreachable(Exception):
@@ -305,7 +305,7 @@ class Membership:
             self._over = self._going()
             self._statement = self._success = None
             self._failures.clear()
-            self._on_event(LeaseEnded(error.message))
+            self._on_event(MembershipReset(error.message))
             return
         if error.reason in _REFUSALS if self._ever_admitted else error.code not in _RETRYABLE:
             raise error
@@ -331,7 +331,7 @@ class Membership:
         finally:
             line.hang_up()
 
-    async def _stream_over(self, line: Line, deadline: float) -> ServiceError | None:
+    async def _stream_over(self, line: ReplicaConnection, deadline: float) -> ServiceError | None:
         """Live through one stream to one replica; the first answer is there by the deadline, or it is given up."""
         # Once in, wait for a connection rather than fail for want of one: the channel tries every second at the
         # longest, and a back-off of ours on top would double that. Before, the reason for there being none is wanted;
@@ -345,7 +345,7 @@ class Membership:
                 first = await call.read()
             if isinstance(first, pb.JoinResponse):
                 if not first.HasField("lease"):  # the server went away before it got to it
-                    raise _Draining
+                    raise _ServerDraining
                 line.answered()
                 at = self._endpoint if line.alone else line.place
                 self._outage.over(at, sought=not line.alone)
@@ -358,7 +358,7 @@ class Membership:
             owner = {"owner": str(moved.owner)}
             message = f"{moved.owner} owns the run now"
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "NOT_OWNER", message, metadata=owner)
-        except _Draining:
+        except _ServerDraining:
             return ServiceError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is going away")
         except grpc.aio.AioRpcError as error:
             self._last_error = decode(error).message
@@ -373,18 +373,18 @@ class Membership:
         resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
         return pb.JoinRequest(resume=resume)
 
-    async def _live(self, call: _JoinCall, first: pb.JoinResponse, line: Line, at: str) -> None:
+    async def _live(self, call: _JoinCall, first: pb.JoinResponse, line: ReplicaConnection, at: str) -> None:
         lease, resumed = first.lease, bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
         self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation))
         if self._statements() or self._watchdog_trouble:
             self._unsaid.set()
         speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
-        moved: list[Place] = []
+        moved: list[Address] = []
         try:
             async with asyncio.timeout(None) as given_up:
 
-                def leave_for(owner: Place) -> None:
+                def leave_for(owner: Address) -> None:
                     # Who has this stream may be paused, and would not tell. Should it be the owner all the same, since
                     # what was answered elsewhere is what any replica answers, the way back is one refusal long.
                     moved.append(owner)
@@ -396,7 +396,7 @@ class Membership:
                     if response.HasField("update"):
                         self._take(response.update)
                     if response.HasField("draining"):
-                        raise _Draining
+                        raise _ServerDraining
                     response = await call.read()
         except TimeoutError:
             raise _Moved(moved[-1]) from None
@@ -409,7 +409,7 @@ class Membership:
         self._forget_reports_of_other_rounds(update)
         if update.settling:
             self._unsaid.set()  # a heartbeat at once: the service waits for a sign of life of each participant
-        self._on_event(Updated(update))
+        self._on_event(MembershipUpdate(update))
 
     async def _speak(self, call: _JoinCall, interval: float) -> None:
         """Say what is to be said, and, where there is nothing for so long, that the node is alive."""

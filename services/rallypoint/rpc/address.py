@@ -19,7 +19,7 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Address:
     """An address to connect to; two of the same address are the same.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
         return str(self.endpoint)
 
     @classmethod
-    def of(cls, endpoint: Endpoint) -> Place:
+    def of(cls, endpoint: Endpoint) -> Address:
         """The place that an endpoint itself names."""
         return cls(endpoint, endpoint)
 
@@ -49,7 +49,7 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-async def places_of(endpoints: Endpoints, resolve: Resolve = addresses_of) -> list[Place]:
+async def places_of(endpoints: Endpoints, resolve: Resolve = addresses_of) -> list[Address]:
     """All places that a list of endpoints stands for, in its order; each once.
 
     A name that can't be resolved stands for itself: gRPC, which asks again, says what is wrong with it.
@@ -73,13 +73,13 @@ def has_name(endpoint: Endpoint) -> bool:
     return False
 
 
-async def _places(endpoint: Endpoint, resolve: Resolve) -> list[Place]:
+async def _places(endpoint: Endpoint, resolve: Resolve) -> list[Address]:
     if not has_name(endpoint):
-        return [Place.of(endpoint)]
+        return [Address.of(endpoint)]
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT):
             addresses = await resolve(endpoint.host, endpoint.port)
     except (OSError, TimeoutError, UnicodeError):
-        return [Place.of(endpoint)]
-    places = [Place(Endpoint(address, endpoint.port), endpoint) for address in addresses]
-    return places or [Place.of(endpoint)]
+        return [Address.of(endpoint)]
+    places = [Address(Endpoint(address, endpoint.port), endpoint) for address in addresses]
+    return places or [Address.of(endpoint)]

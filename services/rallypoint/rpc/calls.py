@@ -12,8 +12,8 @@ import grpc.aio
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import Line, Switchboard
-from rallypoint.rpc.selector import Search
+from rallypoint.rpc.replicas import ReplicaClient, ReplicaConnection
+from rallypoint.rpc.selector import ReplicaSearch
 
 _TELL_AFTER = 10.0  # seconds without an answer after which whoever reads the log is told why nothing goes on
 
@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 class Attempts:
     """The attempts at one call."""
 
-    def __init__(self, pace: Pace, timeout: float, service: str, board: Switchboard | None = None) -> None:
+    def __init__(self, pace: Pace, timeout: float, service: str, board: ReplicaClient | None = None) -> None:
         """Begin.
 
         Args:
@@ -36,7 +36,7 @@ class Attempts:
             board: Where the service is; None: always the same place.
         """
         self._board = board
-        self._search: Search | None = board.search() if board is not None else None
+        self._search: ReplicaSearch | None = board.search() if board is not None else None
         self._pace = pace
         self._timeout = timeout
         self._service = service
@@ -48,11 +48,11 @@ class Attempts:
         """Seconds left for the next attempt."""
         return max(0.0, self._deadline - self._pace.clock())
 
-    async def line(self) -> Line:
+    async def line(self) -> ReplicaConnection:
         """The way to whom to ask next.
 
         Raises:
-            ServiceError: It could not be had; see Switchboard.line.
+            ServiceError: It could not be had; see ReplicaClient.line.
         """
         assert self._board is not None, "whom to ask was said"
         assert self._search is not None
@@ -91,11 +91,11 @@ def _is_retryable(error: ServiceError) -> bool:
     return error.code in GONE
 
 
-class Asking(Generic[_Stub]):
+class RetryingCalls(Generic[_Stub]):
     """Calls of one service. Each is repeated until it is answered: only for what may be done twice."""
 
     def __init__(
-        self, board: Switchboard, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
+        self, board: ReplicaClient, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
     ) -> None:
         """Set up.
 
@@ -171,7 +171,7 @@ class Asking(Generic[_Stub]):
 
     async def _one(
         self,
-        line: Line,
+        line: ReplicaConnection,
         pick: Callable[[_Stub], Callable[..., Awaitable[_Response]]],
         request: Any,
         remaining: float,
@@ -194,7 +194,7 @@ OUTCOME_UNKNOWN = "OUTCOME_UNKNOWN"
 
 
 async def ask_any(
-    board: Switchboard,
+    board: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
     question: Callable[[_Stub], Awaitable[_Answer]],
     *,
@@ -257,7 +257,7 @@ async def ask_any(
 
 
 async def _answer(
-    line: Line, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
+    line: ReplicaConnection, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
 ) -> _Answer:
     patience = line.patience if repeatable else float("inf")
     try:

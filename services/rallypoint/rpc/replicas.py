@@ -11,12 +11,12 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from rallypoint.rpc.address import Place, Resolve, addresses_of, has_name, places_of
+from rallypoint.rpc.address import Address, Resolve, addresses_of, has_name, places_of
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import channel_at, credentials_of
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
 from rallypoint.rpc.errors import GONE, MOVED, ServiceError
-from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, Route, Search
+from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, ReplicaSearch, ReplicaSelector
 
 IDLE_TIMEOUT = 60.0
 """Seconds after which a channel that nobody uses is closed, unless it leads to where the next call goes. A replica that
@@ -28,12 +28,12 @@ _RESOLVE_INTERVAL = 2.0
 _Stub = TypeVar("_Stub")
 
 
-class _Connection:
+class _CachedChannel:
     """A channel to one place, and the stubs made for it."""
 
     __slots__ = ("channel", "place", "stubs", "used_at", "users")
 
-    def __init__(self, place: Place | None, channel: grpc.aio.Channel) -> None:
+    def __init__(self, place: Address | None, channel: grpc.aio.Channel) -> None:
         self.place = place
         self.channel = channel
         self.stubs: dict[Callable[[grpc.aio.Channel], Any], Any] = {}
@@ -41,7 +41,7 @@ class _Connection:
         self.used_at = 0.0
 
 
-class Line:
+class ReplicaConnection:
     """One attempt's way to one replica. Say what came of it, and hang up.
 
     Attributes:
@@ -52,7 +52,13 @@ class Line:
     __slots__ = ("_board", "_connection", "_hung_up", "_search", "alone", "patience")
 
     def __init__(
-        self, board: Switchboard, search: Search, connection: _Connection, patience: float, *, alone: bool
+        self,
+        board: ReplicaClient,
+        search: ReplicaSearch,
+        connection: _CachedChannel,
+        patience: float,
+        *,
+        alone: bool,
     ) -> None:
         self._board = board
         self._search = search
@@ -89,11 +95,11 @@ class Line:
         if self._connection.place is not None:
             self._board.learn(self._search, self._connection.place, error)
 
-    def when_moved(self, tell: Callable[[Place], None]) -> None:
+    def when_moved(self, tell: Callable[[Address], None]) -> None:
         """Until it is hung up, have `tell` called when another call finds that the owner is elsewhere."""
         here = self._connection.place
 
-        def found(owner: Place) -> None:
+        def found(owner: Address) -> None:
             if here is not None and owner != here:
                 tell(owner)
 
@@ -105,7 +111,7 @@ class Line:
         self._board.release(self._connection)
 
 
-class Switchboard:
+class ReplicaClient:
     """Finds a way to whoever answers for a service. Belongs to one event loop; close it when done.
 
     Channels are opened when first needed, one per address. With one address all is as with a channel.
@@ -137,9 +143,9 @@ class Switchboard:
         self._pace = pace or Pace()
         self._resolve = resolve
         self._named = any(map(has_name, self._endpoints.places))
-        self._route = Route([Place.of(each) for each in self._endpoints.places], self._pace.draw)
-        self._connections: dict[Place, _Connection] = {}
-        self._fixed: _Connection | None = None
+        self._route = ReplicaSelector([Address.of(each) for each in self._endpoints.places], self._pace.draw)
+        self._connections: dict[Address, _CachedChannel] = {}
+        self._fixed: _CachedChannel | None = None
         self._resolving: asyncio.Task[None] | None = None
         self._resolved_at: float | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -154,7 +160,7 @@ class Switchboard:
             endpoint: Where it leads, for messages.
         """
         board = cls(endpoint)
-        board._fixed = _Connection(None, channel)
+        board._fixed = _CachedChannel(None, channel)
         return board
 
     def __str__(self) -> str:
@@ -180,11 +186,11 @@ class Switchboard:
             *(each.channel.close() for each in connections), *self._closing, return_exceptions=True
         )
 
-    def search(self) -> Search:
+    def search(self) -> ReplicaSearch:
         """Begin to look for who answers: for one call, or for one stream after the other."""
-        return Search(self._route)
+        return ReplicaSearch(self._route)
 
-    async def line(self, search: Search, within: float = float("inf")) -> Line:
+    async def line(self, search: ReplicaSearch, within: float = float("inf")) -> ReplicaConnection:
         """The way to whom to ask next, connected if there are others to ask.
 
         Args:
@@ -195,15 +201,17 @@ class Switchboard:
             ServiceError: UNAVAILABLE, NO_CONNECTION: that place took no connection in time; nothing was sent to it.
         """
         if self._fixed is not None:
-            return Line(self, search, self._fixed, float("inf"), alone=True)
+            return ReplicaConnection(self, search, self._fixed, float("inf"), alone=True)
         if self._named and self._resolved_at is None:
             await self._look_up(within)
         place = search.next(self._pace.clock())
         connection = self._connections.get(place)
         if connection is None:
-            connection = self._connections[place] = _Connection(place, self._open(place))
+            connection = self._connections[place] = _CachedChannel(place, self._open(place))
         alone = len(self._route.places) <= 1
-        line = Line(self, search, connection, self._route.patience(place, ANSWER_PATIENCE), alone=alone)
+        line = ReplicaConnection(
+            self, search, connection, self._route.patience(place, ANSWER_PATIENCE), alone=alone
+        )
         if alone:
             return line
         patience = self._route.patience(place, CONNECT_PATIENCE)
@@ -221,7 +229,7 @@ class Switchboard:
             raise
         return line
 
-    def rest(self, search: Search) -> None:
+    def rest(self, search: ReplicaSearch) -> None:
         """A search found nobody, and pauses: what names stand for is looked up anew, without waiting for it."""
         search.rest()
         if (
@@ -231,7 +239,7 @@ class Switchboard:
         ):
             self._begin_to_look_up()
 
-    def learn(self, search: Search, place: Place, error: ServiceError) -> None:
+    def learn(self, search: ReplicaSearch, place: Address, error: ServiceError) -> None:
         """What a failed call says of the way to go."""
         now = self._pace.clock()
         if error.reason in MOVED:
@@ -243,20 +251,20 @@ class Switchboard:
         else:
             search.declined(place)
 
-    def release(self, connection: _Connection) -> None:
+    def release(self, connection: _CachedChannel) -> None:
         """A line over a connection is hung up."""
         connection.users -= 1
         connection.used_at = time.monotonic()
         if connection.users == 0 and self._sweep is None and len(self._connections) > 1:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_TIMEOUT, self._close_idle)
 
-    def _named_owner(self, address: str) -> Place | None:
+    def _named_owner(self, address: str) -> Address | None:
         try:
-            return self._route.known_as(Place.of(parse_endpoint(address))) if address else None
+            return self._route.known_as(Address.of(parse_endpoint(address))) if address else None
         except EndpointError:
             return None
 
-    def _open(self, place: Place) -> grpc.aio.Channel:
+    def _open(self, place: Address) -> grpc.aio.Channel:
         name = place.listed.host if place.listed != place.endpoint else None
         return channel_at(place.endpoint, self._credentials, name)
 
@@ -295,13 +303,13 @@ class Switchboard:
             task.add_done_callback(self._closing.discard)
 
 
-Where: TypeAlias = "Switchboard | grpc.aio.Channel"
+Where: TypeAlias = "ReplicaClient | grpc.aio.Channel"
 """Where a client's service is: replicas, or one server over a channel that stays its owner's."""
 
 
-def switchboard(where: Where) -> Switchboard:
+def switchboard(where: Where) -> ReplicaClient:
     """A switchboard as it is; a channel as one that has nothing else."""
-    return where if isinstance(where, Switchboard) else Switchboard.over(where)
+    return where if isinstance(where, ReplicaClient) else ReplicaClient.over(where)
 
 
 async def _connected(channel: grpc.aio.Channel, timeout: float) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rallypoint.rpc.address import Place
+from rallypoint.rpc.address import Address
 
 CONNECT_PATIENCE = 2.0
 """Seconds that a place has to take a connection, where there are others to ask: a lost first packet costs one."""
@@ -26,17 +26,17 @@ _MOST_HOPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Doubt:
+class _DoubtedReplica:
     """A place that failed: until when it is not trusted, and how often it was silent since it last answered."""
 
     until: float
     silences: int
 
 
-class Route:
+class ReplicaSelector:
     """What a client knows of the replicas of one service; shared by all its calls."""
 
-    def __init__(self, places: Sequence[Place], draw: Callable[[], float]) -> None:
+    def __init__(self, places: Sequence[Address], draw: Callable[[], float]) -> None:
         """Know these places and nothing else.
 
         Args:
@@ -44,16 +44,16 @@ class Route:
             draw: A number from 0 to 1. The list is gone through from a place drawn by it, so that a thousand clients
                 with the same list don't all begin with its first.
         """
-        self.owner: Place | None = None
-        self.good: Place | None = None
+        self.owner: Address | None = None
+        self.good: Address | None = None
         self._places = tuple(places)
         self._draw = draw
         self._start = int(draw() * len(self._places))
-        self._doubts: dict[Place, _Doubt] = {}
-        self._finders: set[Callable[[Place], None]] = set()
+        self._doubts: dict[Address, _DoubtedReplica] = {}
+        self._finders: set[Callable[[Address], None]] = set()
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[Address]:
         """All that may be asked, the best first: the owner, the one that answered last, the others in turn."""
         known = [place for place in (self.owner, self.good) if place is not None]
         if not self._places:
@@ -61,25 +61,25 @@ class Route:
         start = self._start % len(self._places)
         return tuple(dict.fromkeys((*known, *self._places[start:], *self._places[:start])))
 
-    def renew(self, places: Sequence[Place]) -> None:
+    def renew(self, places: Sequence[Address]) -> None:
         """The list has these places now; an owner or one that answers stays known, wherever it is."""
         if set(places) != set(self._places):
             self._start = int(self._draw() * len(places))
         self._places = tuple(places)
 
-    def known_as(self, endpoint: Place) -> Place:
+    def known_as(self, endpoint: Address) -> Address:
         """A place that somebody names, as the list has it: with the name that its certificate is asked for."""
         for place in self._places:
             if place == endpoint or place.listed == endpoint.endpoint:
                 return place
         return endpoint
 
-    def is_doubtful(self, place: Place, now: float) -> bool:
+    def is_doubtful(self, place: Address, now: float) -> bool:
         """Whether a place failed so lately that it is asked after all others."""
         doubt = self._doubts.get(place)
         return doubt is not None and now < doubt.until
 
-    def patience(self, place: Place, base: float) -> float:
+    def patience(self, place: Address, base: float) -> float:
         """Seconds to wait for a place: `base`, doubled with each time that it was silent; without end if it is alone.
 
         Doubled, since one that is busy rather than gone would never be done with a call that is always broken off.
@@ -89,23 +89,23 @@ class Route:
         doubt = self._doubts.get(place)
         return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_PATIENCE)
 
-    def answered(self, place: Place) -> None:
+    def answered(self, place: Address) -> None:
         """A place did what it was asked."""
         self.good = place
         self._doubts.pop(place, None)
 
-    def refused(self, place: Place, now: float, *, silent: bool) -> None:
+    def refused(self, place: Address, now: float, *, silent: bool) -> None:
         """A place could not be reached, is going away or gave no answer (`silent`)."""
         before = self._doubts.get(place)
         silences = (before.silences if before is not None else 0) + silent
         span = min(_DOUBT_OF_SILENT * 2.0 ** (silences - 1), _LONGEST_DOUBT) if silent else _DOUBT_OF_REFUSING
-        self._doubts[place] = _Doubt(now + span, silences)
+        self._doubts[place] = _DoubtedReplica(now + span, silences)
         if self.owner == place:
             self.owner = None
         if self.good == place:
             self.good = None
 
-    def pointed(self, place: Place, owner: Place | None) -> None:
+    def pointed(self, place: Address, owner: Address | None) -> None:
         """A place is not the owner, and names who is; None: nobody just now."""
         if self.good == place:
             self.good = None
@@ -113,12 +113,12 @@ class Route:
         # It is there and speaks; who was silent before may have been slow.
         self._doubts.pop(place, None)
 
-    def when_found(self, tell: Callable[[Place], None]) -> Callable[[], None]:
+    def when_found(self, tell: Callable[[Address], None]) -> Callable[[], None]:
         """Have `tell` called whenever the owner is found; undone by calling what this returns."""
         self._finders.add(tell)
         return lambda: self._finders.discard(tell)
 
-    def found(self, owner: Place) -> None:
+    def found(self, owner: Address) -> None:
         """A place answered what another had refused for not being the owner: it is."""
         for tell in [*self._finders]:
             tell(owner)
@@ -128,19 +128,19 @@ class Route:
         self._start += 1
 
 
-class Search:
+class ReplicaSearch:
     """The attempts of one call, or one stream after the other, to find who answers."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: ReplicaSelector) -> None:
         """`route`: what is known, to which it adds."""
         self.route = route
-        self._asked: set[Place] = set()
+        self._asked: set[Address] = set()
         self._hops = 0
         self._at_once = False
         # Whom the place that was asked last named as the owner.
-        self._followed: Place | None = None
+        self._followed: Address | None = None
 
-    def next(self, now: float) -> Place:
+    def next(self, now: float) -> Address:
         """Whom to ask: who was not asked since the last rest and is not in doubt, the best first."""
         return min(
             self.route.places,
@@ -152,7 +152,7 @@ class Search:
         """Whether to ask the next without a rest."""
         return self._at_once
 
-    def answered(self, place: Place) -> None:
+    def answered(self, place: Address) -> None:
         """A place did what it was asked."""
         self.route.answered(place)
         followed = self._followed
@@ -160,19 +160,19 @@ class Search:
         if place == followed:
             self.route.found(place)
 
-    def declined(self, place: Place) -> None:
+    def declined(self, place: Address) -> None:
         """A place answered that it can't just now; nothing is wrong with the way there."""
         self.route.answered(place)
         self._at_once = False
 
-    def refused(self, place: Place, now: float, *, silent: bool = False) -> None:
+    def refused(self, place: Address, now: float, *, silent: bool = False) -> None:
         """A place could not be reached, is going away, or gave no answer in time (`silent`)."""
         self.route.refused(place, now, silent=silent)
         self._followed = None
         self._asked.add(place)
         self._at_once = any(other not in self._asked for other in self.route.places)
 
-    def pointed(self, place: Place, owner: Place | None, now: float) -> None:
+    def pointed(self, place: Address, owner: Address | None, now: float) -> None:
         """A place is not the owner, and names who is; None: nobody just now, which another would say as well."""
         self.route.pointed(place, owner)
         self._asked.add(place)

@@ -112,7 +112,7 @@ class _Wait:
         self.over = False
 
 
-class _Waits:
+class _TimedWaits:
     """The waits of one loop that share a time: they come due in the order in which they began."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
@@ -144,7 +144,7 @@ class _Waits:
         self._timer = self._loop.call_at(self._waits[0].deadline, self._look) if self._waits else None
 
 
-_waits: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _Waits]] = WeakKeyDictionary()
+_waits: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _TimedWaits]] = WeakKeyDictionary()
 
 
 async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
@@ -159,7 +159,7 @@ async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
         of_loop = _waits[loop] = {}
     waits = of_loop.get(seconds)
     if waits is None:
-        waits = of_loop[seconds] = _Waits(loop, seconds)
+        waits = of_loop[seconds] = _TimedWaits(loop, seconds)
     wait = waits.begin()
     task = wait.task
     try:
@@ -179,11 +179,11 @@ async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
 _M = TypeVar("_M")
 
 
-class ServerGoes(Exception):
+class ServerDraining(Exception):
     """The server is going away, and the stream has not said what it is for."""
 
 
-class Openings:
+class UnopenedStreams:
     """The streams of a service of which nobody knows yet what they are for.
 
     Without this, one client that was cut off between its call and its first message would hold up the end of the server
@@ -201,7 +201,7 @@ class Openings:
         """The first message of a stream.
 
         Raises:
-            ServerGoes: The server is going away; or it was when this was called.
+            ServerDraining: The server is going away; or it was when this was called.
             StopAsyncIteration: The client has ended the stream.
             ServiceError: UNAVAILABLE, FIRST_MESSAGE_LATE: None came in time. Client, server or network may have
                 stalled: that is no reason to refuse the client for good.
@@ -209,7 +209,7 @@ class Openings:
         task = asyncio.current_task()
         assert task is not None, "a stream is served by a task"
         if self._over:
-            raise ServerGoes
+            raise ServerDraining
         cancelling = self._waiting[task] = task.cancelling()
         try:
             return await bounded(anext(requests), self._seconds)
@@ -222,7 +222,7 @@ class Openings:
         except asyncio.CancelledError:
             # By nobody else as well: as asyncio.timeout tells the two apart.
             if task not in self._waiting and task.uncancel() <= cancelling:
-                raise ServerGoes from None
+                raise ServerDraining from None
             raise
         finally:
             self._waiting.pop(task, None)

@@ -190,7 +190,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
-class _Call:
+class _HandledCall:
     """One call, as the context in which its handler runs. What the handler raises becomes the call's status.
 
     The status is set, and nothing is raised: gRPC keeps the exception that its `abort` raises, whose traceback holds
@@ -206,7 +206,7 @@ class _Call:
         self._context = context
         self._counted = not method.startswith(_OWN_TO_GRPC)
 
-    def __enter__(self) -> _Call:
+    def __enter__(self) -> _HandledCall:
         if self._counted:
             self._calls.opened()
         return self
@@ -289,7 +289,7 @@ def _too_many(message: str, retry_after: float) -> ServiceError:
 
 
 def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
-    """The same handler inside a `_Call`.
+    """The same handler inside a `_HandledCall`.
 
     gRPC decodes a single request before the handler runs and encodes a single answer after it, both out of
     reach of any interceptor and with UNKNOWN for what fails. So that happens in here too.
@@ -318,7 +318,7 @@ def _single(
     encode_: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     async def answer_once(request: Any, context: Any) -> Any:
-        with _Call(calls, method, context) as call:
+        with _HandledCall(calls, method, context) as call:
             call.admit()
             answer = await behaviour(before(request), context)
             # gRPC sends no message with a status other than OK, and such a handler may well return None.
@@ -337,7 +337,7 @@ def _generator(
     encode_: Callable[[Any], Any],
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def answer_with_each(request: Any, context: Any) -> AsyncIterator[Any]:
-        with _Call(calls, method, context) as call:
+        with _HandledCall(calls, method, context) as call:
             call.admit()
             async with aclosing(behaviour(before(request), context)) as answers:
                 async for answer in answers:
@@ -353,7 +353,7 @@ def _writer(
     before: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Awaitable[None]]:
     async def let_it_write(request: Any, context: Any) -> None:
-        with _Call(calls, method, context) as call:
+        with _HandledCall(calls, method, context) as call:
             call.admit()
             await behaviour(before(request), context)
 

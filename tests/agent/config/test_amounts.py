@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.agent.config.rlimits import Amount, AmountError, in_words, parse_amount
+from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_amount
 
 
 @pytest.mark.parametrize(
     ("text", "amount"),
     [
-        ("2%", Amount(part=0.02)),
-        ("0.5 %", Amount(part=0.005)),
-        ("100%", Amount(part=1.0)),
-        ("10GiB", Amount(bytes=10 << 30)),
-        ("10gib", Amount(bytes=10 << 30)),
-        ("10Gi", Amount(bytes=10 << 30)),
-        ("1.5GB", Amount(bytes=1_500_000_000)),
-        ("500m", Amount(bytes=500_000_000)),
-        ("0k", Amount(bytes=0)),
+        ("2%", Quantity(part=0.02)),
+        ("0.5 %", Quantity(part=0.005)),
+        ("100%", Quantity(part=1.0)),
+        ("10GiB", Quantity(bytes=10 << 30)),
+        ("10gib", Quantity(bytes=10 << 30)),
+        ("10Gi", Quantity(bytes=10 << 30)),
+        ("1.5GB", Quantity(bytes=1_500_000_000)),
+        ("500m", Quantity(bytes=500_000_000)),
+        ("0k", Quantity(bytes=0)),
     ],
 )
-def test_what_is_an_amount(text: str, amount: Amount) -> None:
+def test_what_is_an_amount(text: str, amount: Quantity) -> None:
     """Decimal and binary units, and parts."""
     assert parse_amount(text) == amount
 
@@ -29,14 +29,14 @@ def test_what_is_an_amount(text: str, amount: Amount) -> None:
 @pytest.mark.parametrize("text", ["", "x", "-1GiB", "GiB", "1PiB", "1 2", "101%", "2", "2b", "1e9k", "nan%"])
 def test_what_is_none(text: str) -> None:
     """Two bytes are not what somebody meant who wrote disk:2."""
-    with pytest.raises(AmountError):
+    with pytest.raises(QuantityError):
         parse_amount(text)
 
 
 def test_a_part_is_one_of_a_whole() -> None:
     """Bytes are bytes."""
-    assert Amount(part=0.02).of(1000) == 20
-    assert Amount(bytes=5).of(1000) == 5
+    assert Quantity(part=0.02).of(1000) == 20
+    assert Quantity(bytes=5).of(1000) == 5
 
 
 def test_bytes_in_words() -> None:

@@ -34,22 +34,22 @@ def seat(round_: int) -> core.Assignment:
     )
 
 
-def joinable(detail: str = WHY) -> core.Updated:
+def joinable(detail: str = WHY) -> core.RunUpdated:
     """A round is being formed."""
-    return core.Updated(Phase.JOINABLE, detail=detail)
+    return core.RunUpdated(Phase.JOINABLE, detail=detail)
 
 
-def frozen(round_: int) -> core.Updated:
+def frozen(round_: int) -> core.RunUpdated:
     """A round waits for everybody's confirmation."""
-    return core.Updated(Phase.FROZEN, seat(round_), detail=WHY)
+    return core.RunUpdated(Phase.FROZEN, seat(round_), detail=WHY)
 
 
-def final(round_: int, restart_count: int = 0) -> core.Updated:
+def final(round_: int, restart_count: int = 0) -> core.RunUpdated:
     """A round is agreed."""
-    return core.Updated(Phase.FINAL, seat(round_), restart_count, WHY)
+    return core.RunUpdated(Phase.FINAL, seat(round_), restart_count, WHY)
 
 
-CLOSED = core.Updated(Phase.CLOSED)
+CLOSED = core.RunUpdated(Phase.CLOSED)
 
 
 def play(*events: core.Event, state: AgentState | None = None) -> tuple[AgentState, list[core.Effect]]:
@@ -67,7 +67,7 @@ RUNNING, _ = play(frozen(1), final(1))
 def test_a_round_is_confirmed_when_frozen_and_started_when_final() -> None:
     """The two steps of a round: say that nothing old is alive, then run."""
     state, effects = play(frozen(1))
-    assert effects == [core.Confirm(1)]
+    assert effects == [core.SendConfirm(1)]
     state, effects = play(final(1, restart_count=3), state=state)
     assert effects == [core.StartWorkers(seat(1), 3)]
     assert state.workers is Workers.RUNNING
@@ -87,7 +87,7 @@ def test_a_final_round_that_was_never_confirmed_here_is_not_started() -> None:
 
 def test_without_a_place_nothing_runs() -> None:
     """A spare waits, whatever the others do."""
-    assert play(core.Updated(Phase.FROZEN), core.Updated(Phase.FINAL))[1] == []
+    assert play(core.RunUpdated(Phase.FROZEN), core.RunUpdated(Phase.FINAL))[1] == []
 
 
 def test_a_new_round_stops_the_workers_and_is_confirmed_once_they_are_gone() -> None:
@@ -96,8 +96,8 @@ def test_a_new_round_stops_the_workers_and_is_confirmed_once_they_are_gone() -> 
     assert effects == [core.StopWorkers(WHY)]
     state, effects = play(frozen(2), state=state)
     assert effects == []
-    state, effects = play(core.WorkersGone(), state=state)
-    assert effects == [core.Confirm(2)]
+    state, effects = play(core.GroupStopped(), state=state)
+    assert effects == [core.SendConfirm(2)]
     assert play(final(2), state=state)[1] == [core.StartWorkers(seat(2), 0)]
 
 
@@ -106,7 +106,7 @@ def test_a_node_that_slept_through_the_joinable_phase_stops_all_the_same() -> No
     assert play(frozen(2), state=RUNNING)[1] == [core.StopWorkers(WHY)]
     state, effects = play(final(2), state=RUNNING)
     assert effects == [core.StopWorkers(WHY)]
-    assert play(core.WorkersGone(), state=state)[1] == []
+    assert play(core.GroupStopped(), state=state)[1] == []
 
 
 def test_the_phases_of_the_round_that_runs_change_nothing() -> None:
@@ -116,15 +116,15 @@ def test_the_phases_of_the_round_that_runs_change_nothing() -> None:
 
 def test_a_failure_is_reported_before_the_others_here_are_stopped() -> None:
     """Every moment before the report is downtime on all nodes."""
-    _, effects = play(core.WorkerFailed(), state=RUNNING)
-    assert effects == [core.ReportFailure(1), core.StopWorkers("a worker failed")]
+    _, effects = play(core.GroupFailed(), state=RUNNING)
+    assert effects == [core.SendFailure(1), core.StopWorkers("a worker failed")]
 
 
 def test_a_failure_that_the_end_of_its_round_has_overtaken_is_reported_all_the_same() -> None:
     """What it caused on another host was heard of first: without this report, that one is taken for the cause."""
     state, _ = play(joinable(), state=RUNNING)
-    state, effects = play(core.WorkerFailed(), state=state)
-    assert effects == [core.ReportFailure(1)]
+    state, effects = play(core.GroupFailed(), state=state)
+    assert effects == [core.SendFailure(1)]
     assert state.health is core.Health.SUSPECT
 
 
@@ -132,7 +132,7 @@ def test_a_failure_that_the_end_of_its_round_has_overtaken_is_reported_all_the_s
     "event",
     [
         core.StopRequested("got SIGTERM"),
-        core.NodeUnfit("process 7 outlived SIGKILL"),
+        core.NodeUnhealthy("process 7 outlived SIGKILL"),
         core.LeaseEnded("it expired"),
         CLOSED,
         core.MembershipEnded(),
@@ -141,40 +141,40 @@ def test_a_failure_that_the_end_of_its_round_has_overtaken_is_reported_all_the_s
 def test_a_failure_that_was_overtaken_by_the_end_of_its_lease_or_run_is_nobody_s(event: core.Event) -> None:
     """Who goes must not cost the others a restart, and no one else would take the report."""
     state, _ = play(event, state=RUNNING)
-    assert play(core.WorkerFailed(), state=state) == (state, [])
+    assert play(core.GroupFailed(), state=state) == (state, [])
 
 
 def test_a_failure_is_none_of_workers_that_are_gone() -> None:
     """It would be put down to a round that had not begun, or is forgotten."""
-    state, _ = play(joinable(), core.WorkersGone(), state=RUNNING)
-    assert play(core.WorkerFailed(), state=state) == (state, [])
+    state, _ = play(joinable(), core.GroupStopped(), state=RUNNING)
+    assert play(core.GroupFailed(), state=state) == (state, [])
 
 
 def test_after_a_failure_nothing_starts_before_the_next_round() -> None:
     """The round that failed is still the latest that the node was told of."""
-    assert play(core.WorkerFailed(), core.WorkersGone(), final(1), state=RUNNING)[1] == []
+    assert play(core.GroupFailed(), core.GroupStopped(), final(1), state=RUNNING)[1] == []
 
 
 def test_success_is_reported_and_the_node_waits_for_the_others() -> None:
     """The run closes when all have succeeded."""
-    state, effects = play(core.WorkersSucceeded(), state=RUNNING)
-    assert effects == [core.ReportSuccess(1)]
+    state, effects = play(core.GroupSucceeded(), state=RUNNING)
+    assert effects == [core.SendSuccess(1)]
     assert (state.workers, state.succeeded) == (Workers.ABSENT, 1)
     assert play(final(1), state=state)[1] == []
 
 
 def test_workers_run_again_after_success_if_the_round_re_forms() -> None:
     """Those of a lost node did not finish, and all ranks start together."""
-    state, _ = play(core.WorkersSucceeded(), joinable(), state=RUNNING)
+    state, _ = play(core.GroupSucceeded(), joinable(), state=RUNNING)
     assert play(frozen(2), final(2), state=state)[1] == [core.StartWorkers(seat(2), 0)]
 
 
 def test_leaving_departs_stops_then_leaves() -> None:
     """The others learn at once; the lease is given back when nothing is alive."""
     state, effects = play(core.StopRequested("got SIGTERM"), state=RUNNING)
-    assert effects == [core.Depart("got SIGTERM"), core.StopWorkers("got SIGTERM")]
-    state, effects = play(core.WorkersGone(), state=state)
-    assert effects == [core.Leave("got SIGTERM")]
+    assert effects == [core.SendDeparture("got SIGTERM"), core.StopWorkers("got SIGTERM")]
+    state, effects = play(core.GroupStopped(), state=state)
+    assert effects == [core.SendLeave("got SIGTERM")]
     state, effects = play(core.MembershipEnded(), state=state)
     assert effects == [core.Finish()]
     assert state.finished
@@ -187,12 +187,15 @@ def test_leaving_is_asked_for_once() -> None:
 
 def test_a_node_without_workers_leaves_at_once() -> None:
     """While it waits there is nothing to stop."""
-    assert play(core.StopRequested("got SIGINT"))[1] == [core.Depart("got SIGINT"), core.Leave("got SIGINT")]
+    assert play(core.StopRequested("got SIGINT"))[1] == [
+        core.SendDeparture("got SIGINT"),
+        core.SendLeave("got SIGINT"),
+    ]
 
 
 def test_a_node_that_leaves_takes_no_part_in_the_next_round() -> None:
     """It would be waited for in vain."""
-    state, _ = play(core.StopRequested("got SIGTERM"), core.WorkersGone(), state=RUNNING)
+    state, _ = play(core.StopRequested("got SIGTERM"), core.GroupStopped(), state=RUNNING)
     assert play(frozen(2), final(2), state=state)[1] == []
 
 
@@ -200,23 +203,23 @@ def test_a_closed_run_stops_the_workers_and_ends_the_job() -> None:
     """In either order of the workers' end and the membership's."""
     state, effects = play(CLOSED, state=RUNNING)
     assert effects == [core.StopWorkers("the run is closed")]
-    assert play(core.MembershipEnded(), core.WorkersGone(), state=state)[1] == [core.Finish()]
-    assert play(core.WorkersGone(), core.MembershipEnded(), state=state)[1] == [core.Finish()]
+    assert play(core.MembershipEnded(), core.GroupStopped(), state=state)[1] == [core.Finish()]
+    assert play(core.GroupStopped(), core.MembershipEnded(), state=state)[1] == [core.Finish()]
 
 
 def test_a_membership_that_ends_by_itself_stops_the_workers() -> None:
     """A node that was refused must not run on beside the others."""
     state, effects = play(core.MembershipEnded("another took its name"), state=RUNNING)
     assert effects == [core.StopWorkers("another took its name")]
-    assert play(core.WorkersGone(), state=state)[1] == [core.Finish()]
+    assert play(core.GroupStopped(), state=state)[1] == [core.Finish()]
 
 
 def test_a_lost_lease_stops_the_workers_and_the_node_starts_over() -> None:
     """As a newcomer it has confirmed nothing, whatever the numbers of the rounds say."""
     state, effects = play(core.LeaseEnded("no heartbeat for 15 s"), state=RUNNING)
     assert effects == [core.StopWorkers("no heartbeat for 15 s")]
-    state, _ = play(core.WorkersGone(), state=state)
-    assert play(frozen(1), state=state)[1] == [core.Confirm(1)]
+    state, _ = play(core.GroupStopped(), state=state)
+    assert play(frozen(1), state=state)[1] == [core.SendConfirm(1)]
     assert play(frozen(1), final(1), state=state)[1] == [core.StartWorkers(seat(1), 0)]
 
 
@@ -258,9 +261,9 @@ class World:
             return core.DrainRequested("maintenance")
         if choose.random() < 0.5:
             if self.stopping:
-                return core.WorkersGone()
+                return core.GroupStopped()
             if self.examining:
-                return core.Examined()
+                return core.HealthChecked()
             if self.confirmed and self.state.phase is core.Phase.FROZEN:
                 return self.told(core.Phase.FINAL, self.confirmed)
             return self.told(core.Phase.FROZEN, self.confirmed + 1)
@@ -270,11 +273,11 @@ class World:
                 self.told(core.Phase.FINAL, choose.choice([self.running, choose.randint(1, 9)])),
                 self.told(core.Phase.JOINABLE),
                 self.told(choose.choice([core.Phase.FROZEN, core.Phase.FINAL])),  # a spare's
-                core.WorkersGone(),
-                core.Examined(),
-                core.NodeUnfit("process 7 outlived SIGKILL"),
-                core.WorkerFailed(),
-                core.WorkersSucceeded(),
+                core.GroupStopped(),
+                core.HealthChecked(),
+                core.NodeUnhealthy("process 7 outlived SIGKILL"),
+                core.GroupFailed(),
+                core.GroupSucceeded(),
                 core.LeaseEnded("it expired"),
                 self.told(core.Phase.CLOSED),
                 core.StopRequested("got SIGTERM"),
@@ -295,16 +298,16 @@ class World:
     def can_happen(self, event: Any) -> bool:
         """Whether the world is so that this may be next."""
         core = self.core
-        if isinstance(event, core.WorkersGone):
+        if isinstance(event, core.GroupStopped):
             # Stopped twice, as one in a hurry does, workers are gone twice.
             return bool(self.stopping or (self.departed and not self.running))
-        if isinstance(event, core.Updated | core.LeaseEnded):
+        if isinstance(event, core.RunUpdated | core.LeaseEnded):
             return not self.out
-        if isinstance(event, core.Examined):
+        if isinstance(event, core.HealthChecked):
             return self.examining
         if isinstance(event, core.DrainOver):
             return self.draining
-        if isinstance(event, core.NodeUnfit):
+        if isinstance(event, core.NodeUnhealthy):
             # Before anything was started, or after all of it is known to be gone, there is nothing to outlive a kill.
             return bool(self.done["StartWorkers"] or self.examining)
         return True
@@ -314,19 +317,19 @@ class World:
         core = self.core
         if not self.can_happen(event):
             return
-        if isinstance(event, core.WorkersGone):
+        if isinstance(event, core.GroupStopped):
             self.running, self.stopping = 0, False
-        elif isinstance(event, core.WorkersSucceeded) and self.running and not self.stopping:
+        elif isinstance(event, core.GroupSucceeded) and self.running and not self.stopping:
             self.running = 0
         elif isinstance(event, core.LeaseEnded):
             self.confirmed = 0
         elif isinstance(event, core.MembershipEnded):
             self.out = True
-        elif isinstance(event, core.Examined):
+        elif isinstance(event, core.HealthChecked):
             self.examining, self.healthy_since = False, self.done["StartWorkers"]
         elif isinstance(event, core.DrainRequested):
             self.draining = True
-        elif isinstance(event, core.NodeUnfit):
+        elif isinstance(event, core.NodeUnhealthy):
             self.unfit = True
         self.state, effects = core.decide(self.state, event)
         for effect in effects:
@@ -494,10 +497,10 @@ def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, br
 
 def test_past_the_exit_barrier_a_node_that_succeeded_leaves() -> None:
     """It waits as long as the barrier holds, and goes in good order after it."""
-    state, effects = play(core.WorkersSucceeded(), final(1), state=RUNNING)
+    state, effects = play(core.GroupSucceeded(), final(1), state=RUNNING)
     assert effects == []
     state, effects = play(replace(final(1), exit_barrier_passed=True), state=state)
-    assert effects == [core.Leave("its workers succeeded, and the exit barrier is over")]
+    assert effects == [core.SendLeave("its workers succeeded, and the exit barrier is over")]
     state, effects = play(joinable(), frozen(2), state=state)
     assert effects == []  # it is as good as gone, whatever the server said before it heard of it
     _, effects = play(core.MembershipEnded(), state=state)
@@ -508,16 +511,16 @@ def test_an_exit_barrier_that_passed_stops_nobody_who_is_still_at_work() -> None
     """Who is not done goes on, and leaves once its own workers succeeded."""
     state, effects = play(replace(final(1), exit_barrier_passed=True), state=RUNNING)
     assert effects == []
-    _, effects = play(core.WorkersSucceeded(), state=state)
+    _, effects = play(core.GroupSucceeded(), state=state)
     assert effects == [
-        core.ReportSuccess(1),
-        core.Leave("its workers succeeded, and the exit barrier is over"),
+        core.SendSuccess(1),
+        core.SendLeave("its workers succeeded, and the exit barrier is over"),
     ]
 
 
 def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
     """A signal that comes then would only take the word back that its work is done."""
-    state, _ = play(core.WorkersSucceeded(), replace(final(1), exit_barrier_passed=True), state=RUNNING)
+    state, _ = play(core.GroupSucceeded(), replace(final(1), exit_barrier_passed=True), state=RUNNING)
     assert state.left
     after, effects = play(core.StopRequested("got SIGTERM"), state=state)
     assert (effects, after.leaving) == ([], None)
@@ -525,24 +528,24 @@ def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
 
 def test_an_exit_barrier_of_another_round_lets_nobody_go() -> None:
     """What succeeded before the round re-formed has to be done again."""
-    state, _ = play(core.WorkersSucceeded(), joinable(), frozen(2), state=RUNNING)
+    state, _ = play(core.GroupSucceeded(), joinable(), frozen(2), state=RUNNING)
     _, effects = play(replace(final(2), exit_barrier_passed=True), state=state)
     assert effects == [core.StartWorkers(seat(2), 0)]
 
 
 # ---- a host on which something outlives SIGKILL
 
-UNFIT = core.NodeUnfit("process 7 outlived SIGKILL")
+UNFIT = core.NodeUnhealthy("process 7 outlived SIGKILL")
 
 
 def test_a_worker_that_outlives_its_kill_is_reported_and_the_node_leaves() -> None:
     """The others hear of the failure, and that this node goes, before what can still be stopped here is."""
-    state, effects = play(core.WorkerFailed(), state=RUNNING)
-    assert effects == [core.ReportFailure(1), core.StopWorkers("a worker failed")]
+    state, effects = play(core.GroupFailed(), state=RUNNING)
+    assert effects == [core.SendFailure(1), core.StopWorkers("a worker failed")]
     state, effects = play(UNFIT, state=state)
-    assert effects == [core.Depart(UNFIT.detail)]
-    state, effects = play(joinable(), frozen(2), core.WorkersGone(), state=state)
-    assert effects == [core.Leave(UNFIT.detail)]
+    assert effects == [core.SendDeparture(UNFIT.detail)]
+    state, effects = play(joinable(), frozen(2), core.GroupStopped(), state=state)
+    assert effects == [core.SendLeave(UNFIT.detail)]
     state, effects = play(core.MembershipEnded(), state=state)
     assert (effects, state.finished, state.unfit) == ([core.Finish()], True, UNFIT.detail)
 
@@ -550,38 +553,38 @@ def test_a_worker_that_outlives_its_kill_is_reported_and_the_node_leaves() -> No
 def test_what_outlives_an_ordinary_stop_makes_the_node_leave_too() -> None:
     """The next round is never confirmed beside it, although it is frozen already."""
     state, effects = play(joinable(), frozen(2), UNFIT, state=RUNNING)
-    assert effects == [core.Depart(UNFIT.detail)]
-    assert play(core.WorkersGone(), state=state)[1] == [core.Leave(UNFIT.detail)]
+    assert effects == [core.SendDeparture(UNFIT.detail)]
+    assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave(UNFIT.detail)]
 
 
 def test_workers_that_run_beside_it_are_stopped() -> None:
     """It is known before any of them has failed."""
-    assert play(UNFIT, state=RUNNING)[1] == [core.Depart(UNFIT.detail), core.StopWorkers(UNFIT.detail)]
+    assert play(UNFIT, state=RUNNING)[1] == [core.SendDeparture(UNFIT.detail), core.StopWorkers(UNFIT.detail)]
 
 
 def test_it_is_said_once() -> None:
     """Killing and stopping both find it."""
-    state, _ = play(core.WorkerFailed(), UNFIT, state=RUNNING)
-    assert play(UNFIT, core.NodeUnfit("another"), state=state) == (state, [])
+    state, _ = play(core.GroupFailed(), UNFIT, state=RUNNING)
+    assert play(UNFIT, core.NodeUnhealthy("another"), state=state) == (state, [])
 
 
 def test_success_stands_whatever_it_left_behind() -> None:
     """Who goes then would cost the others a round; a run that is over is over."""
-    state, effects = play(core.WorkersSucceeded(), UNFIT, state=RUNNING)
+    state, effects = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
     assert effects == []
     assert play(final(1), CLOSED, state=state)[1] == []
     assert play(CLOSED, core.MembershipEnded(), state=state)[1] == [core.Finish()]
     barrier = replace(final(1), exit_barrier_passed=True)
     assert play(barrier, state=state)[1] == [
-        core.Leave("its workers succeeded, and the exit barrier is over")
+        core.SendLeave("its workers succeeded, and the exit barrier is over")
     ]
 
 
 @pytest.mark.parametrize("event", [joinable(), frozen(2), final(2), core.LeaseEnded("it expired")])
 def test_after_success_it_leaves_if_its_workers_are_wanted_again(event: core.Event) -> None:
     """The round re-forms, for a node that was lost: without this host."""
-    state, _ = play(core.WorkersSucceeded(), UNFIT, state=RUNNING)
-    assert play(event, state=state)[1] == [core.Depart(UNFIT.detail), core.Leave(UNFIT.detail)]
+    state, _ = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
+    assert play(event, state=state)[1] == [core.SendDeparture(UNFIT.detail), core.SendLeave(UNFIT.detail)]
 
 
 def test_a_node_that_leaves_already_only_remembers_it() -> None:
@@ -589,11 +592,11 @@ def test_a_node_that_leaves_already_only_remembers_it() -> None:
     leaving, _ = play(core.StopRequested("got SIGTERM"), state=RUNNING)
     state, effects = play(UNFIT, state=leaving)
     assert (effects, state.leaving, state.unfit) == ([], "got SIGTERM", UNFIT.detail)
-    assert play(core.WorkersGone(), state=state)[1] == [core.Leave("got SIGTERM")]
+    assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave("got SIGTERM")]
 
 
 def test_out_of_the_run_it_is_only_remembered() -> None:
     """There is nobody to tell any more."""
     out, _ = play(CLOSED, core.MembershipEnded(), state=RUNNING)
-    state, effects = play(UNFIT, core.WorkersGone(), state=out)
+    state, effects = play(UNFIT, core.GroupStopped(), state=out)
     assert (effects, state.unfit) == ([core.Finish()], UNFIT.detail)

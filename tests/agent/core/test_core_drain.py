@@ -31,9 +31,9 @@ def test_a_node_whose_workers_saved_their_state_leaves() -> None:
     """The same goes for one whose workers had their time: with the reason, and how it ended."""
     state, effects = play(DRAIN, SAVED, state=RUNNING)
     why = "drained: maintenance at 10:00 (its workers saved their state)"
-    assert effects == [core.Depart(why), core.StopWorkers(why)]
-    state, effects = play(core.WorkersGone(), state=state)
-    assert effects == [core.Leave(why)]
+    assert effects == [core.SendDeparture(why), core.StopWorkers(why)]
+    state, effects = play(core.GroupStopped(), state=state)
+    assert effects == [core.SendLeave(why)]
     assert play(core.MembershipEnded(), state=state)[1] == [core.Finish()]
 
 
@@ -46,54 +46,54 @@ def test_the_end_of_a_drain_that_nobody_asked_for_means_nothing() -> None:
 
 def test_workers_that_finish_have_succeeded_and_the_node_leaves_at_once() -> None:
     """The round does without it: to wait for the others would keep a host that is about to go down."""
-    state, effects = play(DRAIN, core.WorkersSucceeded(), state=RUNNING)
-    assert effects == [core.ReportSuccess(1), core.Leave("its workers succeeded, and " + DRAIN.detail)]
+    state, effects = play(DRAIN, core.GroupSucceeded(), state=RUNNING)
+    assert effects == [core.SendSuccess(1), core.SendLeave("its workers succeeded, and " + DRAIN.detail)]
     assert state.leaving is None
 
 
 def test_a_node_that_waits_for_the_success_of_others_leaves_at_once() -> None:
     """It has done its part before it was drained."""
-    _, effects = play(core.WorkersSucceeded(), DRAIN, state=RUNNING)
-    assert effects == [core.Leave("its workers succeeded, and " + DRAIN.detail)]
+    _, effects = play(core.GroupSucceeded(), DRAIN, state=RUNNING)
+    assert effects == [core.SendLeave("its workers succeeded, and " + DRAIN.detail)]
 
 
 def test_a_node_without_workers_leaves_at_once() -> None:
     """Nobody is there to be warned, whether a round is being formed or others run one."""
-    for told in (joinable(), frozen(1), core.Updated(core.Phase.FINAL)):
+    for told in (joinable(), frozen(1), core.RunUpdated(core.Phase.FINAL)):
         _, effects = play(told, DRAIN)
-        assert effects == [core.Depart(DRAIN.detail), core.Leave(DRAIN.detail)]
+        assert effects == [core.SendDeparture(DRAIN.detail), core.SendLeave(DRAIN.detail)]
 
 
 @pytest.mark.parametrize("event", [joinable(), frozen(2), core.LeaseEnded("it expired")])
 def test_a_round_that_ends_meanwhile_goes_on_without_the_node(event: core.Event) -> None:
     """It must not take a place that it gives up a moment later."""
     state, effects = play(DRAIN, event, state=RUNNING)
-    assert effects == [core.Depart(DRAIN.detail), core.StopWorkers(DRAIN.detail)]
-    assert play(frozen(2), core.WorkersGone(), state=state)[1] == [core.Leave(DRAIN.detail)]
+    assert effects == [core.SendDeparture(DRAIN.detail), core.StopWorkers(DRAIN.detail)]
+    assert play(frozen(2), core.GroupStopped(), state=state)[1] == [core.SendLeave(DRAIN.detail)]
 
 
 def test_a_node_whose_workers_are_being_stopped_says_at_once_that_it_goes() -> None:
     """The others form their round without it, and need not wait for its workers."""
     stopping, _ = play(joinable(), state=RUNNING)
-    assert play(DRAIN, state=stopping)[1] == [core.Depart(DRAIN.detail)]
+    assert play(DRAIN, state=stopping)[1] == [core.SendDeparture(DRAIN.detail)]
 
 
 def test_a_worker_that_fails_uses_up_no_restart() -> None:
     """As by a signal that warns it and that it does not catch: its node takes it away in any case."""
-    state, effects = play(DRAIN, core.WorkerFailed(), state=RUNNING)
+    state, effects = play(DRAIN, core.GroupFailed(), state=RUNNING)
     why = DRAIN.detail + " (a worker of it failed meanwhile)"
-    assert effects == [core.Depart(why), core.StopWorkers("a worker failed")]
-    assert play(core.WorkersGone(), state=state)[1] == [core.Leave(why)]
+    assert effects == [core.SendDeparture(why), core.StopWorkers("a worker failed")]
+    assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave(why)]
 
 
 def test_who_is_told_to_stop_while_it_drains_goes_now() -> None:
     """Whoever sends SIGTERM waits no longer."""
     _, effects = play(DRAIN, core.StopRequested("got SIGTERM"), state=RUNNING)
-    assert effects == [core.Depart("got SIGTERM"), core.StopWorkers("got SIGTERM")]
+    assert effects == [core.SendDeparture("got SIGTERM"), core.StopWorkers("got SIGTERM")]
 
 
 @pytest.mark.parametrize(
-    "event", [core.StopRequested("got SIGTERM"), core.MembershipEnded(), core.NodeUnfit("bad memory")]
+    "event", [core.StopRequested("got SIGTERM"), core.MembershipEnded(), core.NodeUnhealthy("bad memory")]
 )
 def test_who_goes_already_is_not_drained(event: core.Event) -> None:
     """It has a reason, and its workers are being stopped."""
@@ -105,15 +105,15 @@ def test_a_run_that_closes_meanwhile_ends_the_drain() -> None:
     """There is nobody left to be told, and what the run ended with stands."""
     state, effects = play(DRAIN, CLOSED, state=RUNNING)
     assert effects == [core.StopWorkers("the run is closed")]
-    state, effects = play(core.WorkersGone(), core.MembershipEnded(), state=state)
+    state, effects = play(core.GroupStopped(), core.MembershipEnded(), state=state)
     assert (effects, state.leaving) == ([core.Finish()], None)
 
 
 def test_the_exit_barrier_keeps_nobody_who_is_drained() -> None:
     """Passed or not."""
     barrier = replace(final(1), exit_barrier_passed=True)
-    _, effects = play(DRAIN, barrier, core.WorkersSucceeded(), state=RUNNING)
+    _, effects = play(DRAIN, barrier, core.GroupSucceeded(), state=RUNNING)
     assert effects == [
-        core.ReportSuccess(1),
-        core.Leave("its workers succeeded, and the exit barrier is over"),
+        core.SendSuccess(1),
+        core.SendLeave("its workers succeeded, and the exit barrier is over"),
     ]

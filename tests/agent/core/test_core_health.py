@@ -7,32 +7,32 @@ from rallypoint.agent.core import core
 from rallypoint.agent.core.core import AgentState
 
 CHECKED = AgentState(checks=True)
-FOUND = core.Examined()
-FULL = core.NodeUnfit("disk: 0.3 GiB are free")
+FOUND = core.HealthChecked()
+FULL = core.NodeUnhealthy("disk: 0.3 GiB are free")
 RUNNING, _ = play(frozen(1), FOUND, final(1), state=CHECKED)
 
 
 def test_without_checks_nothing_is_examined() -> None:
     """Who asked for none pays nothing."""
-    assert play(joinable(), frozen(1))[1] == [core.Confirm(1)]
+    assert play(joinable(), frozen(1))[1] == [core.SendConfirm(1)]
 
 
 def test_the_first_round_is_confirmed_once_the_host_was_found_healthy() -> None:
     """It is looked at while the node waits for others, and again only if that is long ago."""
     state, effects = play(joinable(), state=CHECKED)
-    assert effects == [core.Examine(anew=False)]
+    assert effects == [core.CheckHealth(anew=False)]
     state, effects = play(FOUND, joinable(), state=state)
     assert effects == []
     state, effects = play(frozen(1), state=state)
-    assert effects == [core.Examine(anew=False)]
-    assert play(FOUND, state=state)[1] == [core.Confirm(1)]
+    assert effects == [core.CheckHealth(anew=False)]
+    assert play(FOUND, state=state)[1] == [core.SendConfirm(1)]
 
 
 def test_what_is_found_after_the_round_froze_is_enough() -> None:
     """One look that takes long serves both."""
     state, effects = play(joinable(), frozen(1), state=CHECKED)
     assert effects == []
-    assert play(FOUND, state=state)[1] == [core.Confirm(1)]
+    assert play(FOUND, state=state)[1] == [core.SendConfirm(1)]
 
 
 def test_a_round_that_was_confirmed_is_not_looked_at_again() -> None:
@@ -44,37 +44,37 @@ def test_a_round_that_was_confirmed_is_not_looked_at_again() -> None:
 
 def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
     """What was found before it says nothing; the look waits until the workers are gone, and the round for the look."""
-    state, effects = play(core.WorkerFailed(), joinable(), state=RUNNING)
+    state, effects = play(core.GroupFailed(), joinable(), state=RUNNING)
     assert effects == []
-    state, effects = play(core.WorkersGone(), state=state)
-    assert effects == [core.Examine(anew=True)]
+    state, effects = play(core.GroupStopped(), state=state)
+    assert effects == [core.CheckHealth(anew=True)]
     state, effects = play(frozen(2), state=state)
     assert effects == []
-    assert play(FOUND, state=state)[1] == [core.Confirm(2)]
+    assert play(FOUND, state=state)[1] == [core.SendConfirm(2)]
 
 
 def test_after_a_failure_elsewhere_what_was_found_a_moment_ago_will_do() -> None:
     """The same goes for a round that grows."""
-    assert play(joinable(), core.WorkersGone(), state=RUNNING)[1] == [core.Examine(anew=False)]
+    assert play(joinable(), core.GroupStopped(), state=RUNNING)[1] == [core.CheckHealth(anew=False)]
 
 
 def test_a_node_that_lost_its_lease_is_looked_at_anew() -> None:
     """Nobody knows why it was not heard of."""
-    _, effects = play(core.LeaseEnded("no heartbeat"), core.WorkersGone(), state=RUNNING)
-    assert effects == [core.Examine(anew=True)]
+    _, effects = play(core.LeaseEnded("no heartbeat"), core.GroupStopped(), state=RUNNING)
+    assert effects == [core.CheckHealth(anew=True)]
 
 
 def test_a_spare_is_looked_at_when_it_takes_its_place() -> None:
     """However healthy it was when it began to wait."""
-    state, effects = play(joinable(), FOUND, core.Updated(core.Phase.FINAL), joinable(), state=CHECKED)
+    state, effects = play(joinable(), FOUND, core.RunUpdated(core.Phase.FINAL), joinable(), state=CHECKED)
     assert effects == []
-    assert play(frozen(3), state=state)[1] == [core.Examine(anew=False)]
+    assert play(frozen(3), state=state)[1] == [core.CheckHealth(anew=False)]
 
 
 def test_a_host_that_is_not_healthy_leaves_with_the_reason() -> None:
     """The others learn it at once, and nothing was started here."""
     state, effects = play(joinable(), FULL, state=CHECKED)
-    assert effects == [core.Depart(FULL.detail), core.Leave(FULL.detail)]
+    assert effects == [core.SendDeparture(FULL.detail), core.SendLeave(FULL.detail)]
     assert state.unfit == FULL.detail
     assert play(frozen(1), FOUND, state=state)[1] == []
 
@@ -83,11 +83,11 @@ def test_who_is_told_to_stop_does_not_wait_for_the_verdict() -> None:
     """Nor does a run that is closed."""
     state, _ = play(joinable(), state=CHECKED)
     stop = core.StopRequested("got SIGTERM")
-    assert play(stop, state=state)[1] == [core.Depart("got SIGTERM"), core.Leave("got SIGTERM")]
+    assert play(stop, state=state)[1] == [core.SendDeparture("got SIGTERM"), core.SendLeave("got SIGTERM")]
     assert play(CLOSED, core.MembershipEnded(), state=state)[1] == [core.Finish()]
 
 
 def test_a_host_is_not_looked_at_for_a_run_that_is_over() -> None:
     """Its workers failed, and there is no other round."""
-    state, _ = play(core.WorkerFailed(), CLOSED, core.WorkersGone(), state=RUNNING)
+    state, _ = play(core.GroupFailed(), CLOSED, core.GroupStopped(), state=RUNNING)
     assert not state.examining

@@ -8,33 +8,33 @@ from agent.core.test_core import RUNNING, play, seat
 from rallypoint.agent.core import core
 from rallypoint.agent.core.core import Phase, Workers
 
-SETTLING = core.Updated(Phase.FINAL, seat(1), settling=True)
+SETTLING = core.RunUpdated(Phase.FINAL, seat(1), settling=True)
 
 
 def test_a_node_whose_workers_run_looks_for_who_has_raised() -> None:
     """Its worker may have been the first to fail, and take its time to end. The workers run on meanwhile."""
     state, effects = play(SETTLING, state=RUNNING)
-    assert effects == [core.LookForFailures()]
+    assert effects == [core.CollectFailures()]
     assert state.workers is Workers.RUNNING
-    assert play(core.WorkerFailed(), state=state)[1][0] == core.ReportFailure(1)
+    assert play(core.GroupFailed(), state=state)[1][0] == core.SendFailure(1)
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        (core.WorkerFailed(),),
-        (core.WorkersSucceeded(),),
+        (core.GroupFailed(),),
+        (core.GroupSucceeded(),),
         (core.StopRequested("told to stop"),),
-        (core.Updated(Phase.FROZEN, seat(2)),),
+        (core.RunUpdated(Phase.FROZEN, seat(2)),),
     ],
 )
 def test_one_whose_workers_do_not_run_has_nothing_to_look_for(events: tuple[core.Event, ...]) -> None:
     """What there was to say was said when they were stopped."""
     state, _ = play(*events, state=RUNNING)
-    assert core.LookForFailures() not in play(SETTLING, state=state)[1]
+    assert core.CollectFailures() not in play(SETTLING, state=state)[1]
 
 
 def test_of_a_round_that_does_not_run_here_nothing_is_said() -> None:
     """The workers here are of another one, and are stopped."""
-    later = core.Updated(Phase.FINAL, seat(2), settling=True)
+    later = core.RunUpdated(Phase.FINAL, seat(2), settling=True)
     assert [type(effect) for effect in play(later, state=RUNNING)[1]] == [core.StopWorkers]

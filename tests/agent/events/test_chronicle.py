@@ -9,16 +9,16 @@ import pytest
 from rallypoint.agent.core import core
 from rallypoint.agent.events.recorder import (
     AgentEvent,
-    Chronicle,
-    Moment,
+    EventRecorder,
+    GroupState,
+    JobIdentity,
     Source,
-    Standing,
-    Subject,
+    Timestamp,
     restart_line,
 )
 from rallypoint.agent.spawner.protocol import WorkerExit
 
-SUBJECT = Subject("run-1", "a", "trainer", 3)
+SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
 # Unix seconds at the moment 0 of the monotonic clock.
 EPOCH = 1_000_000.0
 
@@ -39,11 +39,11 @@ class Tale:
     def __init__(self) -> None:
         self.now = 0.0
         self.state = core.AgentState()
-        self.chronicle = Chronicle(SUBJECT, self._at())
+        self.chronicle = EventRecorder(SUBJECT, self._at())
         self.events: list[AgentEvent] = []
 
-    def _at(self) -> Moment:
-        return Moment(self.now, EPOCH + self.now)
+    def _at(self) -> Timestamp:
+        return Timestamp(self.now, EPOCH + self.now)
 
     def hears(self, now: float, event: core.Event) -> None:
         """The core hears something."""
@@ -54,7 +54,7 @@ class Tale:
     def update(self, now: float, phase: core.Phase, round_: int = 0, restart_count: int = 0) -> None:
         """The core is told of the run; round 0: this node has no place."""
         seat = _seat(round_) if round_ else None
-        self.hears(now, core.Updated(phase, seat, restart_count, "why"))
+        self.hears(now, core.RunUpdated(phase, seat, restart_count, "why"))
 
     def started(self, now: float) -> None:
         """Both workers run."""
@@ -70,7 +70,7 @@ class Tale:
         """A worker has failed, and the core hears of it."""
         self.now = now
         self.events += self.chronicle.worker_failed(how.local_rank, how, "signal", "it died", self._at())
-        self.hears(now, core.WorkerFailed())
+        self.hears(now, core.GroupFailed())
 
     def runs(self) -> None:
         """Round 1 runs, from second 4 on."""
@@ -78,7 +78,7 @@ class Tale:
         self.update(2.0, core.Phase.FROZEN, 1)
         self.update(3.0, core.Phase.FINAL, 1)
         self.started(4.0)
-        assert self.chronicle.standing is Standing.HEALTHY
+        assert self.chronicle.standing is GroupState.HEALTHY
 
     def told(self, *names: str) -> list[tuple[str, Any]]:
         """Names and durations of what was told since the last call, or of some names only."""
@@ -142,7 +142,7 @@ def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
     tale.update(10.3, core.Phase.FROZEN, 2, restart_count=1)
     assert tale.told() == [("TOLD", pytest.approx(0.2))]
     tale.ends(10.5, _exit(0, 10.5, -15, during_stop=True))
-    tale.hears(10.6, core.WorkersGone())
+    tale.hears(10.6, core.GroupStopped())
     assert tale.told() == [
         ("TERMINATED", 6.5),
         ("STOPPED", pytest.approx(0.5)),
@@ -170,7 +170,7 @@ def test_a_failure_elsewhere_is_neither_detected_nor_told_of_here(tale: Tale) ->
     """How long the others took to notice, this host can't know; what it does itself, it measures."""
     tale.runs()
     tale.update(10.0, core.Phase.JOINABLE)
-    tale.hears(10.5, core.WorkersGone())
+    tale.hears(10.5, core.GroupStopped())
     tale.update(11.0, core.Phase.FROZEN, 2)
     tale.update(11.5, core.Phase.FINAL, 2)
     tale.told()
@@ -184,8 +184,8 @@ def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale
     tale.runs()
     for local_rank in (0, 1):
         tale.ends(8.0, _exit(local_rank, 8.0))
-    tale.hears(8.0, core.WorkersSucceeded())
-    assert tale.chronicle.standing is Standing.SUCCEEDED
+    tale.hears(8.0, core.GroupSucceeded())
+    assert tale.chronicle.standing is GroupState.SUCCEEDED
     tale.told()
     tale.update(10.0, core.Phase.FROZEN, 2, restart_count=1)
     tale.update(10.5, core.Phase.FINAL, 2, restart_count=1)
@@ -198,7 +198,7 @@ def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(t
     tale.runs()
     tale.fails(10.0, _exit(0, 10.0, 1))
     tale.update(10.0, core.Phase.FROZEN, 2)
-    tale.hears(10.5, core.WorkersGone())
+    tale.hears(10.5, core.GroupStopped())
     tale.update(11.0, core.Phase.JOINABLE)  # one of the others was lost
     tale.update(15.0, core.Phase.FROZEN, 3)
     tale.update(16.0, core.Phase.FINAL, 3)
@@ -213,13 +213,13 @@ def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
     """They are stopped, which adds to what the restart took; it is not over before a start is complete."""
     tale.runs()
     tale.fails(10.0, _exit(0, 10.0, 1))
-    tale.hears(11.0, core.WorkersGone())
+    tale.hears(11.0, core.GroupStopped())
     tale.update(11.0, core.Phase.FROZEN, 2)
     tale.update(12.0, core.Phase.FINAL, 2)
     tale.update(12.2, core.Phase.JOINABLE)
     tale.started(12.3)
-    assert tale.chronicle.standing is not Standing.HEALTHY
-    tale.hears(12.7, core.WorkersGone())
+    assert tale.chronicle.standing is not GroupState.HEALTHY
+    tale.hears(12.7, core.GroupStopped())
     tale.update(13.0, core.Phase.FROZEN, 3)
     tale.update(13.0, core.Phase.FINAL, 3)
     tale.started(14.0)
@@ -243,7 +243,7 @@ def test_who_becomes_a_spare_is_not_restarting_for_as_long_as_it_is_one(tale: Ta
     """The others went on without it."""
     tale.runs()
     tale.update(10.0, core.Phase.JOINABLE)
-    tale.hears(10.5, core.WorkersGone())
+    tale.hears(10.5, core.GroupStopped())
     tale.update(11.0, core.Phase.FINAL)
     tale.update(5000.0, core.Phase.FROZEN, 3)
     tale.update(5000.5, core.Phase.FINAL, 3)
@@ -270,7 +270,7 @@ def test_a_worker_that_ends_before_the_start_of_its_neighbours_has_started_once(
 def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> None:
     """There is no program, or no process can be made."""
     tale.runs()
-    at = Moment(5.0, EPOCH + 5)
+    at = Timestamp(5.0, EPOCH + 5)
     (event,) = tale.chronicle.worker_lost(1, 1, 0, "there is no program", at, kind="not_started")
     assert (event.name, event.duration, event.details["kind"]) == ("FAILED", None, "not_started")
     (event,) = tale.chronicle.worker_lost(1, 1, 77, "it outlived SIGKILL", at, kind="hung")
@@ -280,19 +280,19 @@ def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> No
 @pytest.mark.parametrize(
     ("exit_code", "name", "standing"),
     [
-        (0, "SUCCEEDED", Standing.SUCCEEDED),
-        (1, "FAILED", Standing.FAILED),
-        (93, "FAILED", Standing.FAILED),
-        (143, "TERMINATED", Standing.STOPPED),
+        (0, "SUCCEEDED", GroupState.SUCCEEDED),
+        (1, "FAILED", GroupState.FAILED),
+        (93, "FAILED", GroupState.FAILED),
+        (143, "TERMINATED", GroupState.STOPPED),
     ],
 )
 def test_the_end_of_a_job_says_how_long_all_of_it_took(
-    tale: Tale, exit_code: int, name: str, standing: Standing
+    tale: Tale, exit_code: int, name: str, standing: GroupState
 ) -> None:
     """Who was told to leave has neither succeeded nor failed."""
     tale.runs()
     tale.told()
-    tale.events = tale.chronicle.ended(exit_code, "so it ended", Moment(60.0, EPOCH + 60))
+    tale.events = tale.chronicle.ended(exit_code, "so it ended", Timestamp(60.0, EPOCH + 60))
     assert tale.chronicle.standing is standing
     last = tale.events[-1]
     assert (last.source, last.name, last.duration) == (Source.AGENT, name, 60.0)
@@ -314,24 +314,24 @@ def test_how_long_it_took_to_look_into_the_health_of_the_host(tale: Tale) -> Non
     """It delays a restart, so whoever wonders about that must see it."""
     tale.state = core.AgentState(checks=True)
     tale.update(1.0, core.Phase.FROZEN, 1)
-    tale.hears(1.75, core.Examined())
+    tale.hears(1.75, core.HealthChecked())
     assert ("EXAMINED", 0.75) in tale.told()
 
 
-@pytest.mark.parametrize("leaving", [core.StopRequested("got SIGTERM"), core.NodeUnfit("disk is full")])
+@pytest.mark.parametrize("leaving", [core.StopRequested("got SIGTERM"), core.NodeUnhealthy("disk is full")])
 def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
     """Its workers are stopped for good."""
     tale.runs()
     tale.hears(10.0, leaving)
-    tale.hears(10.5, core.WorkersGone())
+    tale.hears(10.5, core.GroupStopped())
     assert tale.told("STOPPED", "RESTARTED") == []
-    assert tale.chronicle.standing is Standing.STOPPED
+    assert tale.chronicle.standing is GroupState.STOPPED
 
 
 def test_a_watchdog_that_comes_and_goes_says_how_long_it_was_otherwise(tale: Tale) -> None:
     """From the beginning of the job on."""
     told = [
-        tale.chronicle.watchdog(up, "the timer service does not answer" * (not up), Moment(at, EPOCH + at))
+        tale.chronicle.watchdog(up, "the timer service does not answer" * (not up), Timestamp(at, EPOCH + at))
         for at, up in ((1.5, True), (10.0, False), (12.0, True))
     ]
     assert [(each.name, each.duration) for each in told] == [

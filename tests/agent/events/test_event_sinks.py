@@ -19,10 +19,10 @@ from rallypoint.agent.events.handlers import (
     log_event,
     open_event_log,
 )
-from rallypoint.agent.events.recorder import AgentEvent, Source, Subject
+from rallypoint.agent.events.recorder import AgentEvent, JobIdentity, Source
 from rallypoint.rpc.endpoint import SettingError
 
-SUBJECT = Subject("run-1", "a", "trainer", 3)
+SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
 PATIENCE = 30.0
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from rallypoint.agent.events.metrics import AgentMetrics
-from rallypoint.agent.events.recorder import AgentEvent, Source, Subject
+from rallypoint.agent.events.recorder import AgentEvent, JobIdentity, Source
 
-SUBJECT = Subject("run-1", "a", "trainer", 3)
+SUBJECT = JobIdentity("run-1", "a", "trainer", 3)
 
 
 class Scraped:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.failures.failure import Story, read_error_file
+from rallypoint.agent.failures.failure import ErrorRecord, read_error_file
 from rallypoint.worker import Unrecoverable
 from rallypoint.worker.record import write_error_file
 
 WRITTEN = 1_800_000_000.25
 
 
-def story_of(path: Path, content: object) -> Story | None:
+def story_of(path: Path, content: object) -> ErrorRecord | None:
     """What is read of a file with this content."""
     path.write_text(json.dumps(content))
     os.utime(path, (WRITTEN, WRITTEN))
@@ -29,7 +29,7 @@ def test_ours_says_when_exactly_and_whether_it_is_for_good(tmp_path: Path) -> No
         write_error_file(error, str(path), 5.75, 1234.5)
         os.utime(path, (WRITTEN, WRITTEN))
         name = type(error).__name__
-        assert read_error_file(path) == Story(
+        assert read_error_file(path) == ErrorRecord(
             f"{name}: {error}", f"{_shown(error)}", permanent, WRITTEN, 1234.5
         )
 
@@ -43,10 +43,12 @@ def test_torch_s_is_read(tmp_path: Path) -> None:
     """Its timestamp counts whole seconds: the file's own is finer."""
     extra = {"py_callstack": "Traceback\nValueError: bad\n", "timestamp": "1800000000"}
     content = {"message": {"message": "ValueError: bad", "extraInfo": extra, "errorCode": 3}}
-    assert story_of(tmp_path / "e", content) == Story(
+    assert story_of(tmp_path / "e", content) == ErrorRecord(
         "ValueError: bad", "Traceback\nValueError: bad", False, WRITTEN, None
     )
-    assert story_of(tmp_path / "e", {"message": "in short"}) == Story("in short", "", False, WRITTEN, None)
+    assert story_of(tmp_path / "e", {"message": "in short"}) == ErrorRecord(
+        "in short", "", False, WRITTEN, None
+    )
 
 
 @pytest.mark.parametrize("content", [7, [], {}, {"message": 7}, {"message": []}])
@@ -60,4 +62,4 @@ def test_what_makes_no_sense_is_nothing(tmp_path: Path, content: object) -> None
 def test_what_makes_no_sense_beside_the_message_is_left_out(tmp_path: Path, ours: object) -> None:
     """The rest is worth something all the same."""
     content = {"message": {"message": "bad", "extraInfo": {"rallypoint": ours}}}
-    assert story_of(tmp_path / "e", content) == Story("bad", "", False, WRITTEN, None)
+    assert story_of(tmp_path / "e", content) == ErrorRecord("bad", "", False, WRITTEN, None)

@@ -16,29 +16,35 @@ import pytest
 from agent.hung_process import hung
 from process_probe import until
 from rallypoint.agent.hangs import diagnostics as evidence_module
-from rallypoint.agent.hangs.diagnostics import Evidence, PythonStacks, Suspect, gather, in_background
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.diagnostics import (
+    Diagnostics,
+    InspectedProcess,
+    PythonStacks,
+    gather,
+    in_background,
+)
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, look_at
 from rallypoint.agent.hangs.python_stacks import StackPipe
 
-HANG = Hang("1@3", "step", after=60.0, late_by=0.01, pid=7, cpu_seconds=10.0)
+HANG = HungWorker("1@3", "step", after=60.0, late_by=0.01, pid=7, cpu_seconds=10.0)
 MAIN = Thread(7, "trainer", "S", "futex_do_wait", "futex", ("futex_do_wait+0x1/0x2",), 3.0)
 STACKS = PythonStacks(
     'Current thread 0x7f (most recent call first):\n  File "/a/t.py", line 31 in step', "as asked"
 )
 
 
-def found(cpu: float = 10.2, main: Thread = MAIN, *others: Thread, hang: Hang = HANG) -> Evidence:
+def found(cpu: float = 10.2, main: Thread = MAIN, *others: Thread, hang: HungWorker = HANG) -> Diagnostics:
     """Evidence of a process as the kernel describes it."""
     threads = (main, *others)
-    return Evidence(hang, 2, [ProcessLook(7, cpu, threads, len(threads))], {7: STACKS})
+    return Diagnostics(hang, 2, [ProcessLook(7, cpu, threads, len(threads))], {7: STACKS})
 
 
 @contextmanager
-def suspects(*pids: int) -> Iterator[Sequence[Suspect]]:
+def suspects(*pids: int) -> Iterator[Sequence[InspectedProcess]]:
     """Processes, held on to."""
     with ExitStack() as stack:
-        pinned = [Suspect(pid, os.pidfd_open(pid)) for pid in pids]
+        pinned = [InspectedProcess(pid, os.pidfd_open(pid)) for pid in pids]
         for suspect in pinned:
             stack.callback(os.close, suspect.pidfd)
         yield pinned
@@ -114,7 +120,7 @@ def test_without_a_first_figure_nothing_is_said_of_processor_time() -> None:
 
 def test_with_nothing_found_the_hang_itself_is_told() -> None:
     """The process may be gone."""
-    evidence = Evidence(replace(HANG, pid=0), 2)
+    evidence = Diagnostics(replace(HANG, pid=0), 2)
     assert evidence.text == "rank 2 hangs in 'step', which may take 60 s"
 
 
@@ -137,7 +143,7 @@ async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
         await until(
             lambda: all((look := look_at(pid)) and look.main.call for pid in (child, worker)), "both to hang"
         )
-        evidence = Evidence(replace(HANG, pid=child, cpu_seconds=0.0), 2)
+        evidence = Diagnostics(replace(HANG, pid=child, cpu_seconds=0.0), 2)
         await gather(evidence, asked, pipe, 20.0)
     assert [look.pid for look in evidence.looks] == [child, worker]
     assert "hold_the_gil" in evidence.stacks[child].text
@@ -149,7 +155,7 @@ async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
 async def test_a_process_without_a_handler_is_not_signalled(pipe: StackPipe, no_py_spy: None) -> None:
     """It would die of it; what is missing is said."""
     with hung(None, "lock") as pid, suspects(pid) as asked:
-        evidence = Evidence(replace(HANG, pid=pid), 2)
+        evidence = Diagnostics(replace(HANG, pid=pid), 2)
         await gather(evidence, asked, pipe, 20.0)
         look = look_at(pid)
         assert look is not None
@@ -168,7 +174,7 @@ async def test_py_spy_helps_where_the_process_is_silent(
 
     monkeypatch.setattr(evidence_module, "spy", spy)
     with hung(pipe.path, "silent") as pid, suspects(pid) as asked:
-        evidence = Evidence(replace(HANG, pid=pid), 2)
+        evidence = Diagnostics(replace(HANG, pid=pid), 2)
         await gather(evidence, asked, pipe, 20.0)
     assert evidence.stacks[pid] == PythonStacks(f"stacks of {pid}", "by py-spy")
 
@@ -180,7 +186,7 @@ async def test_a_stopped_process_is_resumed_only_if_it_is_to_be_killed(
     """Who asked for a report alone does not want to find it running."""
     with hung(pipe.path, "stopped") as pid, suspects(pid) as asked:
         await until(lambda: bool((look := look_at(pid)) and look.stopped), "it to be stopped")
-        evidence = Evidence(replace(HANG, pid=pid, signal=signal), 2)
+        evidence = Diagnostics(replace(HANG, pid=pid, signal=signal), 2)
         await gather(evidence, asked, pipe, 20.0)
         look = look_at(pid)
         assert look is not None
@@ -199,7 +205,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
         release.wait(60)
 
     monkeypatch.setattr(evidence_module, "look_at", hang)
-    evidence = Evidence(HANG, 2)
+    evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         began = time.monotonic()
         await gather(evidence, asked, pipe, 0.05)
@@ -217,7 +223,7 @@ async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytes
 
     monkeypatch.setattr(evidence_module, "spy", spy)
     with hung(pipe.path, "lock") as first, hung(None, "lock") as second, suspects(first, second) as asked:
-        evidence = Evidence(replace(HANG, pid=first), 2)
+        evidence = Diagnostics(replace(HANG, pid=first), 2)
         await gather(evidence, asked, pipe, 3.0)
     assert list(evidence.stacks) == [first]
     assert len(evidence.looks) == 2
@@ -232,7 +238,7 @@ async def test_a_failure_of_ours_is_a_gap_and_no_failure(
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(evidence_module, "look_at", fail)
-    evidence = Evidence(HANG, 2)
+    evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         await gather(evidence, asked, pipe, 20.0)
     assert "RuntimeError('no such thing')" in evidence.text

@@ -20,11 +20,11 @@ from process_probe import until
 from rallypoint.agent.failures.failure import MAX_TRACEBACK, WorkerFailure
 from rallypoint.agent.hangs import diagnostics as evidence_module
 from rallypoint.agent.hangs import reaper as reaping_module
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_signals, look_at
 from rallypoint.agent.hangs.python_stacks import StackPipe
-from rallypoint.agent.hangs.reaper import Reaping, Victim, accusation, describe_left, who_outlives
-from rallypoint.agent.spawner.protocol import Killed
+from rallypoint.agent.hangs.reaper import HungProcess, Reaping, accusation, describe_left, who_outlives
+from rallypoint.agent.spawner.protocol import KillResult
 
 FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL", "the last lines")
 
@@ -37,12 +37,12 @@ class Kill:
         self.pid = pid
         self.found_alive: bool | None = None
 
-    async def __call__(self) -> Killed:
+    async def __call__(self) -> KillResult:
         """Kill it."""
         look = look_at(self.pid)
         self.found_alive = look is not None and look.main.state != "Z"
         os.kill(self.pid, signal.SIGKILL)
-        return Killed(1, ())
+        return KillResult(1, ())
 
 
 def read(path: Path) -> str:
@@ -75,8 +75,8 @@ def make(tmp_path: Path) -> Callable[..., Reaping]:
     ) -> Reaping:
         stderr = tmp_path / "stderr.log"
         stderr.touch()
-        victim = Victim(pid, 5, stderr, tmp_path / "hang.txt", pipe, is_ours)
-        return Reaping(Hang("1@3", "step", 2.0, 0.01, holder, chosen, 0.0), victim, timeout)
+        victim = HungProcess(pid, 5, stderr, tmp_path / "hang.txt", pipe, is_ours)
+        return Reaping(HungWorker("1@3", "step", 2.0, 0.01, holder, chosen, 0.0), victim, timeout)
 
     return make_reaping
 
@@ -93,9 +93,9 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_accusation_names_scope_deadline_and_lateness() -> None:
     """And where a learned deadline came from: people must be able to judge it."""
-    hang = Hang("1@3", "step", after=2.0, late_by=0.0123)
+    hang = HungWorker("1@3", "step", after=2.0, late_by=0.0123)
     assert accusation(hang) == "it did not leave 'step' within 2 s (found 0.012 s later)"
-    learned = Hang("1@3", "step", after=61.5, late_by=0.0123, learned_from=40)
+    learned = HungWorker("1@3", "step", after=61.5, late_by=0.0123, learned_from=40)
     assert accusation(learned) == (
         "it did not leave 'step' within 61.5 s, as learned from 40 completions (found 0.012 s later)"
     )
@@ -261,8 +261,8 @@ async def test_a_number_that_is_anothers_by_now_gets_no_signal(
         reaping = make(stranger, chosen=signal.SIGTERM, is_ours=lambda _pid: False)
         await reaping.examine()
 
-        async def kill() -> Killed:
-            return Killed(0, ())
+        async def kill() -> KillResult:
+            return KillResult(0, ())
 
         await reaping.end(kill)
         look = look_at(stranger)

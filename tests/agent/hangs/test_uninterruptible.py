@@ -11,7 +11,7 @@ import pytest
 from rallypoint.agent.hangs import uninterruptible
 from rallypoint.agent.hangs.uninterruptible import (
     TIMEOUT_VARIABLE,
-    Sleeper,
+    BlockedThread,
     StuckWatch,
     await_stuck,
     find_sleepers,
@@ -19,8 +19,8 @@ from rallypoint.agent.hangs.uninterruptible import (
 )
 from rallypoint.rpc.endpoint import SettingError
 
-SLEEPS = Sleeper(pid=7, tid=9, switches=100)
-RAN = Sleeper(pid=7, tid=9, switches=101)
+SLEEPS = BlockedThread(pid=7, tid=9, switches=100)
+RAN = BlockedThread(pid=7, tid=9, switches=101)
 
 
 def test_one_sleep_for_so_long_is_too_long() -> None:
@@ -77,7 +77,7 @@ def test_any_thread_of_a_worker_counts(tmp_path: Path) -> None:
 
 async def test_the_sentence_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sleep itself can't be had without a disk to freeze: here, this process is said to have it."""
-    me = Sleeper(os.getpid(), os.getpid(), 1)
+    me = BlockedThread(os.getpid(), os.getpid(), 1)
     monkeypatch.setattr(uninterruptible, "find_sleepers", lambda pids: [me] if os.getpid() in pids else [])
     told = await asyncio.wait_for(await_stuck(lambda: {3: os.getpid()}, 0.02), 30)
     assert told.startswith(

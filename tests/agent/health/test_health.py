@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.health.checks import ENTRY_POINTS, HealthCheckError, Surroundings, parse_health_check
+from rallypoint.agent.health.checks import ENTRY_POINTS, CheckContext, HealthCheckError, parse_health_check
 
 
 def plug_in(value: str, name: str = "ipmi") -> metadata.EntryPoint:
@@ -39,7 +39,7 @@ def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
         for amount, healthy in (("0%", True), ("100%", False)):
             look = parse_health_check(f"{name}:{amount}").look
             assert look is not None
-            assert (look(Surroundings((tmp_path,))) is None) is healthy
+            assert (look(CheckContext((tmp_path,))) is None) is healthy
 
 
 def test_a_command_is_split_as_a_shell_does() -> None:
@@ -53,10 +53,10 @@ def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
     for text, why in (("ipmi", "''"), ("ipmi:a:b", "'a:b'")):
         look = parse_health_check(text).look
         assert look is not None
-        assert look(Surroundings()) == f"asked for {why}"
+        assert look(CheckContext()) == f"asked for {why}"
     look = parse_health_check("ipmi:fine").look
     assert look is not None
-    assert look(Surroundings()) is None
+    assert look(CheckContext()) is None
 
 
 @pytest.mark.parametrize(

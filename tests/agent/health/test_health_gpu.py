@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rallypoint.agent.health.checks import Surroundings, parse_health_check
+from rallypoint.agent.health.checks import CheckContext, parse_health_check
 from rallypoint.agent.health.gpu import look_at_gpus
 
 
@@ -131,6 +131,6 @@ def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     look = parse_health_check("gpu").look
     assert look is not None
-    assert look(Surroundings(visible_gpus="0")) is None
-    assert look(Surroundings()) == "GPU 1 does not answer (GPU is lost)"
+    assert look(CheckContext(visible_gpus="0")) is None
+    assert look(CheckContext()) == "GPU 1 does not answer (GPU is lost)"
     assert (nvml.begun, nvml.ended) == (2, 2)

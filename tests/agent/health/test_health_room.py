@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.agent.config.rlimits import Amount, parse_amount
-from rallypoint.agent.health.checks import Surroundings, look_at_disks, look_at_memory
+from rallypoint.agent.config.rlimits import Quantity, parse_amount
+from rallypoint.agent.health.checks import CheckContext, look_at_disks, look_at_memory
 
-NOWHERE = Surroundings()
+NOWHERE = CheckContext()
 GIB = 1 << 30
 
 
@@ -27,7 +27,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Path) -> None:
     """In bytes, and in parts of the whole."""
-    where = Surroundings((tmp_path, tmp_path))
+    where = CheckContext((tmp_path, tmp_path))
     assert look_at_disks(where, parse_amount("10GiB")) is None
     assert look_at_disks(where, parse_amount("10%")) is None
     assert look_at_disks(where, parse_amount("11GiB")) == (
@@ -41,15 +41,15 @@ def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Pat
 def test_a_disk_without_inodes_has_no_room(disk: SimpleNamespace, tmp_path: Path) -> None:
     """Whatever is free of it. A file system that counts none (btrfs) has enough."""
     disk.f_favail = 0
-    assert "no inode left" in (look_at_disks(Surroundings((tmp_path,)), Amount(bytes=0)) or "")
+    assert "no inode left" in (look_at_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) or "")
     disk.f_files = 0
-    assert look_at_disks(Surroundings((tmp_path,)), Amount(bytes=0)) is None
+    assert look_at_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) is None
 
 
 def test_a_folder_that_is_gone_is_no_healthy_one(tmp_path: Path) -> None:
     """The disk it was on may be."""
     with pytest.raises(OSError, match="none"):
-        look_at_disks(Surroundings((tmp_path / "none",)), Amount(bytes=0))
+        look_at_disks(CheckContext((tmp_path / "none",)), Quantity(bytes=0))
 
 
 @pytest.fixture

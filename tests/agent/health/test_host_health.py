@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.health.checks import HealthCheck, Surroundings
+from rallypoint.agent.health.checks import CheckContext, HealthCheck
 from rallypoint.agent.health.monitor import RECENT, HostHealth
-from rallypoint.agent.health.programs import SidePrograms
+from rallypoint.agent.health.programs import HelperProcesses
 
 PATIENCE = 30.0
 
@@ -19,7 +19,7 @@ PATIENCE = 30.0
 class Host:
     """A host with checks, of which a test owns the clock."""
 
-    def __init__(self, programs: SidePrograms) -> None:
+    def __init__(self, programs: HelperProcesses) -> None:
         """No checks yet."""
         self.now = 1000.0
         self.looks = 0
@@ -29,9 +29,9 @@ class Host:
     def health(self, *checks: HealthCheck, timeout: float = PATIENCE) -> HostHealth:
         """Its health; by default there is one check, which says what `why` is."""
         checks = checks or (HealthCheck("own", look=self.look),)
-        return HostHealth(checks, Surroundings(), self._programs, timeout, lambda: self.now)
+        return HostHealth(checks, CheckContext(), self._programs, timeout, lambda: self.now)
 
-    def look(self, _: Surroundings) -> str | None:
+    def look(self, _: CheckContext) -> str | None:
         """Its own check."""
         self.looks += 1
         return self.why
@@ -40,7 +40,7 @@ class Host:
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     """With programs that are gone afterwards."""
-    programs = SidePrograms(tmp_path, {"PATH": os.environ["PATH"]})
+    programs = HelperProcesses(tmp_path, {"PATH": os.environ["PATH"]})
     yield Host(programs)
     await programs.close()
 
@@ -65,7 +65,7 @@ async def test_all_are_made_at_the_same_time(host: Host) -> None:
     """Each waits for the other; and all that is wrong is said."""
     meeting = threading.Barrier(2, timeout=PATIENCE)
 
-    def meet(_: Surroundings) -> str | None:
+    def meet(_: CheckContext) -> str | None:
         meeting.wait()
         return "bad"
 
@@ -86,7 +86,7 @@ async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> 
 async def test_one_that_raises_is_not_healthy(host: Host) -> None:
     """Nothing says that the host is."""
 
-    def fail(_: Surroundings) -> str | None:
+    def fail(_: CheckContext) -> str | None:
         raise OSError(5, "Input/output error")
 
     told = await host.health(HealthCheck("disk", look=fail)).examine(anew=True)

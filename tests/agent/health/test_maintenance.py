@@ -10,13 +10,13 @@ import pytest
 
 from rallypoint.agent.health import monitor
 from rallypoint.agent.health.monitor import FIRST_PAUSE, LONGEST_PAUSE, await_maintenance, next_pause
-from rallypoint.agent.health.programs import SidePrograms
+from rallypoint.agent.health.programs import HelperProcesses
 
 
 @pytest.fixture
-async def programs(tmp_path: Path) -> AsyncIterator[SidePrograms]:
+async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
     """In a folder of their own."""
-    programs = SidePrograms(tmp_path, {"PATH": os.environ["PATH"]})
+    programs = HelperProcesses(tmp_path, {"PATH": os.environ["PATH"]})
     yield programs
     await programs.close()
 
@@ -30,7 +30,7 @@ def test_pauses_grow_until_it_runs_for_a_while() -> None:
     assert next_pause(60.0, ran=LONGEST_PAUSE) == FIRST_PAUSE
 
 
-async def test_its_first_line_is_the_reason(programs: SidePrograms) -> None:
+async def test_its_first_line_is_the_reason(programs: HelperProcesses) -> None:
     """Once it ends with exit code 0."""
     command = ["sh", "-c", "echo TERMINATE at 10:00; echo more"]
     assert await await_maintenance(command, programs) == "TERMINATE at 10:00"
@@ -38,7 +38,10 @@ async def test_its_first_line_is_the_reason(programs: SidePrograms) -> None:
 
 
 async def test_however_else_it_ends_it_is_started_again(
-    programs: SidePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    programs: HelperProcesses,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A service that is away announces nothing; the log says why."""
     monkeypatch.setattr(monitor, "FIRST_PAUSE", 0.01)

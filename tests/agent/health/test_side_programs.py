@@ -14,36 +14,36 @@ from pathlib import Path
 import pytest
 
 from process_probe import fresh_marker, gone, living, until
-from rallypoint.agent.health.programs import MOST_KEPT, ProgramTimeoutError, SidePrograms, missing
+from rallypoint.agent.health.programs import MOST_KEPT, HelperProcesses, ProgramTimeoutError, missing
 from rallypoint.agent.spawner.protocol import SpawnError
 
 PATIENCE = 30.0
 
 
 @pytest.fixture
-async def programs(tmp_path: Path) -> AsyncIterator[SidePrograms]:
+async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
     """With nothing left of them afterwards."""
     with fresh_marker() as marker:
-        programs = SidePrograms(tmp_path, {"PATH": os.environ["PATH"], "MARKER": marker})
+        programs = HelperProcesses(tmp_path, {"PATH": os.environ["PATH"], "MARKER": marker})
         yield programs
         await programs.close()
         assert gone(marker)
         assert os.listdir(tmp_path) == []
 
 
-async def test_its_end_and_its_words_are_known(programs: SidePrograms) -> None:
+async def test_its_end_and_its_words_are_known(programs: HelperProcesses) -> None:
     """Both streams; without what would move the cursor of a terminal."""
     ended = await programs.run(["sh", "-c", "echo first; echo ' \033[31mlast\tword ' >&2; exit 3"], PATIENCE)
     assert (ended.exit.exit_code, ended.first_line, ended.last_line) == (3, "first", "[31mlast word")
 
 
-async def test_one_that_says_nothing_has_said_nothing(programs: SidePrograms) -> None:
+async def test_one_that_says_nothing_has_said_nothing(programs: HelperProcesses) -> None:
     """And not what another has said."""
     ended = await programs.run(["true"], PATIENCE)
     assert (ended.exit.succeeded, ended.first_line, ended.last_line) == (True, "", "")
 
 
-async def test_a_flood_is_forgotten_but_for_its_ends(programs: SidePrograms) -> None:
+async def test_a_flood_is_forgotten_but_for_its_ends(programs: HelperProcesses) -> None:
     """A program may speak for weeks."""
     script = f"print('begin'); print('x' * {100 * MOST_KEPT}); print('end')"
     ended = await programs.run([sys.executable, "-c", script], PATIENCE)
@@ -51,7 +51,7 @@ async def test_a_flood_is_forgotten_but_for_its_ends(programs: SidePrograms) -> 
 
 
 async def test_one_that_takes_too_long_is_killed_with_its_daemons(
-    programs: SidePrograms, tmp_path: Path
+    programs: HelperProcesses, tmp_path: Path
 ) -> None:
     """However they left it."""
     marker = programs._environment["MARKER"]
@@ -63,14 +63,14 @@ async def test_one_that_takes_too_long_is_killed_with_its_daemons(
     assert gone(marker)
 
 
-async def test_what_one_leaves_behind_is_killed(programs: SidePrograms) -> None:
+async def test_what_one_leaves_behind_is_killed(programs: HelperProcesses) -> None:
     """It would add up, look after look."""
     marker = programs._environment["MARKER"]
     await programs.run(["sh", "-c", f"setsid sh -c 'sleep 60' {marker} & exit 0", marker], PATIENCE)
     assert gone(marker)
 
 
-async def test_a_wait_that_is_cancelled_ends_the_program(programs: SidePrograms) -> None:
+async def test_a_wait_that_is_cancelled_ends_the_program(programs: HelperProcesses) -> None:
     """The job is over."""
     marker = programs._environment["MARKER"]
     waiting = asyncio.create_task(programs.run(["sh", "-c", "sleep 60; true", marker]))
@@ -80,14 +80,14 @@ async def test_a_wait_that_is_cancelled_ends_the_program(programs: SidePrograms)
     assert gone(marker)
 
 
-async def test_one_that_does_not_exist_can_not_be_started(programs: SidePrograms) -> None:
+async def test_one_that_does_not_exist_can_not_be_started(programs: HelperProcesses) -> None:
     """With the reason in a line; the next can."""
     with pytest.raises(SpawnError, match="there is no program '/none'"):
         await programs.run(["/none"], PATIENCE)
     assert (await programs.run(["true"], PATIENCE)).exit.succeeded
 
 
-async def test_a_spawner_that_was_killed_is_replaced(programs: SidePrograms) -> None:
+async def test_a_spawner_that_was_killed_is_replaced(programs: HelperProcesses) -> None:
     """Who was running is known to have been killed along with it."""
     waiting = asyncio.create_task(programs.run(["sleep", "60"]))
     await until(lambda: programs._spawner is not None and bool(programs._spawner.pid), "the spawner")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rallypoint.agent.job.sync import Changes
+from rallypoint.agent.job.sync import Notifier
 
 
 async def test_many_changes_are_one_wake_up() -> None:
     """Nothing queues up for who does not look."""
-    changes = Changes()
+    changes = Notifier()
     with changes.watch() as changed:
         for _ in range(1000):
             changes.tell()
@@ -20,7 +20,7 @@ async def test_many_changes_are_one_wake_up() -> None:
 
 async def test_each_watcher_is_told_by_itself() -> None:
     """One that looks does not look for the others; one that has gone is told nothing."""
-    changes = Changes()
+    changes = Notifier()
     with changes.watch() as first:
         with changes.watch() as second:
             changes.tell()

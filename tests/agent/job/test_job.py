@@ -25,7 +25,7 @@ from rallypoint.agent.job.job import Job
 from rallypoint.agent.job.result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobResult
 from rallypoint.agent.logs.streams import LogError, Redirect, Streams
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.agent.workers.group import Crew
+from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.workers import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -422,12 +422,12 @@ async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
 @pytest.fixture
 def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
     """A process that every stop reports as left: nothing that SIGKILL doesn't end can be had on any machine."""
-    stop = Crew.stop
+    stop = WorkerGroup.stop
 
-    async def stop_in_vain(crew: Crew, number: int, timeout: float) -> StopReport:
+    async def stop_in_vain(crew: WorkerGroup, number: int, timeout: float) -> StopReport:
         return replace(await stop(crew, number, timeout), left=(os.getpid(),))
 
-    monkeypatch.setattr(Crew, "stop", stop_in_vain)
+    monkeypatch.setattr(WorkerGroup, "stop", stop_in_vain)
     monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
     return os.getpid()
 

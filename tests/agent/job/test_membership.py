@@ -13,7 +13,7 @@ from rallypoint.agent.core import core
 from rallypoint.agent.job import rendezvous as membership_module
 from rallypoint.agent.job.rendezvous import NodeMembership, sentence
 from rallypoint.agent.job.sync import Background
-from rallypoint.agent.workers.group import Crew
+from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.workers import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
@@ -86,7 +86,7 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
     running = bench.start(job)
     await bench.has("up")
     seen: list[str] = []
-    say, stop = job._membership.depart, Crew.stop
+    say, stop = job._membership.depart, WorkerGroup.stop
 
     def say_late(reason: str) -> None:
         def say_it() -> None:
@@ -95,12 +95,12 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
 
         asyncio.get_running_loop().call_later(0.3, say_it)
 
-    async def note_stop(crew: Crew, number: int, timeout: float) -> StopReport:
+    async def note_stop(crew: WorkerGroup, number: int, timeout: float) -> StopReport:
         seen.append("stopped")
         return await stop(crew, number, timeout)
 
     monkeypatch.setattr(job._membership, "depart", say_late)
-    monkeypatch.setattr(Crew, "stop", note_stop)
+    monkeypatch.setattr(WorkerGroup, "stop", note_stop)
     job.request_stop("got SIGTERM")
     assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143
     assert seen[:2] == ["said", "stopped"]

@@ -56,7 +56,7 @@ def test_what_is_moved_is_there(ahead: bytes, room: int, in_line: bool) -> None:
         assert count <= max(0, room) or in_line
 
 
-class News(program._News):
+class News(program._AgentNotifier):
     """Keeps what an agent would be told."""
 
     def __init__(self) -> None:
@@ -79,11 +79,11 @@ class Bench:
         self._sizes = max_bytes, keep_files
         self.stream = self.begin()
 
-    def begin(self) -> program._Stream:
+    def begin(self) -> program._PipeCopy:
         """As a copier does that has just been started."""
         max_bytes, keep_files = self._sizes
         path = str(self.file)
-        return program._Stream(0, self.read, path, self.news, max_bytes=max_bytes, keep_files=keep_files)
+        return program._PipeCopy(0, self.read, path, self.news, max_bytes=max_bytes, keep_files=keep_files)
 
     def put(self, data: bytes) -> None:
         """What a worker writes, moved to the file."""

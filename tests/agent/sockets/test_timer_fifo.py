@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timer_tables import LONGEST, Holders, TimerLimits
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.torch_timers import MalformedRequest, TimerFifo, TimerRequest, parse
@@ -357,7 +357,7 @@ class Agent:
         self.pipe = folder / "torch"
         self.worker: tuple[str, int] | None = None
         self.timers = RememberedTimers()
-        self.expired: list[Hang] = []
+        self.expired: list[HungWorker] = []
         self.socket = TimerSocket(
             folder / "s",
             self.timers,
@@ -368,7 +368,7 @@ class Agent:
             worker_at=lambda local_rank: self.worker,
         )
 
-    async def on_expired(self, hang: Hang) -> None:
+    async def on_expired(self, hang: HungWorker) -> None:
         """Takes note."""
         self.expired.append(hang)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from random import Random
 
-from rallypoint.agent.sockets.timer_tables import HeldTimer, Holders, TimerLimits, _Worker
+from rallypoint.agent.sockets.timer_tables import HeldTimer, Holders, TimerLimits, _WorkerTimers
 from remembered_timers import RememberedTimers
 
 PLENTY = 1024
@@ -26,7 +26,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self.timers = Counted()
-        self.worker = _Worker("0@1", self.timers)
+        self.worker = _WorkerTimers("0@1", self.timers)
 
     def enter(self, scope: str) -> str:
         name = self.worker.free_name(scope)

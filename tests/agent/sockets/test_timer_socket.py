@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerLimits, TimerSocket, TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
@@ -31,7 +31,7 @@ class Host:
         self.path = path
         self.workers: dict[int, str] = {}
         self.processes: list[asyncio.subprocess.Process] = []
-        self.expired: list[Hang] = []
+        self.expired: list[HungWorker] = []
         self.reap: Callable[[str], Awaitable[bool | None]] | None = None
         self.socket = TimerSocket(
             path,
@@ -54,7 +54,7 @@ class Host:
             pid = int(status.rpartition(")")[2].split()[1])
         return None
 
-    async def on_expired(self, hang: Hang) -> bool | None:
+    async def on_expired(self, hang: HungWorker) -> bool | None:
         self.expired.append(hang)
         return await self.reap(hang.worker_id) if self.reap else None
 

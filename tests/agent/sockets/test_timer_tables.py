@@ -16,13 +16,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets import timer_tables
 from rallypoint.agent.sockets.timer_tables import (
     LONGEST,
     Holder,
     Holders,
-    Table,
+    OpenTable,
     TableRefused,
     Tables,
     TimerLimits,
@@ -352,7 +352,7 @@ class Agent:
     def __init__(self, path: Path) -> None:
         """It reaps nobody."""
         self.timers = RememberedTimers()
-        self.expired: list[Hang] = []
+        self.expired: list[HungWorker] = []
         self.path = str(path)
         self.socket = TimerSocket(
             path,
@@ -362,7 +362,7 @@ class Agent:
             on_expired=self.on_expired,
         )
 
-    async def on_expired(self, hang: Hang) -> None:
+    async def on_expired(self, hang: HungWorker) -> None:
         """Takes note."""
         self.expired.append(hang)
 
@@ -439,7 +439,7 @@ async def test_nobody_is_judged_unseen(
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
         await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
         with monkeypatch.context() as blind:
-            blind.setattr(Table, "look", Mock(side_effect=RuntimeError("a bug")))
+            blind.setattr(OpenTable, "look", Mock(side_effect=RuntimeError("a bug")))
             assert await agent.timers.tell(agent.timers.expired("0@1", "s")) is False
         assert agent.expired == []
         assert "a bug" in caplog.text

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from rallypoint.agent.config.job import JobConfig, Peer
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
@@ -35,7 +35,7 @@ def long_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def sockets(channel: grpc.aio.Channel) -> WorkerSockets:
     """The sockets of a job whose services nobody will ask."""
 
-    async def reap(hang: Hang) -> None:
+    async def reap(hang: HungWorker) -> None:
         raise AssertionError(hang)
 
     config = JobConfig("run", "node", "127.0.0.1", RunSettings(), ("true",), {}, NOWHERE, NOWHERE, 2)

@@ -15,7 +15,7 @@ import pytest
 
 from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
 from rallypoint.agent.spawner import spawner
-from rallypoint.agent.spawner.spawner import Process, descendants, look_up, strike
+from rallypoint.agent.spawner.spawner import ProcessStat, descendants, look_up, strike
 
 WORKERS = 2
 
@@ -164,7 +164,7 @@ def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
     """A process whose parent is outside the tree by the time of the blow is left alone, and so is its group."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with subprocess.Popen(command, start_new_session=True) as stranger:
-        was = Process(stranger.pid, "S", parent=12345678, group=stranger.pid, session=stranger.pid)
+        was = ProcessStat(stranger.pid, "S", parent=12345678, group=stranger.pid, session=stranger.pid)
         assert strike([was], family={12345678}) == {}
         assert stranger.poll() is None
         (pidfd,) = strike([was], family={os.getpid()}).values()
@@ -177,7 +177,7 @@ def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> 
     signalled: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda group, _number: signalled.append(group))
     gone_by_now = 2**22 + 1
-    victims = [Process(gone_by_now, "X", os.getpid(), group, -1) for group in (-1, 0, 1, gone_by_now)]
+    victims = [ProcessStat(gone_by_now, "X", os.getpid(), group, -1) for group in (-1, 0, 1, gone_by_now)]
     assert strike(victims, family={os.getpid()}) == {}
     assert signalled == [gone_by_now]
 

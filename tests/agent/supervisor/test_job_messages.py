@@ -9,7 +9,7 @@ import pytest
 from agent.fake_job import LAUNCHED, FakeJob, as_job, crew, ended, running
 from rallypoint.agent.core.core import AgentState, Phase, Workers
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.agent.job.drain import Draining
+from rallypoint.agent.job.drain import DrainNotice
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.supervisor.jobs import TakenJob, job_message, worker_message
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
@@ -90,7 +90,7 @@ def test_a_job_is_in_one_state(state: AgentState, expected: pb.JobState.ValueTyp
 def test_a_job_that_is_drained_says_until_when() -> None:
     """For whoever waits for the host."""
     state = AgentState(workers=Workers.RUNNING, started=1)
-    job = told(FakeJob(state=state, draining=Draining("power cut", LAUNCHED + 90, 90.0)))
+    job = told(FakeJob(state=state, draining=DrainNotice("power cut", LAUNCHED + 90, 90.0)))
     assert (job.state, job.detail) == (pb.JOB_STATE_DRAINING, "power cut")
     assert job.drain_deadline.ToMilliseconds() == 1_800_000_090_500
 

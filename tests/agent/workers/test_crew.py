@@ -19,20 +19,20 @@ import pytest
 from process_probe import until, wait_until
 from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.agent.core.core import Assignment
-from rallypoint.agent.events.publisher import JobEvents, Subject
+from rallypoint.agent.events.publisher import JobEvents, JobIdentity
 from rallypoint.agent.failures import analysis
 from rallypoint.agent.failures.failure import COULD_NOT_START, FailureKind, WorkerFailure
 from rallypoint.agent.hangs import reaper
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.agent.spawner.protocol import Killed
+from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.agent.spawner.spawner import look_up
 from rallypoint.agent.workers import group as crew_module
 from rallypoint.agent.workers.affinity import Cpus
-from rallypoint.agent.workers.group import Crew
+from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.workers import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
@@ -72,7 +72,7 @@ def told() -> Told:
 
 
 @pytest.fixture
-async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]:
+async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., WorkerGroup]]:
     """Makes the crew of a test out of a shell script; it is gone with the test."""
     async with AsyncExitStack() as stack:
         spawner = await stack.enter_async_context(Spawner.start())
@@ -80,7 +80,7 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]
         stack.push_async_callback(console.close, 5.0)
         logs = LogDirectory.create(tmp_path / "logs", "run")
 
-        def make_crew(script: str, workers: int = 2, **more: Any) -> Crew:
+        def make_crew(script: str, workers: int = 2, **more: Any) -> WorkerGroup:
             config = JobConfig(
                 run_id="run",
                 node_id="node",
@@ -95,7 +95,7 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]
                 redirects=Redirect(Streams.BOTH),
                 **more,
             )
-            crew = Crew(
+            crew = WorkerGroup(
                 config,
                 SEAT,
                 2,
@@ -104,7 +104,9 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Crew]]
                 log_directory=logs,
                 sockets={"RALLYPOINT_STORE_SOCKET": "/run/store"},
                 stacks=tmp_path,
-                events=JobEvents(Subject(config.run_id, config.node_id, config.role, config.max_restarts)),
+                events=JobEvents(
+                    JobIdentity(config.run_id, config.node_id, config.role, config.max_restarts)
+                ),
                 on_failure=told.failures.append,
                 on_success=told.success,
                 on_unfit=told.unfit.append,
@@ -121,7 +123,7 @@ def _found(folder: Path, pattern: str) -> list[Path]:
 
 
 async def test_success_is_told_once_when_all_have_succeeded(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Not when the first has."""
     crew = make("[ $LOCAL_RANK = 1 ] || exit 0; touch $1/waits; while [ ! -e $1/go ]; do sleep 0.01; done")
@@ -138,7 +140,7 @@ async def test_success_is_told_once_when_all_have_succeeded(
 
 
 async def test_the_first_failure_is_told_once_with_all_that_is_known(
-    make: Callable[..., Crew], told: Told
+    make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """Who failed, where, how, and what it left in its log; those that fail after it are its consequence."""
     crew = make('[ $LOCAL_RANK = 1 ] && { echo "no such layer" >&2; exit 7; }; sleep 0.2; exit 1')
@@ -167,7 +169,7 @@ RAISES = """
 
 
 async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it(
-    make: Callable[..., Crew], told: Told
+    make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """It is told at the first end of another, and what it is stopped with is not how it failed."""
     crew = make(
@@ -186,7 +188,7 @@ async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it
 
 
 async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_reason(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Another host's worker was the first to end; what is raised because of the stop is a consequence."""
     crew = make(
@@ -206,7 +208,7 @@ async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_rea
 
 
 async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after_it(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """The agent was busy meanwhile."""
     crew = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 60")
@@ -221,7 +223,7 @@ async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after
 
 
 async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
-    make: Callable[..., Crew], told: Told, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., WorkerGroup], told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was caught; who fails now is the first."""
     monkeypatch.setattr(analysis, "UNWINDING", 0.05)
@@ -236,7 +238,7 @@ async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
 
 
 async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
-    make: Callable[..., Crew], told: Told
+    make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """The round must end with a reason, not hang; nothing of the crew is left."""
     crew = make("exit 0", working_directory=Path("/none"))
@@ -247,7 +249,9 @@ async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
     assert (await crew.stop(signal.SIGTERM, 1.0)).left == ()
 
 
-async def test_the_worker_that_could_not_be_started_is_named(make: Callable[..., Crew], told: Told) -> None:
+async def test_the_worker_that_could_not_be_started_is_named(
+    make: Callable[..., WorkerGroup], told: Told
+) -> None:
     """By its own ranks, on this host and in the round."""
     crew = make("exit 0")
     specs = crew._spec
@@ -267,7 +271,7 @@ async def test_the_worker_that_could_not_be_started_is_named(make: Callable[...,
 
 
 async def test_logs_that_can_not_be_written_are_a_failure_too(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """A full disk ends the round with a reason."""
     crew = make("exit 0")
@@ -278,7 +282,7 @@ async def test_logs_that_can_not_be_written_are_a_failure_too(
     assert await crew.stop(signal.SIGTERM, 1.0) == StopReport()
 
 
-async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., Crew], told: Told) -> None:
+async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., WorkerGroup], told: Told) -> None:
     """However they take it."""
     crew = make("sleep 60")
     await crew.start()
@@ -288,7 +292,7 @@ async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., Crew
 
 
 async def test_a_crew_that_was_stopped_starts_nothing(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Whoever stopped it has said already that nothing of it is alive."""
     crew = make("touch $1/started")
@@ -300,7 +304,7 @@ async def test_a_crew_that_was_stopped_starts_nothing(
 
 
 async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_nothing(
-    make: Callable[..., Crew], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """start() waits for the host's map, stop() has nothing to stop yet, and start() goes on: nobody minds it then."""
     looking, go_on = threading.Event(), threading.Event()
@@ -322,13 +326,13 @@ async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_noth
 
 
 async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
-    make: Callable[..., Crew], told: Told
+    make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """By its name, and the others are left to whoever decides about the round."""
     crew = make("sleep 60")
     await crew.start()
     assert sorted(crew.names) == ["0@3", "1@3"]
-    await crew.reap(Hang("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid))
+    await crew.reap(HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid))
     await until(lambda: bool(told.failures), "the failure")
     (failure,) = told.failures
     accusation = "it did not leave 'step' within 2 s (found 0.010 s later)"
@@ -340,19 +344,19 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
 
 
 async def test_a_worker_that_is_only_to_be_told_of_lives_on(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """What it was doing is in its file."""
     crew = make("sleep 60")
     await crew.start()
-    await crew.reap(Hang("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid, signal=None))
+    await crew.reap(HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid, signal=None))
     (file,) = _found(tmp_path, "logs/*/attempt_0/1/hang.txt")
     assert f"rank 5, process {crew.workers[1].pid}, hangs in 'step'" in file.read_text()
     assert (crew.workers[1].exit, told.failures) == (None, [])
 
 
 async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """It did not do what it was started for."""
     crew = make(
@@ -360,7 +364,7 @@ async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
     )
     await crew.start()
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
-    await crew.reap(Hang("0@3", "step", after=2.0, late_by=0.01, signal=signal.SIGUSR1))
+    await crew.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01, signal=signal.SIGUSR1))
     await until(lambda: bool(told.failures), "the failure")
     (failure,) = told.failures
     assert (failure.rank, failure.exit_code) == (4, 0)
@@ -370,7 +374,7 @@ async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
 
 
 async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
-    make: Callable[..., Crew], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure first, and once; whoever stops the others does not wait for it."""
     crew = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 60')
@@ -378,13 +382,13 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
     pid = crew.workers[1].pid
 
-    async def kill_in_vain(*_: object) -> Killed:
+    async def kill_in_vain(*_: object) -> KillResult:
         assert told.failures == []
-        return Killed(1, (pid,))
+        return KillResult(1, (pid,))
 
     monkeypatch.setattr(crew._spawner, "kill", kill_in_vain)
     monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
-    await crew.reap(Hang("1@3", "save", after=2.0, late_by=0.01, pid=pid))
+    await crew.reap(HungWorker("1@3", "save", after=2.0, late_by=0.01, pid=pid))
     (failure,) = told.failures
     (why,) = told.unfit
     assert why.startswith(f"process of workers outlived SIGKILL: {pid} (")
@@ -396,19 +400,21 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     assert len(told.failures) == 1
 
 
-async def test_a_worker_that_ended_meanwhile_is_left_alone(make: Callable[..., Crew], told: Told) -> None:
+async def test_a_worker_that_ended_meanwhile_is_left_alone(
+    make: Callable[..., WorkerGroup], told: Told
+) -> None:
     """Nor is one of another round, or one that was stopped, anybody's to kill."""
     crew = make("exit 0", workers=1)
     await crew.start()
     await until(lambda: told.successes > 0, "success")
-    await crew.reap(Hang("0@3", "step", after=2.0, late_by=0.01))
+    await crew.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01))
     await crew.stop(signal.SIGKILL, 0.0)
-    await crew.reap(Hang("0@3", "step", after=2.0, late_by=0.01))
+    await crew.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01))
     assert told.failures == []
 
 
 async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Named in its environment; and nothing of it is left."""
     crew = make('test -p "$RALLYPOINT_STACKS" && echo "$RALLYPOINT_STACKS" > $1/pipe.$LOCAL_RANK')
@@ -421,7 +427,7 @@ async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
 
 
 async def test_without_a_place_for_pipes_workers_run_all_the_same(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Their stacks, should they hang, are had in other ways, or not at all."""
     crew = make('test -z "$RALLYPOINT_STACKS"')
@@ -430,7 +436,7 @@ async def test_without_a_place_for_pipes_workers_run_all_the_same(
     await until(lambda: told.successes > 0, "success")
 
 
-async def test_a_process_is_traced_to_its_worker(make: Callable[..., Crew], tmp_path: Path) -> None:
+async def test_a_process_is_traced_to_its_worker(make: Callable[..., WorkerGroup], tmp_path: Path) -> None:
     """Timers may be set by a worker's children; who is no child of a worker is nobody."""
     crew = make(
         "sleep 60 & echo $! > $1/child.$LOCAL_RANK.new; mv $1/child.$LOCAL_RANK.new $1/child.$LOCAL_RANK; wait"
@@ -446,7 +452,7 @@ async def test_a_process_is_traced_to_its_worker(make: Callable[..., Crew], tmp_
 
 @pytest.mark.parametrize("session", ["", "setsid "])
 async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
-    make: Callable[..., Crew], tmp_path: Path, session: str
+    make: Callable[..., WorkerGroup], tmp_path: Path, session: str
 ) -> None:
     """Its parents are gone, and perhaps its session too: the timers that it sets are its worker's all the same."""
     crew = make(
@@ -463,7 +469,7 @@ async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
 
 
 async def test_workers_get_the_environment_of_their_place(
-    make: Callable[..., Crew], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """The round's, the run's and the agent's part of it."""
     crew = make(
@@ -478,13 +484,14 @@ async def test_workers_get_the_environment_of_their_place(
 
 
 async def test_of_workers_that_all_hang_each_is_examined(
-    make: Callable[..., Crew], told: Told, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Most of them wait for the one that hangs: the first to be killed ends the round, and may be any of them."""
     crew = make("sleep 60")
     await crew.start()
     reaped = [
-        asyncio.create_task(crew.reap(Hang(name, "step", after=2.0, late_by=0.01))) for name in crew.names
+        asyncio.create_task(crew.reap(HungWorker(name, "step", after=2.0, late_by=0.01)))
+        for name in crew.names
     ]
     await asyncio.sleep(0)
     stopping = asyncio.create_task(crew.stop(signal.SIGTERM, 60.0))

@@ -10,7 +10,7 @@ from typing import Any
 from process_probe import until
 from rallypoint.agent.core import core
 from rallypoint.agent.job.sync import Background
-from rallypoint.agent.workers.groups import Callbacks, Crews
+from rallypoint.agent.workers.groups import Callbacks, WorkerGroups
 from rallypoint.agent.workers.workers import StopReport
 
 
@@ -37,7 +37,7 @@ async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
     background = Background(lambda error: None)
     nothing: Any = lambda *_: None  # noqa: E731
     callbacks = Callbacks(told.append, nothing, nothing, nothing, nothing, background.begin)
-    crews, crew = Crews(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
+    crews, crew = WorkerGroups(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
     crews.crew = crew  # type: ignore[assignment]
     sweeping = background.begin(crews._sweep(crew))  # type: ignore[arg-type]
     await asyncio.sleep(0)
@@ -45,4 +45,4 @@ async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
     await until(lambda: bool(told), "the end of the stop")
     crew.swept.set()
     await sweeping
-    assert told == [core.WorkersGone()]
+    assert told == [core.GroupStopped()]

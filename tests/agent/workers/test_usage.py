@@ -13,7 +13,7 @@ import pytest
 
 from mortal import mortal
 from process_probe import until, wait_until
-from rallypoint.agent.spawner.spawner import SPAWN_MARK, Process
+from rallypoint.agent.spawner.spawner import SPAWN_MARK, ProcessStat
 from rallypoint.agent.workers.usage import UsageMeter, _owner, trees_of
 
 MEBIBYTE = 1024 * 1024
@@ -75,7 +75,7 @@ def test_who_has_lost_its_parent_is_known_by_its_mark(tmp_path: Path) -> None:
 
 def test_who_has_lost_its_parent_but_not_its_session_is_known_by_that() -> None:
     """What it did to its environment does not matter."""
-    orphan = Process(pid=2**22 + 3, state="S", parent=2**22 + 1, group=2**22 + 3, session=2**22 + 2)
+    orphan = ProcessStat(pid=2**22 + 3, state="S", parent=2**22 + 1, group=2**22 + 3, session=2**22 + 2)
     assert _owner(orphan, 2**22 + 1, frozenset({2**22 + 2}), {}) == 2**22 + 2
     assert _owner(orphan, 2**22 + 1, frozenset({2**22 + 9}), {}) is None
 

@@ -18,7 +18,7 @@ from rallypoint.agent.workers.workers import (
     SpawnError,
     StopReport,
     WorkerExit,
-    WorkerGroup,
+    WorkerProcesses,
     WorkerSpec,
 )
 
@@ -48,7 +48,7 @@ while True:
 async def test_a_killed_worker_is_reported_at_once_and_the_rest_stopped(spawner: Spawner) -> None:
     """SIGKILL of one of four: its end arrives; stopping ends the others by the signal, none by force."""
     exits: list[WorkerExit] = []
-    group = WorkerGroup(spawner, exits.append)
+    group = WorkerProcesses(spawner, exits.append)
     await group.start(SLEEPERS)
     pids = group.pids
     assert sorted(pids) == [0, 1, 2, 3]
@@ -68,7 +68,7 @@ async def test_stubborn_workers_are_killed_when_patience_ends(spawner: Spawner, 
     """Workers and descendants that ignore SIGTERM are all gone when stop returns, and the report names them."""
     with fresh_marker() as marker:
         exits: list[WorkerExit] = []
-        group = WorkerGroup(spawner, exits.append)
+        group = WorkerProcesses(spawner, exits.append)
         specs = [
             WorkerSpec(rank, stubborn(marker, tmp_path), {**os.environ, "LOCAL_RANK": str(rank)})
             for rank in range(2)
@@ -91,7 +91,7 @@ async def test_a_killed_worker_takes_its_tree_along_and_nobody_else(spawner: Spa
     folders = [tmp_path / "0", tmp_path / "1"]
     with fresh_marker() as marker, fresh_marker() as neighbour:
         exits: list[WorkerExit] = []
-        group = WorkerGroup(spawner, exits.append)
+        group = WorkerProcesses(spawner, exits.append)
         specs = []
         for rank, whose in enumerate((marker, neighbour)):
             folders[rank].mkdir()
@@ -125,7 +125,7 @@ while True: signal.pause()
 """
     assert spawner.pid is None
     shell = f"{sys.executable} -c '{trainer}' {checkpoint} $0; true"
-    group = WorkerGroup(spawner, lambda _how: None)
+    group = WorkerProcesses(spawner, lambda _how: None)
     await until(lambda: spawner.pid is not None, "the spawner")
     await group.start([WorkerSpec(0, ["sh", "-c", shell, str(spawner.pid)], dict(os.environ))])
     await until((tmp_path / "checkpoint.ready").exists, "the trainer")
@@ -144,7 +144,7 @@ while True: signal.pause()
 """
     ready = tmp_path / "ready"
     exits: list[WorkerExit] = []
-    group = WorkerGroup(spawner, exits.append)
+    group = WorkerProcesses(spawner, exits.append)
     await group.start([python(program, 0, str(ready))])
     await until(ready.exists, "the worker")
     os.kill(group.pids[0], signal.SIGSTOP)
@@ -156,7 +156,7 @@ while True: signal.pause()
 async def test_a_second_stop_hurries_the_first(spawner: Spawner, tmp_path: Path) -> None:
     """A later call with a shorter timeout ends the patience of both; both get the same report."""
     ready = tmp_path / "ready"
-    group = WorkerGroup(spawner, lambda _how: None)
+    group = WorkerProcesses(spawner, lambda _how: None)
     await group.start([python(IGNORES_SIGTERM, 0, str(ready))])
     await until(ready.exists, "the worker")
     first = asyncio.create_task(group.stop(timeout=3600.0))
@@ -172,7 +172,7 @@ async def test_another_signal_of_a_second_stop_is_sent(spawner: Spawner, tmp_pat
     """SIGTERM is ignored; the second stop's SIGINT isn't: nobody needs SIGKILL."""
     ready = tmp_path / "ready"
     exits: list[WorkerExit] = []
-    group = WorkerGroup(spawner, exits.append)
+    group = WorkerProcesses(spawner, exits.append)
     await group.start([python(IGNORES_SIGTERM, 0, str(ready))])
     await until(ready.exists, "the worker")
     first = asyncio.create_task(group.stop())
@@ -184,7 +184,7 @@ async def test_another_signal_of_a_second_stop_is_sent(spawner: Spawner, tmp_pat
 
 async def test_a_cancelled_caller_does_not_cancel_the_stop(spawner: Spawner) -> None:
     """Whoever waits for a stop may be cancelled; the stop goes on."""
-    group = WorkerGroup(spawner, lambda _how: None)
+    group = WorkerProcesses(spawner, lambda _how: None)
     await group.start(SLEEPERS)
     impatient = asyncio.create_task(group.stop())
     await asyncio.sleep(0)
@@ -198,7 +198,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_stop(spawner: Spawner) -> 
 async def test_a_stop_during_the_start_ends_what_was_started(spawner: Spawner) -> None:
     """Stop before exec has happened: every worker ends, every end is reported, start returns."""
     exits: list[WorkerExit] = []
-    group = WorkerGroup(spawner, exits.append)
+    group = WorkerProcesses(spawner, exits.append)
     starting = asyncio.create_task(group.start(SLEEPERS))
     await asyncio.sleep(0)
     report = await group.stop()
@@ -211,7 +211,7 @@ async def test_a_stop_during_the_start_ends_what_was_started(spawner: Spawner) -
 async def test_a_cancelled_start_leaves_workers_to_stop(spawner: Spawner) -> None:
     """Cancelling start loses no worker: stop still knows them."""
     exits: list[WorkerExit] = []
-    group = WorkerGroup(spawner, exits.append)
+    group = WorkerProcesses(spawner, exits.append)
     starting = asyncio.create_task(group.start(SLEEPERS))
     await asyncio.sleep(0)
     starting.cancel()
@@ -224,25 +224,25 @@ async def test_a_cancelled_start_leaves_workers_to_stop(spawner: Spawner) -> Non
 async def test_one_that_cannot_start_stops_the_others(spawner: Spawner) -> None:
     """All or none: the error names the worker, the others are gone, and the spawner takes the next group."""
     exits: list[WorkerExit] = []
-    group = WorkerGroup(spawner, exits.append)
+    group = WorkerProcesses(spawner, exits.append)
     with pytest.raises(SpawnError, match=r"worker 1: .*no-such-program") as caught:
         await group.start([SLEEPERS[0], WorkerSpec(1, ["no-such-program"], {}), SLEEPERS[2]])
     assert caught.value.local_rank == 1
     assert sorted(how.local_rank for how in exits) == [0, 2]
     assert all(how.during_stop for how in exits)
-    successor = WorkerGroup(spawner, lambda _how: None)
+    successor = WorkerProcesses(spawner, lambda _how: None)
     await successor.start(SLEEPERS)
     await successor.stop()
 
 
 async def test_stopping_nothing_is_immediate(spawner: Spawner) -> None:
     """An empty group, and one whose workers have all ended, stop without waiting for anything."""
-    empty = WorkerGroup(spawner, lambda _how: None)
+    empty = WorkerProcesses(spawner, lambda _how: None)
     assert (await empty.stop(timeout=3600.0)).killed == ()
     with pytest.raises(SpawnError, match="once"):
         await empty.start(SLEEPERS)
     exits: list[WorkerExit] = []
-    finished = WorkerGroup(spawner, exits.append)
+    finished = WorkerProcesses(spawner, exits.append)
     await finished.start([python("")])
     await until(lambda: bool(exits), "the worker's end")
     report = await finished.stop(timeout=3600.0)
@@ -264,7 +264,7 @@ if os.fork() == 0:
 os.read(read, 1)
 """
         exits: list[WorkerExit] = []
-        group = WorkerGroup(spawner, exits.append)
+        group = WorkerProcesses(spawner, exits.append)
         await group.start([python(program, 0, marker)])
         await until(lambda: bool(exits), "the worker's end")
         assert len(living(marker)) == 1
@@ -275,7 +275,7 @@ os.read(read, 1)
 
 async def test_one_group_at_a_time(spawner: Spawner) -> None:
     """A spawner refuses a second group while it has one, since stopping either would end both."""
-    group, intruder = WorkerGroup(spawner, lambda _how: None), WorkerGroup(spawner, lambda _how: None)
+    group, intruder = WorkerProcesses(spawner, lambda _how: None), WorkerProcesses(spawner, lambda _how: None)
     await group.start(SLEEPERS)
     with pytest.raises(SpawnError, match="another needs a spawner of its own"):
         await intruder.start(SLEEPERS)
@@ -297,7 +297,7 @@ while True: signal.pause()
 """
     with fresh_marker() as marker:
         told = tmp_path / "told"
-        group = WorkerGroup(spawner, lambda _how: None)
+        group = WorkerProcesses(spawner, lambda _how: None)
         await group.start([python(program, 0, str(told), marker)])
         await until((tmp_path / "told.ready").exists, "the worker")
         group.send_signal(signal.SIGUSR1)
@@ -324,7 +324,7 @@ class Copy:
 async def test_output_is_copied_from_before_the_start_to_after_the_end(spawner: Spawner) -> None:
     """Copies start before the first worker and finish after the last end; an incomplete one is in the report."""
     notes: list[str] = []
-    group = WorkerGroup(spawner, lambda _how: notes.append("exit"), [Copy(notes, complete=False)])
+    group = WorkerProcesses(spawner, lambda _how: notes.append("exit"), [Copy(notes, complete=False)])
     await group.start([python("")])
     await until(lambda: "exit" in notes, "the worker's end")
     report: StopReport = await group.stop()
@@ -337,7 +337,7 @@ async def test_a_group_whose_spawner_dies_can_still_be_stopped() -> None:
     with fresh_marker() as marker:
         exits: list[WorkerExit] = []
         spawner = Spawner.start()
-        group = WorkerGroup(spawner, exits.append)
+        group = WorkerProcesses(spawner, exits.append)
         await group.start([python("import signal; signal.pause()", rank, marker) for rank in range(2)])
         assert spawner.pid is not None
         os.kill(spawner.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.clients.command import carry_out
 from benchmarks.clients.swarm import RUN_ID, ServerCost, SwarmError, idle, ready
 from rallypoint.rpc.channel import open_channel
-from rallypoint.timer.client.client import ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
 
@@ -82,7 +82,7 @@ class _Agent:
         self._due: dict[tuple[str, str], float] = {}
         self.late: list[float] = []
         self.pairs = 0
-        self._client = TimerClient(
+        self._client = NodeTimers(
             open_channel(order.endpoint), run_id=RUN_ID, node_id=f"node-{number}", lease=1
         )
 

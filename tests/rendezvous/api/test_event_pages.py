@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rallypoint.rendezvous.api.event_pages import Reader, page_cursor, page_token
-from rallypoint.rendezvous.api.events import Wanted
+from rallypoint.rendezvous.api.event_pages import EventReader, page_cursor, page_token
+from rallypoint.rendezvous.api.events import EventFilter
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.commands import RevisionAhead
@@ -20,7 +20,7 @@ from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
 
-EVERYTHING = Wanted()
+EVERYTHING = EventFilter()
 NO_BOUND = 10**9
 
 
@@ -38,13 +38,15 @@ def history(first: int, last: int, most_events: int = 50_000) -> History:
     return kept
 
 
-def reader(of: History, cursor: int, backwards: bool = False, wanted: Wanted = EVERYTHING) -> Reader:
+def reader(
+    of: History, cursor: int, backwards: bool = False, wanted: EventFilter = EVERYTHING
+) -> EventReader:
     """A reader that has seen `cursor`."""
-    return Reader(of, RunSettings(), wanted, cursor, backwards)
+    return EventReader(of, RunSettings(), wanted, cursor, backwards)
 
 
 async def page(
-    of: Reader,
+    of: EventReader,
     most_events: int = NO_BOUND,
     most_bytes: int = NO_BOUND,
     most_looked_at: int = NO_BOUND,
@@ -143,7 +145,7 @@ async def test_one_event_always_fits() -> None:
 
 async def test_a_page_that_finds_nothing_ends_after_bounded_work() -> None:
     """It comes back short, and the next goes on from there."""
-    at = reader(history(1, 1_000), 0, wanted=Wanted(node_ids=frozenset({"n950"})))
+    at = reader(history(1, 1_000), 0, wanted=EventFilter(node_ids=frozenset({"n950"})))
     assert await page(at, most_looked_at=500) == []
     assert (at.cursor, at.at_end) == (500, False)
     assert revisions(await page(at, most_looked_at=500)) == [950]
@@ -155,7 +157,7 @@ async def test_others_get_their_turn_while_a_page_is_filled(backwards: bool) -> 
     """At least one turn for every hundred events, found or not."""
     kept = history(1, 5_000)
     async with turns() as taken:
-        at = reader(kept, 5_001 if backwards else 0, backwards, Wanted(rounds=frozenset({9})))
+        at = reader(kept, 5_001 if backwards else 0, backwards, EventFilter(rounds=frozenset({9})))
         assert await page(at) == []
         assert taken[0] >= 50
 

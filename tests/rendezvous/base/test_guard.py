@@ -13,7 +13,7 @@ from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.state.core import SetState
-from rallypoint.rendezvous.store.writes import CompareSet, Delete, Set
+from rallypoint.rendezvous.store.writes import CompareSet, DeleteKey, Set
 from rendezvous.shard_fixtures import RUN, Scene, begun, idle, opened, refusal_of
 
 # What is asked, and is answered without a commit, besides what `Scene.requests` has.
@@ -34,7 +34,7 @@ WITHOUT_A_COMMIT: dict[str, Asks] = {
     "a comparison that fails": lambda scene: scene.shard.store.write(
         RUN, CompareSet(round=0, key="here", expected=b"other", desired=b"new")
     ),
-    "a deletion of nothing": lambda scene: scene.shard.store.write(RUN, Delete(round=0, key="nowhere")),
+    "a deletion of nothing": lambda scene: scene.shard.store.write(RUN, DeleteKey(round=0, key="nowhere")),
     "a write in a round to come": lambda scene: scene.shard.store.write(
         RUN, Set(round=9, key="key", value=b"")
     ),
@@ -167,7 +167,7 @@ async def test_what_was_lost_behind_a_commit_is_not_told() -> None:
         await scene.journal.held()
         behind = [
             *await begun(scene.set("key", b"value", operation)),
-            *await begun(store.write(RUN, Delete(round=0, key="nowhere"))),
+            *await begun(store.write(RUN, DeleteKey(round=0, key="nowhere"))),
             *await begun(states.set(SetState(run_id=RUN, state=b"newer", token=b"an old token"))),
         ]
         scene.lost = OSError("the session is lost")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import LimitReached, RendezvousLimits, Share, Total, Totals
+from rallypoint.rendezvous.base.limits import LimitReached, Quota, RendezvousLimits, SharedTotal, SharedTotals
 from rallypoint.rendezvous.base.refusals import StateBusy, StatesFull, TooManyStates, TooManyWatchers
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.state.core import STATE_OVERHEAD_BYTES, SetState, StateLimits
@@ -17,9 +17,9 @@ from rendezvous.shard_fixtures import RUN, Scene, ShardJournal, begun, opened, r
 
 
 @asynccontextmanager
-async def together(**limits: Any) -> AsyncIterator[tuple[Scene, Scene, Totals]]:
+async def together(**limits: Any) -> AsyncIterator[tuple[Scene, Scene, SharedTotals]]:
     """Two empty shards of one process."""
-    totals = Totals()
+    totals = SharedTotals()
     async with AsyncExitStack() as stack:
         one, other = [
             await stack.enter_async_context(opened(ShardJournal(), totals=totals, **limits)) for _ in range(2)
@@ -27,7 +27,7 @@ async def together(**limits: Any) -> AsyncIterator[tuple[Scene, Scene, Totals]]:
         yield one, other, totals
 
 
-def used(totals: Totals) -> dict[str, int]:
+def used(totals: SharedTotals) -> dict[str, int]:
     """What is counted, by name."""
     return {
         "runs": totals.runs.used,
@@ -45,8 +45,8 @@ async def set_state(scene: Scene, run_id: str, state: bytes = b"") -> None:
 
 def test_a_share_knows_its_own_part_and_all_others() -> None:
     """And gives back what is its own."""
-    total = Total()
-    mine, theirs = Share(total), Share(total)
+    total = SharedTotal()
+    mine, theirs = Quota(total), Quota(total)
     mine.add(3)
     theirs.add(4)
     mine.add(-1)
@@ -145,7 +145,7 @@ async def test_bytes_of_events() -> None:
 @pytest.mark.parametrize("end", ["retire", "halt"])
 async def test_what_a_shard_had_is_free_for_others_once_it_has_ended(end: str) -> None:
     """All of it, also what waited and what was being committed."""
-    totals = Totals()
+    totals = SharedTotals()
     async with opened(totals=totals) as scene:
         assert all(used(totals)[name] > 0 for name in ("runs", "event_bytes", "states", "state_bytes"))
         scene.journal.hold()

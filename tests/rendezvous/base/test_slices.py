@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rendezvous.turn_counter import TickingClock, Turns, counting
 
 
@@ -36,12 +36,12 @@ class _Parts:
 
 
 @pytest.fixture
-def slices() -> Slices:
+def slices() -> CooperativeRunner:
     """Of parts that take a millisecond each."""
-    return Slices(TickingClock(0.001))
+    return CooperativeRunner(TickingClock(0.001))
 
 
-async def test_others_have_their_turns(slices: Slices) -> None:
+async def test_others_have_their_turns(slices: CooperativeRunner) -> None:
     """After every slice, which is some ten milliseconds."""
     async with counting() as turns:
         assert await slices.carry_out(_Parts(turns).work(1_000)) == 1_000
@@ -49,8 +49,8 @@ async def test_others_have_their_turns(slices: Slices) -> None:
     assert turns.most <= 10
 
 
-async def test_one_work_is_done_at_a_time(slices: Slices) -> None:
-    """Slices of many works in one turn of the loop would hold it for as long as all of them together."""
+async def test_one_work_is_done_at_a_time(slices: CooperativeRunner) -> None:
+    """CooperativeRunner of many works in one turn of the loop would hold it for as long as all of them together."""
     async with counting() as turns:
         parts = _Parts(turns)
         done = await asyncio.gather(*(slices.carry_out(parts.work(100 + each)) for each in range(16)))
@@ -59,7 +59,7 @@ async def test_one_work_is_done_at_a_time(slices: Slices) -> None:
     assert turns.most <= 20
 
 
-async def test_work_that_fails_or_is_cancelled_lets_the_next_begin(slices: Slices) -> None:
+async def test_work_that_fails_or_is_cancelled_lets_the_next_begin(slices: CooperativeRunner) -> None:
     """It is ended where it is."""
     async with counting() as turns:
         parts = _Parts(turns)

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rendezvous.engine_fixtures import begun
 
 
 async def test_a_reader_waits_for_a_value() -> None:
     """And gets it as soon as it is there."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     (reading,) = await begun(slot.take())
     assert not reading.done()
     slot.put(1)
@@ -21,7 +21,7 @@ async def test_a_reader_waits_for_a_value() -> None:
 
 async def test_a_slow_reader_skips_values() -> None:
     """However many were put, one waits."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     for value in range(100_000):
         slot.put(value)
     assert await slot.take() == 99_999
@@ -32,7 +32,7 @@ async def test_a_slow_reader_skips_values() -> None:
 
 async def test_the_end_comes_after_the_value_that_waits() -> None:
     """Nobody is cut off from the last state."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     slot.put(1)
     slot.end()
     assert [await slot.take(), await slot.take(), await slot.take()] == [1, None, None]
@@ -40,7 +40,7 @@ async def test_the_end_comes_after_the_value_that_waits() -> None:
 
 async def test_an_error_comes_after_the_value_that_waits() -> None:
     """And every time it is asked again."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     slot.put(1)
     slot.end(KeyError("why"))
     assert await slot.take() == 1
@@ -52,7 +52,7 @@ async def test_an_error_comes_after_the_value_that_waits() -> None:
 @pytest.mark.parametrize("error", [None, KeyError("why")])
 async def test_the_end_wakes_who_waits(error: Exception | None) -> None:
     """With or without an error."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     (reading,) = await begun(slot.take())
     slot.end(error)
     (outcome,) = await asyncio.gather(reading, return_exceptions=True)
@@ -61,7 +61,7 @@ async def test_the_end_wakes_who_waits(error: Exception | None) -> None:
 
 async def test_the_first_end_counts() -> None:
     """What comes after it changes nothing: no value, no other end."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     slot.end()
     slot.end(KeyError("too late"))
     slot.put(1)
@@ -70,7 +70,7 @@ async def test_the_first_end_counts() -> None:
 
 async def test_a_reader_that_gives_up_loses_nothing() -> None:
     """The next one gets the value."""
-    slot: Slot[int] = Slot()
+    slot: LatestValue[int] = LatestValue()
     (reading,) = await begun(slot.take())
     reading.cancel()
     slot.put(1)

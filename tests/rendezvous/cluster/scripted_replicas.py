@@ -10,10 +10,10 @@ from random import Random
 
 from rallypoint.rendezvous.cluster.ownership import (
     Claim,
+    DeleteOwnerKey,
     HandOver,
-    Moves,
-    Release,
-    Standing,
+    MoveSettings,
+    ReplicaState,
     decide,
     declined_until,
 )
@@ -45,7 +45,7 @@ class Scripted:
 class World:
     """The replicas and their etcd. `owners` is the truth; each replica hears of it a little later, in order."""
 
-    def __init__(self, seed: int, shards: int, moves: Moves) -> None:
+    def __init__(self, seed: int, shards: int, moves: MoveSettings) -> None:
         self.random = Random(seed)
         self.shards = shards
         self.moves = moves
@@ -132,7 +132,7 @@ class World:
     def _look(self, replica: Scripted) -> None:
         if not replica.alive:
             return
-        standing = Standing(
+        standing = ReplicaState(
             name=replica.name,
             live=replica.instances,
             live_since=replica.live_since,
@@ -154,7 +154,7 @@ class World:
                 replica.next_look = decision.look_again
                 self.at(decision.look_again - self.now, lambda: self._look(replica))
 
-    def _begin(self, replica: Scripted, action: Claim | HandOver | Release) -> None:
+    def _begin(self, replica: Scripted, action: Claim | HandOver | DeleteOwnerKey) -> None:
         shard = action.shard
         delay = self.random.expovariate(10)
         match action:
@@ -165,7 +165,7 @@ class World:
                 replica.serving.discard(shard)
                 replica.leaving.add(shard)
                 self.at(delay, lambda: self._hand_over(replica, shard, to))
-            case Release():
+            case DeleteOwnerKey():
                 replica.leaving.add(shard)
                 self.at(delay, lambda: self._release(replica, shard))
 

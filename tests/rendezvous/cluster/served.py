@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.api.errors import translate
-from rallypoint.rendezvous.cluster.ownership import Moves, by_preference, shard_of
+from rallypoint.rendezvous.cluster.ownership import MoveSettings, by_preference, shard_of
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
@@ -33,7 +33,7 @@ PATIENCE = 40.0
 
 SHARDS = 8
 TTL = 6.0
-QUICK = Moves(settle=0.3, turn=1.0)
+QUICK = MoveSettings(settle=0.3, turn=1.0)
 
 
 @dataclass
@@ -107,7 +107,7 @@ async def served(
     *,
     ttl: float = TTL,
     shards: int | None = SHARDS,
-    moves: Moves = QUICK,
+    moves: MoveSettings = QUICK,
     keeps_etcd: bool = True,
     clock: Callable[[], float] = time.monotonic,
     state_ttl: float = DEFAULT_TTL,

@@ -12,12 +12,12 @@ from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
-from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.errors import EtcdAway, NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.cluster.lookup import Elsewhere
-from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal, Owner, Place
+from rallypoint.rendezvous.cluster.lookup import RemoteReader
+from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal, JournalLocation, Owner
 from rallypoint.rendezvous.journal.journal import Recovered
 from rendezvous.turn_counter import TickingClock
 
@@ -30,13 +30,17 @@ class Readers:
     """What reads a prefix, and how often it read whole shards."""
 
     def __init__(
-        self, client: EtcdClient, prefix: str, most_bytes: int = 1 << 20, slices: Slices | None = None
+        self,
+        client: EtcdClient,
+        prefix: str,
+        most_bytes: int = 1 << 20,
+        slices: CooperativeRunner | None = None,
     ) -> None:
         self.now = 0.0
         self.reading_takes = 0.0
         self.owner: str | None = None
         self.built: list[int] = []
-        self.elsewhere = Elsewhere(
+        self.elsewhere = RemoteReader(
             client,
             Keys(prefix),
             self._build,
@@ -76,7 +80,7 @@ async def journals(client: EtcdClient, address: EtcdAddress) -> AsyncIterator[li
     opened = []
     for shard in range(3):
         journal = EtcdJournal(
-            client, session, Place(keys.owner(shard), keys.space(shard)), Owner("o", "o:1", "1")
+            client, session, JournalLocation(keys.owner(shard), keys.space(shard)), Owner("o", "o:1", "1")
         )
         await journal.open()
         opened.append(journal)
@@ -86,7 +90,7 @@ async def journals(client: EtcdClient, address: EtcdAddress) -> AsyncIterator[li
     await session.close()
 
 
-class _Busy(Slices):
+class _Busy(CooperativeRunner):
     """Counts who came to have work done."""
 
     def __init__(self) -> None:

@@ -11,9 +11,16 @@ from log_events import log_events
 from rallypoint.etcd.values import KeyValue
 from rallypoint.rendezvous.cluster import shards as hosting_module
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.cluster.ownership import Claim, HandOver, Moves, Release, Why, decide
-from rallypoint.rendezvous.cluster.shards import Hosting
-from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
+from rallypoint.rendezvous.cluster.ownership import (
+    Claim,
+    DeleteOwnerKey,
+    HandOver,
+    MoveReason,
+    MoveSettings,
+    decide,
+)
+from rallypoint.rendezvous.cluster.shards import ShardManager
+from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
@@ -44,19 +51,19 @@ async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() ->
     async def release(shard: int, fence: int, /) -> None:
         raise AssertionError("no key is seen here")
 
-    news = News()
-    hosting = Hosting(
+    news = ChangeNotifier()
+    hosting = ShardManager(
         Cluster(_KEYS, 8),
         _ME,
         open_shard=claim,
         release=release,
         news=news,
-        moves=Moves(),
+        moves=MoveSettings(),
         clock=lambda: now,
     )
 
     async def pause_after_breaking() -> float:
-        hosting.begin(Claim(_SHARD, Why.PREFERRED))
+        hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
         assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
         broken.pop()(JournalError("etcd refuses"))
         assert await news.until(lambda: hosting.empty, 30.0)
@@ -81,12 +88,12 @@ async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
     async def release(shard: int, fence: int, /) -> None:
         released.append(fence)
 
-    cluster, news = Cluster(_KEYS, 8), News()
+    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
     cluster.read([_owned_by(_ME, 5)], 0.0)
-    hosting = Hosting(
-        cluster, _ME, open_shard=_never, release=release, news=news, moves=Moves(), clock=lambda: 0.0
+    hosting = ShardManager(
+        cluster, _ME, open_shard=_never, release=release, news=news, moves=MoveSettings(), clock=lambda: 0.0
     )
-    hosting.begin(Release(_SHARD))
+    hosting.begin(DeleteOwnerKey(_SHARD))
     cluster.read(then, 1.0)
     assert await news.until(lambda: hosting.empty, 30.0)
     assert released == []
@@ -94,7 +101,7 @@ async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
 
 
 def _registered(owner: Owner) -> KeyValue:
-    registration = Registration(owner.address, owner.instance, 0.0, 10.0)
+    registration = ReplicaRegistration(owner.address, owner.instance, 0.0, 10.0)
     return KeyValue(_KEYS.replica(owner.replica), registration.encode(), 2, 2, 1, 7)
 
 
@@ -106,12 +113,18 @@ async def _released(shard: int, fence: int, /) -> None:
     """Nothing is in etcd here."""
 
 
-async def _serving(cluster: Cluster, news: News) -> Hosting:
+async def _serving(cluster: Cluster, news: ChangeNotifier) -> ShardManager:
     """The shards of a session that has one."""
-    hosting = Hosting(
-        cluster, _ME, open_shard=_opened, release=_released, news=news, moves=Moves(), clock=lambda: 0.0
+    hosting = ShardManager(
+        cluster,
+        _ME,
+        open_shard=_opened,
+        release=_released,
+        news=news,
+        moves=MoveSettings(),
+        clock=lambda: 0.0,
     )
-    hosting.begin(Claim(_SHARD, Why.PREFERRED))
+    hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
     assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
     hosting.tell()
     return hosting
@@ -123,11 +136,11 @@ async def test_a_successor_that_leaves_as_well_is_not_waited_for(
     """At the end of a job its replicas leave together, and each may have looked like the others' successor."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, news = Cluster(_KEYS, 8), News()
+    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
     hosting = await _serving(cluster, news)
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()
-    hosting.begin(HandOver(_SHARD, "replica-1", Why.DRAIN))
+    hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert not await news.until(lambda: hosting.empty, 0.1)
     cluster.read([], 1.0)
     news.tell()
@@ -142,10 +155,10 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
 ) -> None:
     """It is there, and does not take the shard: its runs are served by no replica."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 0.01)
-    cluster, news = Cluster(_KEYS, 8), News()
+    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
     hosting = await _serving(cluster, news)
     cluster.read([_registered(_OTHER)], 0.0)
-    hosting.begin(HandOver(_SHARD, "replica-1", Why.DRAIN))
+    hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert await news.until(lambda: hosting.empty, 30.0)
     hosting.tell()
     (line,) = log_events(caplog.records)
@@ -158,12 +171,12 @@ async def test_what_is_finished_needs_no_successor(
     """Another replica may take the shards of runs that are over. It is not waited for, and no line says so."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, news = Cluster(_KEYS, 8), News()
+    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
     hosting = await _serving(cluster, news)
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()
     hosting.draining = hosting.finished = True
-    (action,) = decide(hosting.standing(), 0.0, Moves()).actions
+    (action,) = decide(hosting.standing(), 0.0, MoveSettings()).actions
     assert isinstance(action, HandOver)
     hosting.begin(action)
     assert await news.until(lambda: hosting.empty, 30.0)

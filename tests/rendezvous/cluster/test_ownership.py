@@ -8,31 +8,31 @@ import pytest
 
 from rallypoint.rendezvous.cluster.ownership import (
     Claim,
+    DeleteOwnerKey,
     HandOver,
-    Moves,
-    Release,
-    Standing,
-    Why,
+    MoveReason,
+    MoveSettings,
+    ReplicaState,
     by_preference,
     decide,
     declined_until,
 )
 
 NAMES = ("a", "b", "c")
-MOVES = Moves(settle=10, turn=3, claims=4, balancing=2, draining=3)
+MOVES = MoveSettings(settle=10, turn=3, claims=4, balancing=2, draining=3)
 # A shard that a prefers, then b, then c; and one that b prefers.
 OF_A = next(shard for shard in range(999) if by_preference(shard, NAMES) == ["a", "b", "c"])
 OF_B = next(shard for shard in range(999) if by_preference(shard, NAMES)[0] == "b")
 
 
-def _standing(name: str, **known: object) -> Standing:
-    return replace(Standing(name=name, live=NAMES, live_since=0.0), **known)  # type: ignore[arg-type]
+def _standing(name: str, **known: object) -> ReplicaState:
+    return replace(ReplicaState(name=name, live=NAMES, live_since=0.0), **known)  # type: ignore[arg-type]
 
 
 def test_a_free_shard_is_claimed_at_once_by_the_preferred_replica() -> None:
     """Nobody waits for a bound to pass when the one who should have a shard is there."""
     decision = decide(_standing("a", free={OF_A: 100.0}), 100.0, MOVES)
-    assert decision.actions == [Claim(OF_A, Why.PREFERRED)]
+    assert decision.actions == [Claim(OF_A, MoveReason.PREFERRED)]
     assert decision.look_again is None
 
 
@@ -43,14 +43,14 @@ def test_a_shard_that_the_preferred_replica_does_not_claim_goes_to_the_next(name
     waiting = decide(standing, 100.0 + wait - 0.1, MOVES)
     assert waiting.actions == []
     assert waiting.look_again == 100.0 + wait
-    assert decide(standing, 100.0 + wait, MOVES).actions == [Claim(OF_A, Why.NOBODY_CAME)]
+    assert decide(standing, 100.0 + wait, MOVES).actions == [Claim(OF_A, MoveReason.NOBODY_CAME)]
 
 
 def test_a_turn_counts_from_when_the_order_last_changed() -> None:
     """A shard may have been free for long when a replica comes that is preferred: it gets its full time."""
     standing = _standing("b", free={OF_A: 0.0}, live_since=100.0)
     assert decide(standing, 102.9, MOVES).actions == []
-    assert decide(standing, 103.0, MOVES).actions == [Claim(OF_A, Why.NOBODY_CAME)]
+    assert decide(standing, 103.0, MOVES).actions == [Claim(OF_A, MoveReason.NOBODY_CAME)]
 
 
 def test_a_replica_that_is_not_registered_claims_nothing() -> None:
@@ -62,7 +62,7 @@ def test_claims_are_bounded_and_none_is_made_twice() -> None:
     """Each reads a whole shard; what is under way is not begun again."""
     free = dict.fromkeys(range(20), 0.0)
     standing = _standing("a", live=("a",), free=free, claiming=(0, 1, 2))
-    assert decide(standing, 100.0, MOVES).actions == [Claim(3, Why.PREFERRED)]
+    assert decide(standing, 100.0, MOVES).actions == [Claim(3, MoveReason.PREFERRED)]
 
 
 def test_after_a_failed_claim_the_next_try_waits() -> None:
@@ -70,7 +70,7 @@ def test_after_a_failed_claim_the_next_try_waits() -> None:
     standing = _standing("a", free={OF_A: 0.0}, not_before={OF_A: 50.0})
     assert decide(standing, 49.0, MOVES).actions == []
     assert decide(standing, 49.0, MOVES).look_again == 50.0
-    assert decide(standing, 50.0, MOVES).actions == [Claim(OF_A, Why.PREFERRED)]
+    assert decide(standing, 50.0, MOVES).actions == [Claim(OF_A, MoveReason.PREFERRED)]
 
 
 def test_a_shard_moves_to_who_is_preferred_only_when_who_is_live_has_settled() -> None:
@@ -79,7 +79,7 @@ def test_a_shard_moves_to_who_is_preferred_only_when_who_is_live_has_settled() -
     waiting = decide(standing, 109.9, MOVES)
     assert waiting.actions == []
     assert waiting.look_again == 110.0
-    assert decide(standing, 110.0, MOVES).actions == [HandOver(OF_B, "b", Why.BALANCE)]
+    assert decide(standing, 110.0, MOVES).actions == [HandOver(OF_B, "b", MoveReason.BALANCE)]
 
 
 def test_shards_move_few_at_a_time() -> None:
@@ -95,7 +95,7 @@ def test_a_shard_that_was_declined_stays_for_a_while() -> None:
     """A preferred replica that can't claim must not make a shard go to and fro for ever."""
     standing = _standing("a", owned=(OF_B,), serving=(OF_B,), declined={OF_B: 500.0})
     assert decide(standing, 499.0, MOVES).actions == []
-    assert decide(standing, 500.0, MOVES).actions == [HandOver(OF_B, "b", Why.BALANCE)]
+    assert decide(standing, 500.0, MOVES).actions == [HandOver(OF_B, "b", MoveReason.BALANCE)]
     assert [declined_until(times, 0.0, MOVES) for times in (1, 2, 3, 9999)] == [30.0, 60.0, 120.0, 3600.0]
 
 
@@ -111,18 +111,18 @@ def test_a_draining_replica_hands_everything_over_and_claims_nothing() -> None:
         draining=True,
     )
     assert decide(standing, 100.0, MOVES).actions == [
-        HandOver(shard, by_preference(shard, ("b", "c"))[0], Why.DRAIN) for shard in range(3)
+        HandOver(shard, by_preference(shard, ("b", "c"))[0], MoveReason.DRAIN) for shard in range(3)
     ]
 
 
 def test_the_last_replica_lets_go_of_its_shards_when_it_drains() -> None:
     """There is nobody to wait for."""
     standing = _standing("a", live=(), owned=(OF_A,), serving=(OF_A,), draining=True)
-    assert decide(standing, 0.0, MOVES).actions == [HandOver(OF_A, None, Why.DRAIN)]
+    assert decide(standing, 0.0, MOVES).actions == [HandOver(OF_A, None, MoveReason.DRAIN)]
 
 
 @pytest.mark.parametrize("draining", [False, True])
 def test_an_owner_key_without_a_shard_is_let_go_of(draining: bool) -> None:
     """While it stands nobody else can claim, and who lost the shard's journal can't serve it."""
     standing = _standing("a", owned=(1, 2, 3), claiming=(2,), leaving=(3,), draining=draining)
-    assert decide(standing, 0.0, MOVES).actions == [Release(1)]
+    assert decide(standing, 0.0, MOVES).actions == [DeleteOwnerKey(1)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.rendezvous.cluster.ownership import Moves, by_preference
+from rallypoint.rendezvous.cluster.ownership import MoveSettings, by_preference
 from rendezvous.cluster.scripted_replicas import LEASE, Scripted, World
 
-MOVES = Moves()
+MOVES = MoveSettings()
 SHARDS = 32
 
 

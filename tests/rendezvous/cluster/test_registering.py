@@ -16,12 +16,12 @@ from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.cluster import registering
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.registering import wait_for_name
-from rallypoint.rendezvous.cluster.view import Registration
+from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rpc.endpoint import SettingError
 
 PATIENCE = 60.0
-OTHERS = Registration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)
-OURS = Registration("10.9.9.8:29400", "ours", 0.0, lease_ttl=0.5)
+OTHERS = ReplicaRegistration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)
+OURS = ReplicaRegistration("10.9.9.8:29400", "ours", 0.0, lease_ttl=0.5)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.cluster import replica
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.ownership import shard_of
-from rallypoint.rendezvous.cluster.view import Registration
+from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rendezvous.runs import recovery
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
@@ -315,7 +315,7 @@ async def test_a_replica_that_was_killed_is_followed_by_the_next_of_its_name(
     """It waits for the dead one's lease, which ends by itself."""
     lease, _ = await client.grant(2)
     keys = Keys(address.prefix)
-    dead = Registration("10.9.9.9:29400", "dead", 0.0, lease_ttl=2.0)
+    dead = ReplicaRegistration("10.9.9.9:29400", "dead", 0.0, lease_ttl=2.0)
     await client.transact(Txn([], [Put(keys.replica("a"), dead.encode(), lease)]))
     async with served(address, "a") as a:
         await shared_out(a)
@@ -380,7 +380,7 @@ async def test_what_changed_while_a_replica_could_not_hear_is_known_afterwards(
             await shared_out(a)
             proxy.refuse()
             keys = Keys(address.prefix)
-            other = Registration("10.9.9.9:29400", "other", 0.0, lease_ttl=2.0)
+            other = ReplicaRegistration("10.9.9.9:29400", "other", 0.0, lease_ttl=2.0)
             for _ in range(3):
                 written = await client.transact(Txn([], [Put(keys.replica("z"), other.encode())]))
             await _compact(address, written.revision)

@@ -12,7 +12,7 @@ from etcd_server import NEEDS_ETCD
 from log_events import log_events
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.cluster import moves_log
-from rallypoint.rendezvous.cluster.ownership import Moves
+from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import parse_endpoint
 from rendezvous.cluster.served import PATIENCE, SHARDS, Served, run_in, served, shared_out, until
@@ -21,7 +21,7 @@ from rendezvous.cut_proxy import CutProxy
 pytestmark = NEEDS_ETCD
 
 # Nothing is spread evenly while a test looks.
-_STAYING = Moves(settle=3600.0, turn=1.0)
+_STAYING = MoveSettings(settle=3600.0, turn=1.0)
 
 
 class _Told:

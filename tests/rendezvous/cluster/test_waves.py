@@ -8,42 +8,42 @@ from collections.abc import Hashable
 import pytest
 
 from rallypoint.rendezvous.cluster import moves_log
-from rallypoint.rendezvous.cluster.moves_log import Wave, Waves
+from rallypoint.rendezvous.cluster.moves_log import RebalanceBatch, RebalanceBatches
 
 
 async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it was in all; what is not alike is another wave."""
     monkeypatch.setattr(moves_log, "QUIET", 0.05)
     monkeypatch.setattr(moves_log, "LONGEST", 3600.0)
-    told: asyncio.Queue[tuple[Hashable, Wave]] = asyncio.Queue()
-    both = Waves(lambda alike, wave: told.put_nowait((alike, wave)))
+    told: asyncio.Queue[tuple[Hashable, RebalanceBatch]] = asyncio.Queue()
+    both = RebalanceBatches(lambda alike, wave: told.put_nowait((alike, wave)))
     for number in range(64):
         both.add("came", runs=2, seconds=number / 100)
     both.add("went", runs=5)
     assert told.empty()
     async with asyncio.timeout(30):
-        assert await told.get() == ("came", Wave(64, 128, 0.63))
-        assert await told.get() == ("went", Wave(1, 5, 0.0))
+        assert await told.get() == ("came", RebalanceBatch(64, 128, 0.63))
+        assert await told.get() == ("went", RebalanceBatch(1, 5, 0.0))
     both.add("came", runs=1)
     async with asyncio.timeout(30):
-        assert await told.get() == ("came", Wave(1, 1, 0.0))
+        assert await told.get() == ("came", RebalanceBatch(1, 1, 0.0))
 
 
 async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves_log, "QUIET", 3600.0)
     monkeypatch.setattr(moves_log, "LONGEST", 0.05)
-    told: asyncio.Queue[Wave] = asyncio.Queue()
-    endless = Waves(lambda alike, wave: told.put_nowait(wave))
+    told: asyncio.Queue[RebalanceBatch] = asyncio.Queue()
+    endless = RebalanceBatches(lambda alike, wave: told.put_nowait(wave))
     endless.add("came", runs=1)
     async with asyncio.timeout(30):
-        assert await told.get() == Wave(1, 1, 0.0)
+        assert await told.get() == RebalanceBatch(1, 1, 0.0)
 
 
 async def test_what_was_not_told_yet_is_told_at_the_end() -> None:
     """Once."""
-    told: list[Wave] = []
-    ended = Waves(lambda alike, wave: told.append(wave))
+    told: list[RebalanceBatch] = []
+    ended = RebalanceBatches(lambda alike, wave: told.append(wave))
     ended.add("came", runs=1)
     ended.end()
     ended.end()
-    assert told == [Wave(1, 1, 0.0)]
+    assert told == [RebalanceBatch(1, 1, 0.0)]

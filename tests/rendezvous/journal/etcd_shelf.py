@@ -16,8 +16,8 @@ from rallypoint.etcd.values import CreateRevision, Delete, Put, Txn, TxnResult, 
 from rallypoint.rendezvous.journal.etcd.journal import (
     CommitPool,
     EtcdJournal,
+    JournalLocation,
     Owner,
-    Place,
     SpaceRead,
     read_space,
 )
@@ -94,7 +94,7 @@ class EtcdShelf:
         name = secrets.token_hex(8)
         self.client = client
         self.session = session
-        self.place = Place(f"/{name}/owners/0000".encode(), f"/{name}/shards/0000/".encode())
+        self.place = JournalLocation(f"/{name}/owners/0000".encode(), f"/{name}/shards/0000/".encode())
 
     @property
     def deletion_of_owner(self) -> Txn:

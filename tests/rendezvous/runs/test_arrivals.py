@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rallypoint.rendezvous.runs.run import Arrivals
+from rallypoint.rendezvous.runs.run import PendingJoins
 
 QUIET = 0.02
 
@@ -51,7 +51,7 @@ def clock_loop() -> Iterator[ClockLoop]:
 
 
 def woken(
-    arrivals: Arrivals, loop: ClockLoop, comings: Sequence[float], term: float = 15.0, until: float = 60.0
+    arrivals: PendingJoins, loop: ClockLoop, comings: Sequence[float], term: float = 15.0, until: float = 60.0
 ) -> list[float]:
     """Newcomers come at these times; returns when each was woken."""
     began, at = loop.now, dict[int, float]()
@@ -77,21 +77,21 @@ def woken(
 def test_a_lone_newcomer_waits_for_a_moment_only() -> None:
     """As long as it takes to see whether others come."""
     with clock_loop() as loop:
-        assert woken(Arrivals(), loop, [0.0]) == [pytest.approx(QUIET)]
+        assert woken(PendingJoins(), loop, [0.0]) == [pytest.approx(QUIET)]
 
 
 def test_a_storm_is_answered_when_it_is_over() -> None:
     """All at once, a moment after the last."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(50)]
-        assert woken(Arrivals(), loop, comings) == [pytest.approx(0.49 + QUIET)] * 50
+        assert woken(PendingJoins(), loop, comings) == [pytest.approx(0.49 + QUIET)] * 50
 
 
 def test_nobody_waits_longer_than_a_third_of_its_term() -> None:
     """Though others come and come: it must know in time when to say that it is alive. And who came later waits on."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(300)]
-        times = woken(Arrivals(), loop, comings, term=1.5)
+        times = woken(PendingJoins(), loop, comings, term=1.5)
         waited = [at - coming for at, coming in zip(times, comings, strict=True)]
         assert max(waited) <= 0.5 + QUIET
         assert waited[:200] == pytest.approx([0.5] * 200, abs=QUIET)
@@ -101,13 +101,13 @@ def test_nobody_waits_so_long_that_it_gives_up() -> None:
     """However long its lease lives."""
     with clock_loop() as loop:
         comings = [number * 0.01 for number in range(1_000)]
-        times = woken(Arrivals(), loop, comings, term=86_400.0)
+        times = woken(PendingJoins(), loop, comings, term=86_400.0)
         assert max(at - coming for at, coming in zip(times, comings, strict=True)) <= 5.0 + QUIET
 
 
 def test_after_a_storm_it_is_as_before() -> None:
     """The next one waits for a moment only."""
     with clock_loop() as loop:
-        arrivals = Arrivals()
+        arrivals = PendingJoins()
         woken(arrivals, loop, [0.0, 0.01, 0.02])
         assert woken(arrivals, loop, [0.0]) == [pytest.approx(QUIET)]

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import Refused
@@ -54,7 +54,7 @@ class Story:
         }
         self.stage = Stage(limits=LIMITS, **self.settings)
         self.members: list[Member] = []
-        self.watchers: list[tuple[str, Slot[pb.Run], int]] = []
+        self.watchers: list[tuple[str, LatestValue[pb.Run], int]] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.refused = 0
         # The latest number of each kind that anybody was told, per run.
@@ -207,7 +207,9 @@ class Story:
         stands = run is not None and run.members.get(member.node_id) is member
         assert stands or member.updates.ended, "a stream that nobody feeds and nobody ends"
 
-    async def caught_up(self, run_id: str, slot: Slot[pb.Run], seen: int) -> tuple[str, Slot[pb.Run], int]:
+    async def caught_up(
+        self, run_id: str, slot: LatestValue[pb.Run], seen: int
+    ) -> tuple[str, LatestValue[pb.Run], int]:
         """What a watcher was told is newer than what it saw, and the last of it what there is."""
         if slot._value is not None:
             told = slot._value

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import NodeIsEvicted, RevisionAhead, RunNotFound
 from rallypoint.rendezvous.runs import run as hosted_run
@@ -31,12 +31,12 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosted_run, "_PACE_PER_NODE", PACE / 4)
 
 
-def waits(slot: Slot[pb.Run]) -> bool:
+def waits(slot: LatestValue[pb.Run]) -> bool:
     """Whether something waits in a slot to be taken."""
     return slot._value is not None
 
 
-async def seen(slot: Slot[pb.Run]) -> pb.Run:
+async def seen(slot: LatestValue[pb.Run]) -> pb.Run:
     run = await slot.take()
     assert run is not None
     return run

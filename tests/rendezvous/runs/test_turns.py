@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.runs.runs import Turns
+from rallypoint.rendezvous.runs.runs import FairQueue
 
 
 def test_a_long_queue_keeps_no_short_one_waiting() -> None:
     """Of each run the first few, whoever came first."""
-    turns: Turns[str] = Turns(2)
+    turns: FairQueue[str] = FairQueue(2)
     for item in ("a1", "a2", "a3", "b1", "a4"):
         turns.put(item[0], item)
     assert turns.take() == ["a1", "a2", "b1"]
@@ -27,7 +27,7 @@ def test_a_long_queue_keeps_no_short_one_waiting() -> None:
 )
 def test_everything_is_taken_once_and_in_order(most: int, runs: list[str], pauses: set[int]) -> None:
     """However putting and taking mix, and no turn takes more of a run than it may."""
-    turns: Turns[tuple[str, int]] = Turns(most)
+    turns: FairQueue[tuple[str, int]] = FairQueue(most)
     taken: list[tuple[str, int]] = []
 
     def take() -> None:

@@ -23,10 +23,10 @@ from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.core.state import RunState, WorkerFailure
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.runs import run as hosted_run
-from rallypoint.rendezvous.shard.home import Home
+from rallypoint.rendezvous.shard.home import RunLocator
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.state.core import SetState
-from rallypoint.rendezvous.store.writes import Add, Delete, Set
+from rallypoint.rendezvous.store.writes import Add, DeleteKey, Set
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.shard_fixtures import OWNER, RUN, Scene, ShardJournal, elsewhere, opened
 
@@ -76,7 +76,7 @@ def run_page(first: int, state: RunState) -> pb.GetRunResponse:
 
 async def answers(reader: RunReader) -> dict[tuple[object, ...], object]:
     """Whatever can be read without waiting."""
-    events = EventServicer(cast(Home, _OneReader(reader)), lambda: None)
+    events = EventServicer(cast(RunLocator, _OneReader(reader)), lambda: None)
     store = reader.store
     asked: dict[tuple[object, ...], tuple[Callable[..., object], *tuple[object, ...]]] = {
         ("ListRuns",): (list_runs, pb.ListRunsRequest(), [reader.runs])
@@ -140,7 +140,9 @@ class Life:
                 counter = Add(round=space, key="k3", amount=1, operation=operation)
                 await self.scene.shard.store.write(run_id, counter)
             case "delete":
-                await self.scene.shard.store.write(run_id, Delete(round=space, key=key, operation=operation))
+                await self.scene.shard.store.write(
+                    run_id, DeleteKey(round=space, key=key, operation=operation)
+                )
             case "state":
                 held = self.scene.shard.states.get(run_id)
                 token = held.token if held is not None else None

@@ -14,7 +14,7 @@ from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown
 from rallypoint.rendezvous.base.refusals import JournalFailed
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
-from rallypoint.rendezvous.shard.home import OneShard
+from rallypoint.rendezvous.shard.home import SingleShardLocator
 from rallypoint.rendezvous.state.core import SPACE, SetState
 from rallypoint.rendezvous.store.writes import Add
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -284,7 +284,7 @@ async def test_of_a_long_history_no_more_is_told(end: str) -> None:
                 else:
                     scene.shard.end_streams(elsewhere)
 
-        events = EventServicer(OneShard(scene.shard), lambda: None)
+        events = EventServicer(SingleShardLocator(scene.shard), lambda: None)
         watcher: Any = Watcher()
         assert_refused(await refusal_of(events.watch(pb.WatchEventsRequest(run_id=RUN), watcher)))
         assert len(told) == 1

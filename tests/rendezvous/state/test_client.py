@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.entries import Writer
 from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.state.client import FencedStateClient
@@ -154,7 +154,7 @@ class Watches:
         self._asked: asyncio.Queue[bytes | None] = asyncio.Queue()
         watch = states.watch
 
-        def noting(run_id: str, token: bytes | None) -> Slot[StateView]:
+        def noting(run_id: str, token: bytes | None) -> LatestValue[StateView]:
             self._asked.put_nowait(token)
             return watch(run_id, token)
 

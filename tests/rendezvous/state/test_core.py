@@ -21,12 +21,12 @@ from rallypoint.rendezvous.state.core import (
     OPERATION_BYTES,
     SPACE,
     STATE_OVERHEAD_BYTES,
-    Draft,
     FencedState,
     SetOutcome,
     SetState,
     StateLimits,
     States,
+    StatesDraft,
 )
 from rendezvous.state.state_fakes import RUN, asked
 
@@ -40,16 +40,16 @@ class Ledger:
         self.rows: dict[tuple[str, str], bytes] = {}
         self._random = random.Random(1)
 
-    def draft(self) -> Draft:
-        return Draft(self.states, self.limits)
+    def draft(self) -> StatesDraft:
+        return StatesDraft(self.states, self.limits)
 
     def nonce(self) -> bytes:
         return self._random.randbytes(16)
 
-    def decide(self, draft: Draft, request: SetState) -> SetOutcome:
+    def decide(self, draft: StatesDraft, request: SetState) -> SetOutcome:
         return draft.repetition(request) or draft.set(request, self.nonce())
 
-    def keep(self, draft: Draft) -> None:
+    def keep(self, draft: StatesDraft) -> None:
         for entry in draft.entries():
             assert entry.round == SPACE
             if entry.value is None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.entries import Operation, Writer
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.base.refusals import (
@@ -31,14 +31,14 @@ async def first(states: FencedStateService, state: bytes = b"x", run_id: str = R
     return outcome.current
 
 
-async def view(slot: Slot[StateView]) -> FencedState | None:
+async def view(slot: LatestValue[StateView]) -> FencedState | None:
     """What a watcher is told next."""
     told = await slot.take()
     assert told is not None
     return told.current
 
 
-async def silent(slot: Slot[StateView]) -> bool:
+async def silent(slot: LatestValue[StateView]) -> bool:
     """Whether a watcher has nothing to hear."""
     (taking,) = await started(slot.take())
     return taking.cancel()

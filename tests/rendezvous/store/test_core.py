@@ -23,13 +23,13 @@ from rallypoint.rendezvous.base.refusals import (
     TooManyKeys,
 )
 from rallypoint.rendezvous.core.commands import Refused
-from rallypoint.rendezvous.store.core import Draft, RunSpaces, entry_bytes
+from rallypoint.rendezvous.store.core import RunDraft, RunSpaces, entry_bytes
 from rallypoint.rendezvous.store.writes import (
     Add,
     Append,
     CompareSet,
     Comparison,
-    Delete,
+    DeleteKey,
     MultiSet,
     Set,
     Write,
@@ -59,13 +59,13 @@ writes: st.SearchStrategy[Write[object]] = st.one_of(
         operation=operations,
     ),
     st.builds(CompareSet, round=rounds, key=keys, expected=values, desired=values, operation=operations),
-    st.builds(Delete, round=rounds, key=keys, operation=operations),
+    st.builds(DeleteKey, round=rounds, key=keys, operation=operations),
 )
 
 
 def commit(run: RunSpaces, batch: list[Write[object]], limits: StoreLimits = LIMITS) -> list[object]:
     """Carry a batch out; return the answers, refusals by their text."""
-    draft = Draft(run, limits)
+    draft = RunDraft(run, limits)
     answers: list[object] = []
     for write in batch:
         try:
@@ -133,7 +133,7 @@ def by_hand(spaces: dict[int, dict[str, bytes]], write: Write[object]) -> object
             if swapped:
                 space[key] = desired
             return Comparison(swapped, space.get(key))
-        case Delete(key=key):
+        case DeleteKey(key=key):
             return space.pop(key, None) is not None
         case _:
             raise AssertionError(write)
@@ -166,7 +166,7 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
     run = RunSpaces(RUN)
     rows: dict[tuple[int, str], StoreChange] = {}
     for batch in batches:
-        draft = Draft(run, LIMITS)
+        draft = RunDraft(run, LIMITS)
         for write in batch:
             try:
                 decide(draft, write, ROUND)
@@ -208,7 +208,7 @@ def test_a_refused_write_leaves_no_trace() -> None:
     run = RunSpaces(RUN)
     commit(run, [Set(round=0, key="a", value=b"text")])
     before = contents(run)
-    draft = Draft(run, StoreLimits(run_bytes=200))
+    draft = RunDraft(run, StoreLimits(run_bytes=200))
     operation = Operation("client", 0, 1)
     with pytest.raises(NotAnInteger, match="'a' holds b'text'"):
         decide(draft, Add(round=0, key="a", amount=1, operation=operation), ROUND)
@@ -229,7 +229,7 @@ def test_a_full_store_still_shrinks() -> None:
     full = StoreLimits(run_bytes=run.used_bytes)
     operation = Operation("client" * 10, 0, 1)
     assert commit(run, [Set(round=0, key="a", value=b"87654321")], full) == [None]
-    assert commit(run, [Delete(round=0, key="a", operation=operation)], full) == [True]
+    assert commit(run, [DeleteKey(round=0, key="a", operation=operation)], full) == [True]
     assert run.used_bytes == 0
 
 
@@ -243,7 +243,7 @@ def test_a_full_store_still_shrinks() -> None:
 def test_several_values_are_set_all_or_none(limits: StoreLimits, refusal: type[Refused], match: str) -> None:
     """Also when only the last of them is too much, with other writes of the batch before and after it."""
     run = RunSpaces(RUN)
-    draft = Draft(run, limits)
+    draft = RunDraft(run, limits)
     decide(draft, Set(round=0, key="a", value=b""), ROUND)
     before = draft.steps().copy(), draft.values()
     with pytest.raises(refusal, match=match):
@@ -261,7 +261,7 @@ def test_a_run_that_is_full_of_keys_goes_on_with_those_it_has() -> None:
     assert commit(run, [Set(round=0, key="a", value=b"longer")], limits) == [None]
     (answer,) = commit(run, [Set(round=0, key="b", value=b"")], limits)
     assert str(answer).startswith("TooManyKeys")
-    assert commit(run, [Delete(round=ROUND, key="a"), Set(round=0, key="b", value=b"")], limits) == [
+    assert commit(run, [DeleteKey(round=ROUND, key="a"), Set(round=0, key="b", value=b"")], limits) == [
         True,
         None,
     ]
@@ -280,7 +280,7 @@ def test_rounds_bound_who_may_work_where() -> None:
     with pytest.raises(RoundNotBegun):
         run.check_round(1, 0)
     with pytest.raises(RoundOver):  # a writer of an old round, in the run's own space
-        decide(Draft(run, LIMITS), Set(round=0, key="a", value=b"", writer_round=2), ROUND)
+        decide(RunDraft(run, LIMITS), Set(round=0, key="a", value=b"", writer_round=2), ROUND)
 
 
 def test_a_round_that_is_over_is_gone_for_good() -> None:
@@ -348,7 +348,7 @@ def test_a_completed_write_is_answered_again_after_the_end_of_its_round(write: W
     for deletion in run.forget_rounds_before(ROUND + 1):
         del rows[deletion.round, deletion.key]
     for spaces in (run, finish(RunSpaces.restore(RUN, rows.values()))):
-        draft = Draft(spaces, LIMITS)
+        draft = RunDraft(spaces, LIMITS)
         assert decide(draft, write, ROUND + 1) == 1
         assert not [*draft.values(), *draft.records()]
         with pytest.raises(RoundOver):
@@ -359,7 +359,7 @@ def test_a_completed_write_is_answered_again_after_the_end_of_its_round(write: W
 
 def committed(run: RunSpaces, write: Write[object]) -> list[StoreChange]:
     """Carry a write out; return what a journal is given."""
-    draft = Draft(run, LIMITS)
+    draft = RunDraft(run, LIMITS)
     decide(draft, write, ROUND)
     changes = [*draft.values(), *draft.records()]
     for change in changes:
@@ -379,7 +379,7 @@ def test_a_delayed_write_takes_no_effect_after_a_later_one_to_another_space(earl
     assert sum(change.key.startswith(RESERVED) for change in kept) == 1, "one record for each slot"
     for spaces in (run, finish(RunSpaces.restore(RUN, kept))):
         before = contents(spaces)
-        draft = Draft(spaces, LIMITS)
+        draft = RunDraft(spaces, LIMITS)
         with pytest.raises(OperationSuperseded):
             decide(draft, named(early, 2), ROUND)
         with pytest.raises(OperationReused):

@@ -20,7 +20,7 @@ from rallypoint.rendezvous.base.refusals import (
 from rallypoint.rendezvous.core.commands import RunNotFound
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.store import RunStore
-from rallypoint.rendezvous.store.writes import Add, CompareSet, Delete, Set
+from rallypoint.rendezvous.store.writes import Add, CompareSet, DeleteKey, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
 
 FOR_EVER = 3600.0
@@ -113,7 +113,7 @@ async def test_waiters_see_every_write_of_a_batch_in_order() -> None:
         store.wait(RUN, 1, ["k", "later"], FOR_EVER),
     )
     await journal.until_held()
-    await started(store.write(RUN, set_("k", b"brief")), store.write(RUN, Delete(round=1, key="k")))
+    await started(store.write(RUN, set_("k", b"brief")), store.write(RUN, DeleteKey(round=1, key="k")))
     journal.release()
     await blocker
     assert await waiter == b"brief"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rallypoint.rendezvous.base.entries import StoreChange
-from rallypoint.rendezvous.store.store import Sweep
+from rallypoint.rendezvous.store.store import StoreSweep
 
 
 def deletions(*keys: str) -> list[StoreChange]:
@@ -17,7 +17,7 @@ def nothing_lives(round: int, key: str) -> bool:
 
 
 def test_deletions_come_in_their_order_and_once() -> None:
-    sweep = Sweep()
+    sweep = StoreSweep()
     assert not sweep
     sweep.add(deletions("a", "b", "c"))
     sweep.add(deletions("d"))
@@ -28,7 +28,7 @@ def test_deletions_come_in_their_order_and_once() -> None:
 
 def test_what_lives_again_is_left_alone() -> None:
     """By the time the deletion would be made, not when it was taken in."""
-    sweep = Sweep()
+    sweep = StoreSweep()
     living = {(1, "a")}
     sweep.add(deletions("a", "b"))
     living.add((1, "b"))
@@ -44,7 +44,7 @@ def test_nothing_is_looked_at_before_its_time() -> None:
             looked.append(deletion.key)
             yield deletion
 
-    sweep = Sweep()
+    sweep = StoreSweep()
     sweep.add(lazily())
     assert looked == ["a"]
     sweep.take(2, nothing_lives)
@@ -52,13 +52,13 @@ def test_nothing_is_looked_at_before_its_time() -> None:
 
 
 def test_nothing_to_do_is_nothing_to_do() -> None:
-    sweep = Sweep()
+    sweep = StoreSweep()
     sweep.add([])
     assert not sweep
 
 
 def test_what_is_taken_out_whole_is_gone() -> None:
-    sweep = Sweep()
+    sweep = StoreSweep()
     sweep.add(deletions("a", "b"))
     assert list(sweep.take_all()) == deletions("a", "b")
     assert not sweep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.rendezvous.store.waits import Waiting
+from rallypoint.rendezvous.store.waits import SpaceWaiters
 
 KEYS = ["a", "b", "c"]
 
@@ -19,7 +19,7 @@ def test_a_waiter_is_told_when_all_its_keys_are_there_at_once(
     waits: list[set[str]], changes: list[tuple[str, bool]]
 ) -> None:
     """Against a model that looks at everything after every change."""
-    waiting: Waiting[int] = Waiting()
+    waiting: SpaceWaiters[int] = SpaceWaiters()
     for number, keys in enumerate(waits):
         waiting.add(keys, keys, number)
     present: set[str] = set()
@@ -41,7 +41,7 @@ def test_a_waiter_is_told_when_all_its_keys_are_there_at_once(
 
 
 def test_nothing_is_left_of_a_waiter_that_went() -> None:
-    waiting: Waiting[str] = Waiting()
+    waiting: SpaceWaiters[str] = SpaceWaiters()
     waiter = waiting.add(["a", "b"], ["a"], "one")
     waiting.discard(waiter)
     waiting.discard(waiter)

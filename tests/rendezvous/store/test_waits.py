@@ -13,7 +13,7 @@ from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, MAX_VALUE_BYTES, StoreLimits
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundOver, TooManyWaiters
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writes import Delete, MultiSet, Set
+from rallypoint.rendezvous.store.writes import DeleteKey, MultiSet, Set
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, open_store
 
 FOR_EVER = 3600.0
@@ -50,7 +50,7 @@ async def test_several_values_are_those_of_the_moment_when_all_were_there() -> N
     tasks = await started(set_(store, other=b""))
     await journal.until_held()
     tasks += await started(set_(store, a=b"2"), set_(store, b=b"2"), set_(store, a=b"3"))
-    tasks += await started(store.write(RUN, Delete(round=1, key="b")))
+    tasks += await started(store.write(RUN, DeleteKey(round=1, key="b")))
     journal.release()
     assert await reading == [b"2", b"2"]
     await asyncio.gather(*tasks)

@@ -14,13 +14,13 @@ from rallypoint.rendezvous.base.refusals import (
     OperationSuperseded,
     ValueTooLarge,
 )
-from rallypoint.rendezvous.store.core import Draft, RunSpaces
+from rallypoint.rendezvous.store.core import RunDraft, RunSpaces
 from rallypoint.rendezvous.store.writes import (
     Add,
     Append,
     CompareSet,
     Comparison,
-    Delete,
+    DeleteKey,
     MultiSet,
     Set,
     Write,
@@ -32,7 +32,7 @@ class Space:
     """One space, to write to directly."""
 
     def __init__(self) -> None:
-        self.draft = Draft(RunSpaces("run"), StoreLimits())
+        self.draft = RunDraft(RunSpaces("run"), StoreLimits())
 
     def do(self, write: Write[object]) -> object:
         return decide(self.draft, write, 1)
@@ -125,7 +125,7 @@ def test_fingerprints_are_those_that_journals_keep() -> None:
         (Set(round=0, key="k", value=b"v"), b"Setkv"),
         (Add(round=0, key="k", amount=-7), b"Addk-7"),
         (CompareSet(round=0, key="k", expected=b"a", desired=b"b"), b"CompareSetk1 ab"),
-        (Delete(round=0, key="k"), b"Deletek"),
+        (DeleteKey(round=0, key="k"), b"Deletek"),
     ]
     for write, summed in kept:
         assert write.fingerprint() == crc32(summed)
@@ -155,9 +155,9 @@ def test_compare_set_is_that_of_torch(
 
 def test_delete_says_what_was_there() -> None:
     space = Space()
-    assert space.do(Delete(round=0, key="k")) is False
+    assert space.do(DeleteKey(round=0, key="k")) is False
     space.do(Set(round=0, key="k", value=b""))
-    assert space.do(Delete(round=0, key="k")) is True
+    assert space.do(DeleteKey(round=0, key="k")) is True
     assert space.get("k") is None
 
 
@@ -168,7 +168,7 @@ def test_a_repeated_write_is_answered_as_before_whatever_came_between() -> None:
     assert space.do(Add(round=0, key="n", amount=1, operation=named(1, 1))) == 2
     assert space.do(add) == 1
     assert space.get("n") == b"2"
-    delete = Delete(round=0, key="n", operation=named(0, 2))
+    delete = DeleteKey(round=0, key="n", operation=named(0, 2))
     assert space.do(delete) is True
     space.do(Set(round=0, key="n", value=b"7"))
     assert space.do(delete) is True
@@ -189,7 +189,7 @@ def test_a_write_that_comes_after_a_later_one_of_its_slot_is_refused() -> None:
         Set(round=0, key="n", value=b"1", operation=named(0, 1)),
         Add(round=0, key="n", amount=2, operation=named(0, 1)),
         Add(round=0, key="m", amount=1, operation=named(0, 1)),
-        Delete(round=0, key="n", operation=named(0, 1)),
+        DeleteKey(round=0, key="n", operation=named(0, 1)),
     ],
 )
 def test_a_client_that_forgets_to_count_is_told(other: Write[object]) -> None:

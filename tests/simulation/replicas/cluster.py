@@ -17,13 +17,13 @@ from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.cluster import service
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.cluster.ownership import Moves, shard_of
+from rallypoint.rendezvous.cluster.ownership import MoveSettings, shard_of
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 from rallypoint.rpc import replicas
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import Endpoint
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 from simulation.clockwork import Process
 from simulation.cluster import Cluster
 from simulation.network import Link, Listener
@@ -57,7 +57,7 @@ class ReplicaCluster(Cluster):
         self.wanted = Replicas(
             lease_ttl=draw.choice([3.0, 6.0, 10.0]),
             shards=self.shards,
-            moves=Moves(settle=draw.choice([2.0, 10.0]), turn=1.0, declined=5.0),
+            moves=MoveSettings(settle=draw.choice([2.0, 10.0]), turn=1.0, declined=5.0),
         )
         super().__init__(plan)
 
@@ -81,7 +81,7 @@ class ReplicaCluster(Cluster):
         """How a client reaches the service: by all of its addresses."""
         chance = self._stream(f"route/{process.name}")
         pace = Pace(process.time, asyncio.sleep, chance.random)
-        return Switchboard(",".join(_REPLICA_ADDRESSES), pace=pace)
+        return ReplicaClient(",".join(_REPLICA_ADDRESSES), pace=pace)
 
     def links_to_service(self, process: Process, _: Link) -> list[Link]:
         """See `Cluster`: those of its host to each replica."""
@@ -232,7 +232,7 @@ class ReplicaCluster(Cluster):
         with pytest.MonkeyPatch.context() as patch:
             tapped(patch, self.tap)
             patch.setattr(
-                etcd_connection.Connection,
+                etcd_connection.EtcdChannel,
                 "_open",
                 lambda own: self.dial(_process(), _address(own._endpoint)),
             )

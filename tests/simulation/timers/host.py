@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
-from rallypoint.timer.client.client import TimerClient
+from rallypoint.timer.client.client import NodeTimers
 from simulation.clockwork import Clockwork, Process
 from simulation.network import Link, Network
 from simulation.timers.programs import Program, Temper
@@ -130,7 +130,7 @@ class Host:
         self._pids = count(_FIRST_PID)
         self.process = new_process(f"{name}#{life}/agent")
         channel: Any = Channel(self.process, link, network)
-        self.client = TimerClient(
+        self.client = NodeTimers(
             channel,
             run_id=RUN,
             node_id=name,
@@ -236,7 +236,7 @@ class Host:
 
     # ---- reaping
 
-    async def _reap(self, hang: Hang) -> bool | None:
+    async def _reap(self, hang: HungWorker) -> bool | None:
         referee, chance, reaping = self._referee, self._chance, self._reaping
         referee.reap_asked(self, hang)
         try:

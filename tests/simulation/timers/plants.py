@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from rallypoint.agent.sockets.timer_tables import Table, Tables
+from rallypoint.agent.sockets.timer_tables import OpenTable, Tables
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.rpc.errors import ServiceError, invalid
-from rallypoint.serving.flow import Openings
-from rallypoint.timer.client.client import ExpiredTimer, TimerClient
-from rallypoint.timer.client.mirror import Change, Ledger, Start
+from rallypoint.serving.flow import UnopenedStreams
+from rallypoint.timer.client.client import ExpiredTimer, NodeTimers
+from rallypoint.timer.client.mirror import Change, Start, TimerMirror
 from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.countdown import Countdown
 from rallypoint.timer.core.learning import Scope, ScopeBook
-from rallypoint.timer.core.nodes import Node
+from rallypoint.timer.core.nodes import TimerNode
 from rallypoint.timer.core.values import Subscription, TimerSettings
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -28,41 +28,41 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def forget_to_register_again(patch: pytest.MonkeyPatch) -> None:
     """An agent believes that a new stream knows what the one before was told."""
 
-    def lazy(self: Ledger) -> None:
+    def lazy(self: TimerMirror) -> None:
         self._gone.clear()
         self._acknowledged.clear()
 
-    patch.setattr(Ledger, "restart", lazy)
+    patch.setattr(TimerMirror, "restart", lazy)
 
 
 def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
     """A timer that is told again begins anew."""
 
-    def fresh(self: Ledger, *args: Any) -> list[Change]:
+    def fresh(self: TimerMirror, *args: Any) -> list[Change]:
         return [
             replace(change, elapsed=0.0) if isinstance(change, Start) else change
             for change in take(self, *args)
         ]
 
-    take = Ledger.take
-    patch.setattr(Ledger, "take", fresh)
+    take = TimerMirror.take
+    patch.setattr(TimerMirror, "take", fresh)
 
 
 def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:
     """What has passed of a timer is what had passed when the attempt to connect began."""
-    tell, now = TimerClient._tell, TimerClient._changes
+    tell, now = NodeTimers._tell, NodeTimers._changes
 
-    async def hasty(self: TimerClient, call: Any) -> None:
+    async def hasty(self: NodeTimers, call: Any) -> None:
         early = [now(self)]
         self._changes = lambda: early.pop() if early else now(self)  # type: ignore[method-assign]
         await tell(self, call)
 
-    patch.setattr(TimerClient, "_tell", hasty)
+    patch.setattr(NodeTimers, "_tell", hasty)
 
 
 def obey_an_expiry_that_crossed_a_release(patch: pytest.MonkeyPatch) -> None:
     """An agent reaps whom the service names."""
-    patch.setattr(TimerClient, "holds", lambda self, expired: True)
+    patch.setattr(NodeTimers, "holds", lambda self, expired: True)
 
 
 def judge_without_a_look(patch: pytest.MonkeyPatch) -> None:
@@ -91,27 +91,27 @@ def judge_two_at_once(patch: pytest.MonkeyPatch) -> None:
 def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
     """An expiry counts as dealt with as soon as it has come, whatever becomes of the reaping."""
 
-    async def rash(self: TimerClient, expired: ExpiredTimer) -> None:
+    async def rash(self: NodeTimers, expired: ExpiredTimer) -> None:
         key = (expired.worker_id, expired.scope, expired.sequence)
         self._ledger.settle(*key, self._dealing[key])
         self._news.note()
         await deal(self, expired)
 
-    deal = TimerClient._deal
-    patch.setattr(TimerClient, "_deal", rash)
+    deal = NodeTimers._deal
+    patch.setattr(NodeTimers, "_deal", rash)
 
 
 def take_a_failed_reaping_for_done(patch: pytest.MonkeyPatch) -> None:
     """A reaper that could not is not asked again."""
 
-    def begin(self: TimerClient, on_expired: Any, *args: Any) -> None:
+    def begin(self: NodeTimers, on_expired: Any, *args: Any) -> None:
         async def done(expired: ExpiredTimer) -> None:
             await on_expired(expired)
 
         start(self, done, *args)
 
-    start = TimerClient.start
-    patch.setattr(TimerClient, "start", begin)
+    start = NodeTimers.start
+    patch.setattr(NodeTimers, "start", begin)
 
 
 def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def forgive_no_pause(patch: pytest.MonkeyPatch) -> None:
 
 def obey_though_our_host_was_paused(patch: pytest.MonkeyPatch) -> None:
     """An agent takes the service's word for it that a timer has run out."""
-    patch.setattr(TimerClient, "_ran_out", lambda self, expired: True)
+    patch.setattr(NodeTimers, "_ran_out", lambda self, expired: True)
 
 
 def tell_an_expiry_once(patch: pytest.MonkeyPatch) -> None:
@@ -160,24 +160,24 @@ def drop_what_was_registered(patch: pytest.MonkeyPatch) -> None:
 def keep_the_deadline_of_a_replaced_timer(patch: pytest.MonkeyPatch) -> None:
     """A timer that is acquired anew runs out when the former one would have."""
 
-    def sticky(self: Ledger, worker_id: str, scope: str, after: float, since: float, *args: Any) -> None:
+    def sticky(self: TimerMirror, worker_id: str, scope: str, after: float, since: float, *args: Any) -> None:
         former = self.find(worker_id, scope)
         if former is not None and former.after and after:
             since = former.since + former.after - after
         acquire(self, worker_id, scope, after, since, *args)
 
-    acquire = Ledger.acquire
-    patch.setattr(Ledger, "acquire", sticky)
+    acquire = TimerMirror.acquire
+    patch.setattr(TimerMirror, "acquire", sticky)
 
 
 def skip_the_last_look(patch: pytest.MonkeyPatch) -> None:
     """An agent does not look at a table after the moment until which its worker need not ring."""
 
-    def hasty(self: Table) -> bool:
+    def hasty(self: OpenTable) -> bool:
         return self._tables.clock() <= self._until and attend(self)
 
-    attend = Table.attend
-    patch.setattr(Table, "attend", hasty)
+    attend = OpenTable.attend
+    patch.setattr(OpenTable, "attend", hasty)
 
 
 def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
@@ -188,14 +188,14 @@ def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
 def tell_completions_again_on_a_new_stream(patch: pytest.MonkeyPatch) -> None:
     """Completions that were told are told again, in case they were lost."""
 
-    def careful(self: Ledger) -> None:
+    def careful(self: TimerMirror) -> None:
         restart(self)
         for scope, seen in self._seen.items():
             seen.count += 1
             self._to_count[scope] = None
 
-    restart = Ledger.restart
-    patch.setattr(Ledger, "restart", careful)
+    restart = TimerMirror.restart
+    patch.setattr(TimerMirror, "restart", careful)
 
 
 def add_what_agents_bring_back(patch: pytest.MonkeyPatch) -> None:
@@ -228,32 +228,32 @@ def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
 
 def compare_leases_of_all_lives(patch: pytest.MonkeyPatch) -> None:
     """A lease is superseded by any higher number, of whichever life of the run."""
-    patch.setattr(Node, "began_anew", lambda self, incarnation: False)
+    patch.setattr(TimerNode, "began_anew", lambda self, incarnation: False)
 
 
 def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:
     """An agent takes a refusal for the last word, and no other lease for a reason to try again."""
 
-    async def rest(self: TimerClient, seconds: float) -> bool:
+    async def rest(self: NodeTimers, seconds: float) -> bool:
         if self.trouble.startswith(("FAILED_PRECONDITION", "ABORTED")):
             await asyncio.get_running_loop().create_future()
         return await wait(self, seconds)
 
-    wait = TimerClient._rest
-    patch.setattr(TimerClient, "_rest", rest)
+    wait = NodeTimers._rest
+    patch.setattr(NodeTimers, "_rest", rest)
 
 
 def refuse_a_late_first_message(patch: pytest.MonkeyPatch) -> None:
     """A first message that does not come in time is a mistake of the client's."""
 
-    async def strict(self: Openings, requests: Any) -> Any:
+    async def strict(self: UnopenedStreams, requests: Any) -> Any:
         try:
             return await first(self, requests)
         except (TimeoutError, ServiceError):
             raise invalid("actions", "must come in time") from None
 
-    first = Openings.first
-    patch.setattr(Openings, "first", strict)
+    first = UnopenedStreams.first
+    patch.setattr(UnopenedStreams, "first", strict)
 
 
 def look_as_seldom_as_ever_after_a_pause(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from math import isclose
 from typing import Any, Protocol
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rendezvous.core.ledger import Violation
@@ -132,7 +132,7 @@ class Referee:
 
     # ---- what is decided
 
-    def reap_asked(self, host: Reaper, hang: Hang) -> None:
+    def reap_asked(self, host: Reaper, hang: HungWorker) -> None:
         """A worker is to be reaped."""
         now = self._now()
         self.note("reap", hang)
@@ -151,7 +151,7 @@ class Referee:
         if hang.learned_from:
             self._judge_learned(hang.scope, hang.after, hang.learned_from)
 
-    def reap_over(self, host: Reaper, hang: Hang) -> None:
+    def reap_over(self, host: Reaper, hang: HungWorker) -> None:
         """It was, or could not be."""
         self.note("reap over", hang.worker_id, hang.scope)
         self._asked.pop(hang.worker_id, None)
@@ -161,7 +161,7 @@ class Referee:
         for worker_id in [worker_id for worker_id, reaper in self._asked.items() if reaper is host]:
             del self._asked[worker_id]
 
-    def _may_be(self, span: Span, hang: Hang) -> bool:
+    def _may_be(self, span: Span, hang: HungWorker) -> bool:
         if span.scope != hang.scope or (span.after is None) != bool(hang.learned_from):
             return False
         return span.after is None or isclose(span.after, hang.after, abs_tol=1e-6)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rallypoint.timer.worker import connection, wire
-from rallypoint.timer.worker.connection import Uplink
+from rallypoint.timer.worker.connection import AgentConnection
 from rallypoint.timer.worker.expires import Guard, LearningGuard, expires
 from rallypoint.timer.worker.process import PATIENCE
-from rallypoint.timer.worker.process import Process as Timers
+from rallypoint.timer.worker.process import ProcessTimers as Timers
 from simulation.timers.sockets import Line
 
 # Messages that a socket holds for an agent that doesn't read.
@@ -94,7 +94,7 @@ class ByTable:
         self._connect = connect
         self._guards: dict[int, Guard] = {}
         self._timers = Timers()
-        self._timers.uplink = Uplink(name, PATIENCE, clock)
+        self._timers.uplink = AgentConnection(name, PATIENCE, clock)
         self._timers.table = self._timers.uplink.table()
         _speakers[name] = self
 

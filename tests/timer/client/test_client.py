@@ -17,7 +17,7 @@ import pytest
 
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
@@ -42,7 +42,7 @@ class Node:
         clock: Callable[[], float] = time.monotonic,
         incarnation: str = "",
     ) -> None:
-        self.client = TimerClient(
+        self.client = NodeTimers(
             channel,
             run_id="run",
             node_id="a",
@@ -208,7 +208,7 @@ async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
         calls.append(expired)
         await go.wait()
 
-    client = TimerClient(service.channel(), run_id="run", node_id="a", settings=SETTINGS)
+    client = NodeTimers(service.channel(), run_id="run", node_id="a", settings=SETTINGS)
     client.start(deal)
     client.acquire("0@1", "s", 0.01)
 
@@ -403,7 +403,7 @@ async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) ->
 
     script = Scripted(first, second)
     async with serving(script, tmp_path) as channel:
-        client = TimerClient(channel, run_id="run", node_id="a", settings=SETTINGS)
+        client = NodeTimers(channel, run_id="run", node_id="a", settings=SETTINGS)
         client.start(deal)
         client.acquire("0@1", "s", 60.0, time.monotonic() - 60)
         await eventually(lambda: len(script.seen) > 1 and len(script.seen[1]) == 4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.rpc.clock import LagSettings
-from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, TimerClient
+from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
@@ -29,7 +29,7 @@ class Node:
 
     def __init__(self, channel: Any, clock: Callable[[], float], stall_after: float | None = None) -> None:
         """It talks at once."""
-        self.client = TimerClient(
+        self.client = NodeTimers(
             channel,
             run_id="run",
             node_id="a",

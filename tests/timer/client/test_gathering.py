@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rallypoint.timer.client.pacing import Gathering
+from rallypoint.timer.client.pacing import Batching
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from rallypoint.timer.client.pacing import Gathering
 )
 async def test_a_timer_is_told_of_within_a_tenth_of_its_duration(after: float, seconds: float) -> None:
     """But not sooner than is of any use, nor later than everything else."""
-    news = Gathering(linger=5.0)
+    news = Batching(linger=5.0)
     began = asyncio.get_running_loop().time()
     news.note(after)
     assert news._due - began == pytest.approx(seconds, abs=0.005)
@@ -24,7 +24,7 @@ async def test_a_timer_is_told_of_within_a_tenth_of_its_duration(after: float, s
 
 async def test_what_is_more_urgent_takes_the_rest_along() -> None:
     """A short timer, or an end, does not wait for the change that came before it."""
-    news = Gathering(linger=3600.0)
+    news = Batching(linger=3600.0)
     news.note()
     waiting = asyncio.create_task(news.gathered())
     await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def test_what_is_more_urgent_takes_the_rest_along() -> None:
 
 async def test_nothing_is_told_where_nothing_changed() -> None:
     """Each change is waited for once."""
-    news = Gathering(linger=0.0)
+    news = Batching(linger=0.0)
     news.note()
     await news.gathered()
     waiting = asyncio.create_task(news.gathered())

@@ -1,5 +1,5 @@
-"""Ledger and table together, over a network that delays and breaks, with a service that restarts and a host that is
-paused: a worker that released in time is never reaped, and one that did not always is."""
+"""TimerMirror and table together, over a network that delays and breaks, with a service that restarts and a host that
+is paused: a worker that released in time is never reaped, and one that did not always is."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rallypoint.timer.client.mirror import (
     Completions,
     End,
     EndAll,
-    Ledger,
-    Lesson,
+    LearnedReport,
     Start,
-    Step,
+    StepReport,
+    TimerMirror,
 )
 from rallypoint.timer.core.core import TimerTable
 from rallypoint.timer.core.values import Expiry, Subscription
@@ -54,7 +54,7 @@ class History:
         self.now = 100.0
         # Seconds for which the agent's host, with all its workers, was paused.
         self.slept = 0.0
-        self.ledger = Ledger()
+        self.ledger = TimerMirror()
         self.table = TimerTable(self.now)
         self.up: list[Change | None] = []
         self.down: list[Expiry] = []
@@ -209,7 +209,7 @@ def test_only_who_hangs_is_reaped(first: int) -> None:
 
 def test_what_ends_before_it_was_told_is_never_told() -> None:
     """A timer that is acquired and released between two looks costs no message."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     for _ in range(1000):
         ledger.acquire("w", "s", 60.0, 0.0)
         ledger.release("w", "s")
@@ -219,7 +219,7 @@ def test_what_ends_before_it_was_told_is_never_told() -> None:
 
 def test_only_the_last_of_many_acquisitions_is_told() -> None:
     """With the time that has passed since."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     for number in range(5):
         ledger.acquire("w", "s", 60.0, float(number))
     assert ledger.take(10.0, 10) == [Start("w", "s", 60.0, 6.0, 5)]
@@ -230,7 +230,7 @@ def test_only_the_last_of_many_acquisitions_is_told() -> None:
 
 def test_a_worker_that_is_gone_is_told_once() -> None:
     """One message, however many timers it held; what it acquires later is told after that."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     for number in range(100):
         ledger.acquire("w", f"s{number}", 60.0, 0.0)
     assert len(ledger.take(0.0, 1000)) == 100
@@ -241,7 +241,7 @@ def test_a_worker_that_is_gone_is_told_once() -> None:
 
 def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
     """The worker acquired the scope anew while its old timer was being judged."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     ledger.acquire("w", "s", 1.0, 0.0)
     ledger.take(0.0, 10)
     ledger.acquire("w", "s", 1.0, 5.0)
@@ -251,7 +251,7 @@ def test_dealing_with_an_expiry_leaves_a_newer_timer_alone() -> None:
 
 def test_completions_are_told_at_most_once() -> None:
     """Those of many workers as one sum; after a break only those that nobody was told of, but the longest again."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     for longest in (1.0, 3.0, 2.0):
         ledger.observe("s", 2, longest)
     ledger.observe("t", 1, 0.5)
@@ -267,7 +267,7 @@ def test_completions_are_told_at_most_once() -> None:
 
 def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
     """Not when it is given up, or ends with its worker."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     ledger.acquire("w", "s", 0.0, 10.0, "s")
     ledger.acquire("w", "s~2", 0.0, 11.0, "s")
     ledger.acquire("w", "t", 60.0, 10.0)
@@ -290,41 +290,41 @@ def test_a_timer_that_learns_teaches_when_it_is_left() -> None:
 
 def test_what_was_learned_outlives_the_service() -> None:
     """Told again before anything else; a service that knows less than its agents does not unteach them."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     assert not ledger.pending
     ledger.acquire("w", "s", 0.0, 0.0, "s")
     ledger.restart()
     ledger.learned("s", 5, 9.0)
     ledger.learned("t", 1, 1.0)
-    assert ledger.take(0.0, 10) == [Lesson("s", 100, 9.0), Start("w", "s", 0.0, 0.0, 1, "s")]
+    assert ledger.take(0.0, 10) == [LearnedReport("s", 100, 9.0), Start("w", "s", 0.0, 0.0, 1, "s")]
     ledger.restart()
-    assert ledger.take(0.0, 1) == [Lesson("s", 100, 9.0)]
+    assert ledger.take(0.0, 1) == [LearnedReport("s", 100, 9.0)]
 
 
 def test_the_longest_that_was_lost_comes_with_what_was_learned() -> None:
     """The message that told it may have been on the way when the stream broke."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     ledger.observe("s", 1, 8.0)
     assert ledger.take(0.0, 10) == [Completions("s", 1, 8.0)]
     ledger.restart()
-    assert ledger.take(0.0, 10) == [Lesson("s", 100, 8.0)]
+    assert ledger.take(0.0, 10) == [LearnedReport("s", 100, 8.0)]
 
 
 def test_what_is_forgotten_does_not_come_back() -> None:
     """Neither what the service had said, nor what was seen here, told already or not."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     ledger.learned("s", 100, 3.0)
     ledger.observe("s", 7, 9.0)
     ledger.restart()
     ledger.forget("s")
     ledger.forget("unheard")
     ledger.observe("s", 1, 0.5)
-    assert ledger.take(0.0, 1) == [Lesson("s", 0, 0.0)], (
+    assert ledger.take(0.0, 1) == [LearnedReport("s", 0, 0.0)], (
         "the service waits for this before it believes what follows"
     )
-    assert ledger.take(0.0, 10) == [Lesson("unheard", 0, 0.0), Completions("s", 1, 0.5)]
+    assert ledger.take(0.0, 10) == [LearnedReport("unheard", 0, 0.0), Completions("s", 1, 0.5)]
     ledger.forget("s")
     assert ledger.pending
     ledger.restart()
@@ -333,7 +333,7 @@ def test_what_is_forgotten_does_not_come_back() -> None:
 
 def test_scopes_that_learn_are_bounded() -> None:
     """A program that makes up their names costs its agent no more than so many."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     for number in range(MOST_SCOPES + 10):
         ledger.observe(f"s{number}", 1, 1.0)
         ledger.learned(f"s{number}", 1, 1.0)
@@ -344,27 +344,27 @@ def test_scopes_that_learn_are_bounded() -> None:
 
 def test_only_the_latest_step_is_told() -> None:
     """With the time since it was reached; again after a break; not once the worker is gone."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     for step in (7, 8):
         ledger.progress("w", 3, step, 10.0 + step)
     ledger.progress("w", 3, 8, 100.0)
     ledger.progress("v", 4, 1, 20.0)
     assert ledger.workers == ["w", "v"]
-    assert ledger.take(20.0, 10) == [Step("w", 3, 8, 2.0), Step("v", 4, 1, 0.0)]
+    assert ledger.take(20.0, 10) == [StepReport("w", 3, 8, 2.0), StepReport("v", 4, 1, 0.0)]
     ledger.progress("w", 3, 8, 100.0)
     assert not ledger.pending
     ledger.restart()
-    assert ledger.take(30.0, 10) == [Step("w", 3, 8, 12.0), Step("v", 4, 1, 10.0)]
+    assert ledger.take(30.0, 10) == [StepReport("w", 3, 8, 12.0), StepReport("v", 4, 1, 10.0)]
     ledger.progress("w", 3, 9, 40.0)
     ledger.clear("w")
     assert ledger.take(40.0, 10) == [EndAll("w")]
     ledger.restart()
-    assert ledger.take(40.0, 10) == [Step("v", 4, 1, 20.0)]
+    assert ledger.take(40.0, 10) == [StepReport("v", 4, 1, 20.0)]
 
 
 def test_a_timer_that_is_renumbered_is_told_again() -> None:
     """As it is, with the time that has passed."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     ledger.acquire("w", "s", 60.0, 0.0)
     ledger.acquire("w", "t", 0.0, 0.0, "learned")
     ledger.take(0.0, 10)
@@ -375,7 +375,7 @@ def test_a_timer_that_is_renumbered_is_told_again() -> None:
 
 def test_how_far_a_worker_is_can_be_asked() -> None:
     """The last step that was another, and the time since it; of one that told none or is gone, nothing is known."""
-    ledger = Ledger()
+    ledger = TimerMirror()
     assert ledger.progress_of("w", 10.0) is None
     ledger.progress("w", 3, 7, 10.0)
     ledger.progress("w", 3, 7, 12.0)

@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.timer.core.progress import Stall, WorkerProgress
 from rallypoint.timer.core.values import Expiry, InvalidField, Learned, TimerName
-from rallypoint.timer.server.outbox import Mail, Mailbox, Refusal
+from rallypoint.timer.server.outbox import Outbox, OutboxBatch, Refusal
 
 NAME = TimerName("run", "a", "0@1", "s")
 
@@ -19,7 +19,7 @@ def stall(over: bool) -> Stall:
     return Stall("run", over, 60.0, WorkerProgress("a", "0@1", 0, 7, 60.0), 1, 1)
 
 
-async def taken(mailbox: Mailbox) -> Mail:
+async def taken(mailbox: Outbox) -> OutboxBatch:
     mail = await mailbox.take()
     assert mail is not None
     return mail
@@ -27,24 +27,24 @@ async def taken(mailbox: Mailbox) -> Mail:
 
 async def test_an_expiry_told_again_takes_the_place_of_its_first() -> None:
     """A subscriber that doesn't read has one slot per timer."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     for offers in range(1, 100):
         mailbox.offer(expiry(1, offers))
-    assert await mailbox.take() == Mail([], [], None, [expiry(1, 99)])
+    assert await mailbox.take() == OutboxBatch([], [], None, [expiry(1, 99)])
 
 
 async def test_of_a_scope_and_of_a_stall_only_the_latest_is_told() -> None:
     """What came before it is of no use to anybody."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     for count in range(1, 100):
         mailbox.learn(Learned("s", count, 1.0))
         mailbox.stall(stall(over=count % 2 == 0))
-    assert await mailbox.take() == Mail([], [Learned("s", 99, 1.0)], stall(over=False), [])
+    assert await mailbox.take() == OutboxBatch([], [Learned("s", 99, 1.0)], stall(over=False), [])
 
 
 async def test_what_is_learned_anew_does_not_hide_that_it_was_forgotten() -> None:
     """A subscriber that was busy meanwhile would keep the old longest, and bring it back."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     for longest in (9.0, 1.0):
         mailbox.learn(Learned("s", 5, longest))
         mailbox.learn(Learned("s", 0, 0.0))
@@ -54,7 +54,7 @@ async def test_what_is_learned_anew_does_not_hide_that_it_was_forgotten() -> Non
 
 async def test_refusals_are_bounded() -> None:
     """A subscriber that sends nonsense and doesn't read keeps the last of them, and no more than its beginning."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     for number in range(5000):
         mailbox.refuse(Refusal("w" * 5000, "s" * 5000, number, InvalidField("after", "no")))
     refusals = (await taken(mailbox)).refusals
@@ -64,7 +64,7 @@ async def test_refusals_are_bounded() -> None:
 
 async def test_what_was_learned_is_bounded() -> None:
     """A run can forget and learn scopes of other names for ever; the latest of them are kept."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     for number in range(12_000):
         mailbox.learn(Learned(f"s{number}", 1, 1.0))
     kept = [learned.scope for _ in range(10) for learned in (await taken(mailbox)).learned]
@@ -73,7 +73,7 @@ async def test_what_was_learned_is_bounded() -> None:
 
 async def test_much_is_told_in_portions() -> None:
     """Each far below the size of a message; the end comes after the last."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     for number in range(2500):
         mailbox.offer(expiry(number))
         mailbox.learn(Learned(f"s{number}", 1, 1.0))
@@ -86,7 +86,7 @@ async def test_much_is_told_in_portions() -> None:
 
 async def test_an_error_ends_at_once() -> None:
     """And the first end counts."""
-    mailbox = Mailbox()
+    mailbox = Outbox()
     mailbox.offer(expiry(1))
     mailbox.end(ValueError("first"))
     mailbox.end(ValueError("second"))

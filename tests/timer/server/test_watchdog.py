@@ -8,14 +8,14 @@ import pytest
 
 from rallypoint.timer.core.progress import Stall
 from rallypoint.timer.core.values import Learned, StreamReplaced, Subscription, TimerName, TimerSettings
-from rallypoint.timer.server.outbox import Mail, Mailbox
+from rallypoint.timer.server.outbox import Outbox, OutboxBatch
 from rallypoint.timer.server.watchdog import Watchdog
 from timer.conftest import Clock, eventually
 
 NAME = TimerName("run", "a", "0@1", "s")
 
 
-async def mail_of(mailbox: Mailbox) -> Mail:
+async def mail_of(mailbox: Outbox) -> OutboxBatch:
     mail = await mailbox.take()
     assert mail is not None
     return mail
@@ -106,7 +106,7 @@ async def test_a_watchdog_without_timers_sleeps() -> None:
     await eventually(lambda: watchdog._alarm is None)
 
 
-def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Subscription, Mailbox]:
+def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Subscription, Outbox]:
     """A node with one worker, which has just come to a step."""
     subscription, mailbox = watchdog.subscribe("run", node_id, 0)
     watchdog.tell_progress(subscription, "0@1", rank=0, step=step, elapsed=0)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rallypoint.timer.worker import wire
-from rallypoint.timer.worker.table import OwnFile, SharedMemory
+from rallypoint.timer.worker.table import DescriptorCheck, SharedMemory
 from timer_agent import Agent
 
 # Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
@@ -63,7 +63,7 @@ def start(agent: Agent, program: str) -> subprocess.Popen[str]:
 def test_a_number_that_became_another_files_is_noticed(tmp_path: Path) -> None:
     """Also one that is closed, and one that is of the same kind of file again."""
     first, second = socket.socketpair()
-    own = OwnFile(first.fileno())
+    own = DescriptorCheck(first.fileno())
     assert own.is_behind(first.fileno())
     assert not own.is_behind(second.fileno())
     os.dup2(second.fileno(), first.fileno())

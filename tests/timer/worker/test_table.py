@@ -22,10 +22,10 @@ from rallypoint.timer.worker.table import (
     MalformedTable,
     Observation,
     SharedMemory,
-    Slot,
-    Step,
+    StepSlot,
     TableReader,
     TableWriter,
+    TimerSlot,
 )
 
 SCOPES = st.binary(min_size=1, max_size=table.MAX_SCOPE_BYTES)
@@ -46,12 +46,12 @@ def hold(writer: TableWriter, scope: bytes, after: int = 60) -> int:
 
 
 TIMERS = st.builds(
-    Slot, st.integers(1, 2**64 - 1), NANOSECONDS, NANOSECONDS, st.integers(0, 255), SCOPES, st.booleans()
+    TimerSlot, st.integers(1, 2**64 - 1), NANOSECONDS, NANOSECONDS, st.integers(0, 255), SCOPES, st.booleans()
 )
 
 
 @given(TIMERS)
-def test_a_timer_arrives_as_it_was_written(timer: Slot) -> None:
+def test_a_timer_arrives_as_it_was_written(timer: TimerSlot) -> None:
     """Each of its fields, and no trace is left after its end."""
     writer, reader = ends()
     kind = writer.kind_of(timer.scope, timer.signal, timer.learns)
@@ -67,7 +67,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.writer, self.reader = ends()
-        self.held: dict[int, Slot] = {}
+        self.held: dict[int, TimerSlot] = {}
         self.observed: dict[bytes, Observation] = {}
         self.touched = True
 
@@ -76,7 +76,7 @@ class Model(RuleBasedStateMachine):
         token, since = self.writer.tick(), time.monotonic_ns()
         kind = self.writer.kind_of(scope, signal, not after)
         slot = self.writer.acquire(token, since, after, scope, kind)
-        self.held[slot] = Slot(token, since, after, signal, scope, not after)
+        self.held[slot] = TimerSlot(token, since, after, signal, scope, not after)
         self.touched = True
 
     @precondition(lambda self: self.held)
@@ -185,7 +185,7 @@ def test_a_step_is_read_whole_or_not_at_all() -> None:
     writer, reader = TableWriter(memory), TableReader(memory)
     assert reader.step() is None
     writer.progress(2**64 - 1, 5)
-    assert reader.step() == Step(2**64 - 1, 5)
+    assert reader.step() == StepSlot(2**64 - 1, 5)
     struct.pack_into("<Q", memory, 32, 3)
     assert reader.step() is None
 

@@ -14,7 +14,7 @@ import pytest
 from rallypoint.timer.worker import connection as link
 from rallypoint.timer.worker import connection as uplink
 from rallypoint.timer.worker import wire
-from rallypoint.timer.worker.connection import Link, Uplink
+from rallypoint.timer.worker.connection import AgentConnection, AgentSocket
 from rallypoint.timer.worker.table import SLOTS, TableWriter
 from timer_agent import SOON, Agent, Connection
 
@@ -38,7 +38,7 @@ class Clock:
         return self.now
 
 
-def acquire(up: Uplink, scope: bytes = b"s", after: float = 60.0) -> int:
+def acquire(up: AgentConnection, scope: bytes = b"s", after: float = 60.0) -> int:
     """As a guard does, by the uplink's clock."""
     table = up.table()
     nanoseconds = int(after * SECOND)
@@ -48,20 +48,20 @@ def acquire(up: Uplink, scope: bytes = b"s", after: float = 60.0) -> int:
     return slot
 
 
-def release(up: Uplink, slot: int) -> None:
+def release(up: AgentConnection, slot: int) -> None:
     table = up.table()
     table.release(slot)
     ring(up, table)
 
 
-def ring(up: Uplink, table: TableWriter) -> None:
+def ring(up: AgentConnection, table: TableWriter) -> None:
     if up._clock() > table.listening[0]:
         table.ring()
 
 
 def test_the_table_is_sent_once_and_shows_what_is_held(agent: Agent) -> None:
     """With CLOCK_MONOTONIC's word for the beginning; closing it ends all."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     before = time.monotonic_ns()
     slot = acquire(up)
     connection = agent.welcome()
@@ -77,7 +77,7 @@ def test_the_table_is_sent_once_and_shows_what_is_held(agent: Agent) -> None:
 
 def test_nobody_can_change_the_size_of_a_table(agent: Agent) -> None:
     """An agent would die of reading one that has become shorter."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     acquire(up)
     assert up._shared is not None
     for size in (0, 10_000_000):
@@ -89,7 +89,7 @@ def test_nobody_can_change_the_size_of_a_table(agent: Agent) -> None:
 
 def test_an_agent_that_listens_is_not_rung_for(agent: Agent) -> None:
     """Neither for timers nor for their end. One that doesn't is."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
     connection.table.listen_until(time.monotonic_ns() + 600 * SECOND)
@@ -104,7 +104,7 @@ def test_an_agent_that_listens_is_not_rung_for(agent: Agent) -> None:
 
 def test_an_agent_that_does_not_answer_finds_one_message(agent: Agent) -> None:
     """However much happens; and nothing that happened is unseen once it has read that one."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     for _ in range(5000):
         release(up, acquire(up))
     acquire(up, b"last")
@@ -119,7 +119,7 @@ def test_an_agent_that_does_not_answer_finds_one_message(agent: Agent) -> None:
 
 def test_what_is_written_after_a_message_was_read_is_rung_for(agent: Agent) -> None:
     """However soon: the look that follows the reading may be over already."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
     for _ in range(50):
@@ -133,7 +133,7 @@ def test_what_is_written_after_a_message_was_read_is_rung_for(agent: Agent) -> N
 def test_a_short_timer_is_rung_for_but_not_all_the_time(agent: Agent) -> None:
     """An agent that listens looks anyway; it is asked to look sooner once in 10 ms."""
     clock = Clock()
-    up = Uplink(agent.path, 1.0, clock)
+    up = AgentConnection(agent.path, 1.0, clock)
     acquire(up)
     connection = agent.welcome()
     up.table().listening[0] = clock.now + 600 * SECOND
@@ -157,7 +157,7 @@ def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
         raise OSError(25, "Inappropriate ioctl for device")
 
     monkeypatch.setattr("rallypoint.timer.worker.connection.fcntl.ioctl", refuse)
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     for _ in range(3):
         acquire(up)
     assert agent.welcome().waiting() == [wire.Look()] * 2
@@ -167,7 +167,7 @@ def test_a_kernel_that_does_not_tell_what_is_unread_is_rung_for(
 def test_without_an_agent_nothing_happens(tmp_path: Path) -> None:
     """No exception, and nothing to ring for until the back-off is over."""
     clock = Clock()
-    up = Uplink(str(tmp_path / "nobody"), 1.0, clock)
+    up = AgentConnection(str(tmp_path / "nobody"), 1.0, clock)
     for _ in range(1000):
         release(up, acquire(up))
     assert up.table().listening[0] == up._retry_at == clock.now + SECOND // 10
@@ -177,7 +177,7 @@ def test_without_an_agent_nothing_happens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["", "x" * 200, "zero\0byte"])
 def test_a_path_that_nobody_can_listen_on_is_like_no_agent(path: str) -> None:
     """Bad settings surface where they are made, not in the middle of training."""
-    up = Uplink(path, 1.0)
+    up = AgentConnection(path, 1.0)
     release(up, acquire(up))
     assert up._link is None
 
@@ -190,7 +190,7 @@ def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.M
 
     monkeypatch.setattr("rallypoint.timer.worker.connection.socket.socket", refuse)
     monkeypatch.setattr("rallypoint.timer.worker.table.os.memfd_create", refuse)
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     release(up, acquire(up))
     assert up._link is None
 
@@ -198,7 +198,7 @@ def test_out_of_descriptors_is_like_no_agent(agent: Agent, monkeypatch: pytest.M
 def test_back_off_doubles_to_its_maximum(tmp_path: Path) -> None:
     """0.1 s, 0.2 s … 5 s; meanwhile nobody tries."""
     clock = Clock()
-    up = Uplink(str(tmp_path / "nobody"), 1.0, clock)
+    up = AgentConnection(str(tmp_path / "nobody"), 1.0, clock)
     waits = []
     for _ in range(8):
         clock.now += 1
@@ -214,7 +214,7 @@ def test_back_off_doubles_to_its_maximum(tmp_path: Path) -> None:
 def test_a_new_connection_is_given_the_same_table(agent: Agent) -> None:
     """With all that is held, since its beginning; and an earlier agent's promise does not bind the new one."""
     clock = Clock()
-    up = Uplink(agent.path, 1.0, clock)
+    up = AgentConnection(agent.path, 1.0, clock)
     acquire(up, b"first")
     second = acquire(up, b"second")
     connection = agent.welcome()
@@ -237,7 +237,7 @@ def test_a_new_connection_is_given_the_same_table(agent: Agent) -> None:
 def test_what_finds_the_connection_broken_is_told_on_the_next_one(agent: Agent) -> None:
     """At once: it may be the block that hangs, and then nobody would ever ring again."""
     clock = Clock()
-    up = Uplink(agent.path, 1.0, clock)
+    up = AgentConnection(agent.path, 1.0, clock)
     release(up, acquire(up))
     agent.welcome().close()
     clock.now += 3 * SECOND
@@ -248,9 +248,9 @@ def test_what_finds_the_connection_broken_is_told_on_the_next_one(agent: Agent) 
 
 def test_a_connection_is_closed_only_when_no_thread_can_send_on_it(agent: Agent) -> None:
     """A descriptor number that is free too early belongs to another file by the time a thread sends on it."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     acquire(up)
-    held: Link | None = up._link
+    held: AgentSocket | None = up._link
     assert held is not None
     descriptor = held._socket.fileno()
     up.close()
@@ -264,7 +264,7 @@ def test_a_connection_is_closed_only_when_no_thread_can_send_on_it(agent: Agent)
 
 def test_a_closed_uplink_stays_closed(agent: Agent) -> None:
     """Blocks that were entered before end without a word, and without an error."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     slot = acquire(up)
     up.close()
     release(up, slot)
@@ -275,13 +275,13 @@ def test_a_closed_uplink_stays_closed(agent: Agent) -> None:
 
 def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread's, or a signal handler's, that finds the lock taken: who has it rings once more."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     acquire(up)
     connection = agent.welcome()
-    send = Link.send
+    send = AgentSocket.send
     more = iter([True, False])
 
-    def send_and_write(self: Link, message: bytes, descriptor: int = -1) -> None:
+    def send_and_write(self: AgentSocket, message: bytes, descriptor: int = -1) -> None:
         send(self, message, descriptor)
         if next(more, False):
             # The agent is quick, so that the message of just now does not stand for what follows it.
@@ -291,7 +291,7 @@ def test_a_ring_during_a_ring_is_not_lost(agent: Agent, monkeypatch: pytest.Monk
             other.start()
             other.join()
 
-    monkeypatch.setattr(Link, "send", send_and_write)
+    monkeypatch.setattr(AgentSocket, "send", send_and_write)
     acquire(up, b"another")
     assert connection.waiting() == [wire.Look()]
     assert connection.scopes() == ["another", "later", "s"]
@@ -303,7 +303,7 @@ def test_threads_lose_nothing_while_the_connection_breaks(
 ) -> None:
     """Whatever the agent is told of last is all that is held."""
     monkeypatch.setattr(uplink, "_LIVED", 0)
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     acquire(up, b"kept")
     done = threading.Event()
 
@@ -352,7 +352,7 @@ class TestWithoutSharedMemory:
 
     def test_each_change_is_told(self, agent: Agent) -> None:
         """Timers, their end, those that learn, and progress."""
-        up = Uplink(agent.path, 1.0)
+        up = AgentConnection(agent.path, 1.0)
         since = time.monotonic()
         first = acquire(up, b"first", 60.5)
         acquire(up, b"auto", 0)
@@ -371,7 +371,7 @@ class TestWithoutSharedMemory:
     def test_a_new_connection_is_told_all_that_is_held(self, agent: Agent) -> None:
         """And nothing of what ended while there was none."""
         clock = Clock()
-        up = Uplink(agent.path, 1.0, clock)
+        up = AgentConnection(agent.path, 1.0, clock)
         acquire(up, b"first")
         second = acquire(up, b"second")
         up.table().progress(3, 5 * SECOND)
@@ -386,7 +386,7 @@ class TestWithoutSharedMemory:
 
     def test_an_agent_that_does_not_read_costs_the_patience_once(self, agent: Agent) -> None:
         """Its queue fills up, one call waits, then the connection is given up and the agent sees timers end."""
-        up = Uplink(agent.path, 0.05)
+        up = AgentConnection(agent.path, 0.05)
         acquire(up, b"outer")
         began = time.monotonic()
         for _ in range(3000):
@@ -401,19 +401,19 @@ class TestWithoutSharedMemory:
         self, agent: Agent, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Nobody would tell it the rest, so it is told everything anew."""
-        up = Uplink(agent.path, 1.0)
+        up = AgentConnection(agent.path, 1.0)
         acquire(up, b"kept")
         slot = acquire(up, b"released")
         connection = agent.accept()
         assert len(connection.waiting()) == 2
-        send, struck = Link.send, iter([True])
+        send, struck = AgentSocket.send, iter([True])
 
-        def strike(self: Link, message: bytes, descriptor: int = -1) -> None:
+        def strike(self: AgentSocket, message: bytes, descriptor: int = -1) -> None:
             if next(struck, False):
                 raise KeyboardInterrupt
             send(self, message, descriptor)
 
-        monkeypatch.setattr(Link, "send", strike)
+        monkeypatch.setattr(AgentSocket, "send", strike)
         with pytest.raises(KeyboardInterrupt):
             release(up, slot)
         assert connection.receive() is None
@@ -426,7 +426,7 @@ class TestWithoutSharedMemory:
 
 def test_more_timers_than_a_table_holds_are_counted(agent: Agent) -> None:
     """And are no error."""
-    up = Uplink(agent.path, 1.0)
+    up = AgentConnection(agent.path, 1.0)
     for _ in range(SLOTS + 2):
         acquire(up)
     connection = agent.welcome()
@@ -442,10 +442,10 @@ def test_an_agent_that_accepts_nobody_is_waited_for_no_longer_than_allowed(tmp_p
     others = []
     for _ in range(3):
         try:
-            others.append(link.Link(agent.path, 0.05, 0))
+            others.append(link.AgentSocket(agent.path, 0.05, 0))
         except BlockingIOError:
             break
-    up = Uplink(agent.path, 0.05)
+    up = AgentConnection(agent.path, 0.05)
     began = time.monotonic()
     release(up, acquire(up))
     assert time.monotonic() - began < SOON / 2

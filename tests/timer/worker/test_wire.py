@@ -72,7 +72,7 @@ def test_the_layout_is_the_documented_one() -> None:
     assert wire.TABLE == b"\x05\x01\0\0\0\0\0\0"
     assert wire.LOOK == b"\x06\x01\0\0\0\0\0\0"
     assert wire.decode(b"\x03\x01\0\0\0\0\0\0") == wire.Clear()
-    assert wire.decode(wire.TABLE) == wire.Table()
+    assert wire.decode(wire.TABLE) == wire.TableMessage()
     assert wire.decode(wire.LOOK) == wire.Look()
 
 

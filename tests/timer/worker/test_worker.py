@@ -19,10 +19,18 @@ from hypothesis import strategies as st
 
 from rallypoint.timer import Client, configure, expires
 from rallypoint.timer.worker import scopes as place
-from rallypoint.timer.worker.connection import Uplink
+from rallypoint.timer.worker.connection import AgentConnection
 from rallypoint.timer.worker.expires import progress
-from rallypoint.timer.worker.process import SOCKET_VARIABLE, Process, process
-from rallypoint.timer.worker.table import NEVER, SIZE, SLOTS, Slot, TableReader, TableWriter, private_memory
+from rallypoint.timer.worker.process import SOCKET_VARIABLE, ProcessTimers, process
+from rallypoint.timer.worker.table import (
+    NEVER,
+    SIZE,
+    SLOTS,
+    TableReader,
+    TableWriter,
+    TimerSlot,
+    private_memory,
+)
 
 SECOND = 1_000_000_000
 
@@ -30,7 +38,7 @@ SECOND = 1_000_000_000
 class Watched:
     """A process's table, as its agent sees it."""
 
-    def __init__(self, chosen: Process) -> None:
+    def __init__(self, chosen: ProcessTimers) -> None:
         memory = private_memory(SIZE)
         self.rings = 0
         self.writer = TableWriter(memory, self._rung)
@@ -42,7 +50,7 @@ class Watched:
         self.rings += 1
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[TimerSlot]:
         return list(self.reader.slots())
 
     @property
@@ -55,7 +63,7 @@ class Watched:
 
 
 @pytest.fixture(autouse=True)
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTimers]:
     """Each test is a process that has chosen nothing yet."""
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
     process.table = process.uplink = process.client = None
@@ -66,7 +74,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
 
 
 @pytest.fixture
-def watched(chosen: Process) -> Iterator[Watched]:
+def watched(chosen: ProcessTimers) -> Iterator[Watched]:
     watched = Watched(chosen)
     yield watched
     assert watched.running == []
@@ -416,17 +424,19 @@ def test_without_an_agent_by_choice_expires_does_nothing() -> None:
 
 
 def test_under_an_agent_the_environment_is_enough(
-    chosen: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    chosen: ProcessTimers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is read when a block is first entered; an agent that is gone is no reason to fail."""
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "gone"))
     with expires(60):
         progress(1)
-    assert isinstance(chosen.uplink, Uplink)
+    assert isinstance(chosen.uplink, AgentConnection)
     assert chosen.uplink._path == str(tmp_path / "gone")
 
 
-def test_threads_choose_one_uplink(chosen: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_choose_one_uplink(
+    chosen: ProcessTimers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """However many enter their first block at once."""
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "gone"))
     gate, seen = threading.Barrier(8), set()
@@ -444,7 +454,7 @@ def test_threads_choose_one_uplink(chosen: Process, monkeypatch: pytest.MonkeyPa
     assert len(seen) == 1
 
 
-def test_a_block_is_released_where_it_was_acquired(chosen: Process) -> None:
+def test_a_block_is_released_where_it_was_acquired(chosen: ProcessTimers) -> None:
     """Also when another agent is chosen inside of it."""
     former = Watched(chosen)
     with expires(60, "s"):

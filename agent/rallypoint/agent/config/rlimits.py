@@ -105,12 +105,12 @@ _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:[kmgt]i?)?b?)", re.IGNORECASE)
 
 
-class AmountError(ValueError):
+class QuantityError(ValueError):
     """A text that is no amount; one line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
+class Quantity:
     """So many bytes, or so much of a whole.
 
     Attributes:
@@ -126,24 +126,24 @@ class Amount:
         return self.bytes if self.bytes is not None else round((self.part or 0.0) * whole)
 
 
-def parse_amount(text: str) -> Amount:
+def parse_amount(text: str) -> Quantity:
     """Reads an amount.
 
     Raises:
-        AmountError: It is none.
+        QuantityError: It is none.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise AmountError(f"{text!r} is no amount")
+        raise QuantityError(f"{text!r} is no amount")
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if number > 100:
-            raise AmountError(f"{text!r} is more than the whole")
-        return Amount(part=number / 100)
+            raise QuantityError(f"{text!r} is more than the whole")
+        return Quantity(part=number / 100)
     if unit in ("", "b"):
-        raise AmountError(f"{text!r} has no unit")
+        raise QuantityError(f"{text!r} has no unit")
     unit = unit.removesuffix("b")
-    return Amount(bytes=round(number * (_DECIMAL_UNITS | _BINARY_UNITS)[unit]))
+    return Quantity(bytes=round(number * (_DECIMAL_UNITS | _BINARY_UNITS)[unit]))
 
 
 def in_words(count: int) -> str:

@@ -10,64 +10,64 @@ from enum import Enum, auto
 
 from rallypoint.agent.core.events import (
     Assignment,
-    Confirm,
-    Depart,
+    CheckHealth,
+    CollectFailures,
     DrainOver,
     DrainRequested,
     Effect,
     Event,
-    Examine,
-    Examined,
     Finish,
+    GroupFailed,
+    GroupStopped,
+    GroupSucceeded,
+    HealthChecked,
     LeaseEnded,
-    Leave,
-    LookForFailures,
     MembershipEnded,
-    NodeUnfit,
+    NodeUnhealthy,
     Phase,
-    ReportFailure,
-    ReportSuccess,
+    RunUpdated,
+    SendConfirm,
+    SendDeparture,
+    SendFailure,
+    SendLeave,
+    SendSuccess,
     StartWorkers,
     StopRequested,
     StopWorkers,
-    Updated,
     WarnWorkers,
-    WorkerFailed,
     Workers,
-    WorkersGone,
-    WorkersSucceeded,
 )
 
 __all__ = [
     "AgentState",
     "Assignment",
-    "Confirm",
-    "Depart",
+    "CheckHealth",
+    "CollectFailures",
     "DrainOver",
     "DrainRequested",
     "Effect",
     "Event",
-    "Examine",
-    "Examined",
     "Finish",
+    "GroupFailed",
+    "GroupStopped",
+    "GroupSucceeded",
     "Health",
+    "HealthChecked",
     "LeaseEnded",
-    "Leave",
-    "LookForFailures",
     "MembershipEnded",
-    "NodeUnfit",
+    "NodeUnhealthy",
     "Phase",
-    "ReportFailure",
-    "ReportSuccess",
+    "RunUpdated",
+    "SendConfirm",
+    "SendDeparture",
+    "SendFailure",
+    "SendLeave",
+    "SendSuccess",
     "StartWorkers",
     "StopRequested",
     "StopWorkers",
-    "Updated",
     "WarnWorkers",
-    "WorkerFailed",
     "Workers",
-    "WorkersGone",
-    "WorkersSucceeded",
     "decide",
 ]
 
@@ -129,33 +129,33 @@ def decide(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
 def _note(state: AgentState, event: Event) -> tuple[AgentState, list[Effect]]:
     """What an event says, and what it calls for whatever else is the case."""
     match event:
-        case Updated():
+        case RunUpdated():
             return _note_update(state, event)
         case LeaseEnded():
             # As a newcomer the node has confirmed and started nothing.
             newcomer = replace(state, phase=Phase.JOINABLE, assignment=None, detail=event.detail)
             newcomer = replace(newcomer, confirmed=0, started=0, succeeded=0)
             return replace(newcomer, health=Health.SUSPECT, fit_for=0), []
-        case WorkerFailed():
+        case GroupFailed():
             return _note_failure(state)
-        case WorkersSucceeded():
+        case GroupSucceeded():
             if state.workers is not Workers.RUNNING:
                 return state, []
             done = replace(state, workers=Workers.ABSENT, succeeded=state.started)
-            return done, [ReportSuccess(state.started)]
-        case WorkersGone():
+            return done, [SendSuccess(state.started)]
+        case GroupStopped():
             return replace(state, workers=Workers.ABSENT), []
-        case Examined():
+        case HealthChecked():
             seat = state.assignment if state.phase is Phase.FROZEN else None
             fit_for = seat.round if seat is not None else state.fit_for
             return replace(state, health=Health.FOUND, examining=False, fit_for=fit_for), []
-        case StopRequested() | DrainRequested() | DrainOver() | NodeUnfit():
+        case StopRequested() | DrainRequested() | DrainOver() | NodeUnhealthy():
             return _note_parting(state, event)
         case MembershipEnded():
             return replace(state, out=True, detail=event.detail or state.detail), []
 
 
-def _note_update(state: AgentState, event: Updated) -> tuple[AgentState, list[Effect]]:
+def _note_update(state: AgentState, event: RunUpdated) -> tuple[AgentState, list[Effect]]:
     updated = replace(
         state,
         phase=event.phase,
@@ -165,7 +165,7 @@ def _note_update(state: AgentState, event: Updated) -> tuple[AgentState, list[Ef
         exit_barrier_passed=event.exit_barrier_passed,
     )
     concerned = event.settling and state.workers is Workers.RUNNING and _reason_to_stop(updated) is None
-    return updated, [LookForFailures()] if concerned else []
+    return updated, [CollectFailures()] if concerned else []
 
 
 def _goes(state: AgentState) -> bool:
@@ -179,15 +179,15 @@ def _parts(state: AgentState) -> bool:
 
 
 def _depart(state: AgentState, detail: str) -> tuple[AgentState, list[Effect]]:
-    return replace(state, leaving=detail), [Depart(detail)]
+    return replace(state, leaving=detail), [SendDeparture(detail)]
 
 
 def _note_parting(
-    state: AgentState, event: StopRequested | DrainRequested | DrainOver | NodeUnfit
+    state: AgentState, event: StopRequested | DrainRequested | DrainOver | NodeUnhealthy
 ) -> tuple[AgentState, list[Effect]]:
     """What calls for this node to leave, now or soon. Who is going already goes on."""
     match event:
-        case NodeUnfit():
+        case NodeUnhealthy():
             return _note_unfit(state, event)
         case StopRequested() if not _goes(state):
             return _depart(state, event.detail)
@@ -202,7 +202,7 @@ def _note_parting(
 def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
     if state.workers is Workers.STOPPING and state.started and not _parts(state):
         # The end of the round was told while this was on its way. What it caused elsewhere was heard of first.
-        return replace(state, health=Health.SUSPECT), [ReportFailure(state.started)]
+        return replace(state, health=Health.SUSPECT), [SendFailure(state.started)]
     if state.workers is not Workers.RUNNING:
         return state, []
     stopping = replace(state, workers=Workers.STOPPING, health=Health.SUSPECT)
@@ -211,10 +211,10 @@ def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
         stopping, departed = _depart(stopping, f"{state.draining} (a worker of it failed meanwhile)")
         return stopping, [*departed, StopWorkers("a worker failed")]
     # Told at once, before the others here are stopped: every moment of it is downtime on all nodes.
-    return stopping, [ReportFailure(state.started), StopWorkers("a worker failed")]
+    return stopping, [SendFailure(state.started), StopWorkers("a worker failed")]
 
 
-def _note_unfit(state: AgentState, event: NodeUnfit) -> tuple[AgentState, list[Effect]]:
+def _note_unfit(state: AgentState, event: NodeUnhealthy) -> tuple[AgentState, list[Effect]]:
     if state.unfit is not None:
         return state, []
     unfit = replace(state, unfit=event.detail)
@@ -233,7 +233,7 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
         return None
     reason = _reason_to_stop(state)
     if state.draining is not None and _has_drained(state, reason):
-        return replace(state, leaving=state.draining), Depart(state.draining)
+        return replace(state, leaving=state.draining), SendDeparture(state.draining)
     if state.workers is Workers.RUNNING and reason is not None:
         return replace(state, workers=Workers.STOPPING), StopWorkers(reason)
     if state.workers is not Workers.ABSENT:
@@ -257,24 +257,24 @@ def _is_to_go(state: AgentState) -> bool:
 def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
     gone = replace(state, left=True)
     if state.leaving is not None:
-        return gone, Leave(state.leaving)
+        return gone, SendLeave(state.leaving)
     if state.unfit is not None and not _stands_by_success(state):
-        return replace(state, leaving=state.unfit), Depart(state.unfit)
+        return replace(state, leaving=state.unfit), SendDeparture(state.unfit)
     # The round does without those that have done their part.
     why = "the exit barrier is over" if state.exit_barrier_passed else f"{state.draining}"
-    return gone, Leave(f"its workers succeeded, and {why}")
+    return gone, SendLeave(f"its workers succeeded, and {why}")
 
 
 def _step_in(state: AgentState) -> tuple[AgentState, Effect] | None:
     """The next step towards workers that run."""
     if state.checks and not state.examining and _is_to_be_examined(state):
-        return replace(state, examining=True), Examine(anew=state.health is Health.SUSPECT)
+        return replace(state, examining=True), CheckHealth(anew=state.health is Health.SUSPECT)
     seat = state.assignment
     if seat is None:
         return None
     fit = not state.checks or state.fit_for == seat.round
     if state.phase is Phase.FROZEN and state.confirmed != seat.round and fit:
-        return replace(state, confirmed=seat.round), Confirm(seat.round)
+        return replace(state, confirmed=seat.round), SendConfirm(seat.round)
     if state.phase is Phase.FINAL and state.confirmed == seat.round and state.started != seat.round:
         running = replace(state, workers=Workers.RUNNING, started=seat.round, health=Health.DOUBTED)
         return running, StartWorkers(seat, state.restart_count)

@@ -41,7 +41,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Updated:
+class RunUpdated:
     """The run changed; `detail` says how the round before ended.
 
     `settling`: a worker failed somewhere, and before that ends the run it is to be known which failure was the first.
@@ -63,30 +63,30 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailed:
+class GroupFailed:
     """A worker of the latest group failed, or could not be started; never for being stopped."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersSucceeded:
+class GroupSucceeded:
     """All workers of the running group ended with exit code 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersGone:
+class GroupStopped:
     """The group was stopped: none of its processes, and none of their descendants, is alive.
 
-    Where some outlive SIGKILL, NodeUnfit comes first, and this says that nothing more can be done about them.
+    Where some outlive SIGKILL, NodeUnhealthy comes first, and this says that nothing more can be done about them.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
-    """The host was found healthy; NodeUnfit comes instead if it was not."""
+class HealthChecked:
+    """The host was found healthy; NodeUnhealthy comes instead if it was not."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeUnfit:
+class NodeUnhealthy:
     """No other round may run on this host; `detail` says why: what outlived SIGKILL, or what a check found."""
 
     detail: str
@@ -121,13 +121,13 @@ class MembershipEnded:
 
 
 Event: TypeAlias = (
-    Updated
+    RunUpdated
     | LeaseEnded
-    | WorkerFailed
-    | WorkersSucceeded
-    | WorkersGone
-    | Examined
-    | NodeUnfit
+    | GroupFailed
+    | GroupSucceeded
+    | GroupStopped
+    | HealthChecked
+    | NodeUnhealthy
     | StopRequested
     | DrainRequested
     | DrainOver
@@ -145,14 +145,14 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """Stop the workers; `detail` says why. WorkersGone follows."""
+    """Stop the workers; `detail` says why. GroupStopped follows."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
-class LookForFailures:
-    """Look whether a worker has raised that has not ended yet; if so, WorkerFailed follows."""
+class CollectFailures:
+    """Look whether a worker has raised that has not ended yet; if so, GroupFailed follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,42 +163,42 @@ class WarnWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class Examine:
-    """Look into the host's health; Examined or NodeUnfit follows. `anew`: what was found earlier will not do."""
+class CheckHealth:
+    """Look into the host's health; Examined or NodeUnhealthy follows. `anew`: what was found earlier will not do."""
 
     anew: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Confirm:
+class SendConfirm:
     """Tell the run that no worker of an earlier round is alive here."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReportFailure:
+class SendFailure:
     """Tell the run that a worker failed."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class ReportSuccess:
+class SendSuccess:
     """Tell the run that the workers succeeded."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class Depart:
+class SendDeparture:
     """Tell the run that this node stops its workers in order to leave."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class SendLeave:
     """Give the lease back. MembershipEnded follows."""
 
     detail: str
@@ -212,13 +212,13 @@ class Finish:
 Effect: TypeAlias = (
     StartWorkers
     | StopWorkers
-    | LookForFailures
+    | CollectFailures
     | WarnWorkers
-    | Examine
-    | Confirm
-    | ReportFailure
-    | ReportSuccess
-    | Depart
-    | Leave
+    | CheckHealth
+    | SendConfirm
+    | SendFailure
+    | SendSuccess
+    | SendDeparture
+    | SendLeave
     | Finish
 )

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rallypoint.agent.events.handlers import EventSink
-from rallypoint.agent.events.recorder import AgentEvent, Source, Standing
+from rallypoint.agent.events.recorder import AgentEvent, GroupState, Source
 from rallypoint.serving.metrics import serve_metrics
 
 # Seconds. From a restart of tiny workers to one that waits for hosts: each step about three times the one before.
@@ -165,9 +165,9 @@ class AgentMetrics:
 
     def _changed(self, event: AgentEvent) -> None:
         state = event.details["state"]
-        for each in Standing:
+        for each in GroupState:
             self._state.labels(event.subject.run_id, event.subject.role, each.value).set(each.value == state)
-        if state == Standing.UNHEALTHY.value and event.details.get("unfit"):
+        if state == GroupState.UNHEALTHY.value and event.details.get("unfit"):
             self._unhealthy.labels(event.subject.role).inc()
         self._budget(event)
 

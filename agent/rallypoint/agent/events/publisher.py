@@ -12,11 +12,11 @@ from rallypoint.agent.events.handlers import EventDelivery, EventSink, open_even
 from rallypoint.agent.events.recorder import (
     PARTS,
     AgentEvent,
-    Chronicle,
-    Moment,
+    EventRecorder,
+    GroupState,
+    JobIdentity,
     Source,
-    Standing,
-    Subject,
+    Timestamp,
     restart_line,
 )
 from rallypoint.agent.failures.failure import WorkerFailure
@@ -26,7 +26,7 @@ from rallypoint.rpc.logs import get_logger
 if TYPE_CHECKING:
     from rallypoint.worker.metrics import Measurement
 
-__all__ = ["PARTS", "AgentEvent", "EventSink", "JobEvents", "Source", "Standing", "Subject"]
+__all__ = ["PARTS", "AgentEvent", "EventSink", "GroupState", "JobEvents", "JobIdentity", "Source"]
 
 # Seconds that sinks get for the last events of a job. A local file needs none; who waits for more loses its end.
 _LAST_EVENTS = 2.0
@@ -34,9 +34,9 @@ _LAST_EVENTS = 2.0
 _log = get_logger("rallypoint.agent")
 
 
-def _now() -> Moment:
+def _now() -> Timestamp:
     # Workers' exits are timed by the same monotonic clock, in another process.
-    return Moment(time.monotonic(), time.time())
+    return Timestamp(time.monotonic(), time.time())
 
 
 class JobEvents:
@@ -44,11 +44,11 @@ class JobEvents:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: JobIdentity,
         *,
         event_log: str = "null",
         sinks: Sequence[EventSink] = (),
-        clock: Callable[[], Moment] = _now,
+        clock: Callable[[], Timestamp] = _now,
         deliver: EventDelivery | None = None,
     ) -> None:
         """Open the sinks.
@@ -68,7 +68,7 @@ class JobEvents:
             deliver = EventDelivery([*([log] if log is not None else []), *sinks])
         self._clock = clock
         self._deliver = deliver
-        self._chronicle = Chronicle(subject, clock())
+        self._chronicle = EventRecorder(subject, clock())
 
     @property
     def wanted(self) -> bool:
@@ -76,7 +76,7 @@ class JobEvents:
         return self._deliver.wanted
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> GroupState:
         """State of the group of workers, in torch's terms."""
         return self._chronicle.standing
 

@@ -24,7 +24,7 @@ class Source(Enum):
     WORKER = "WORKER"
 
 
-class Standing(Enum):
+class GroupState(Enum):
     """State of an agent's group of workers; torch's names.
 
     Attributes:
@@ -46,7 +46,7 @@ class Standing(Enum):
     FAILED = "FAILED"
 
 
-class Moment(NamedTuple):
+class Timestamp(NamedTuple):
     """When: in monotonic seconds, of which durations are made, and in Unix seconds, for people."""
 
     monotonic: float
@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class JobIdentity:
     """Whose events they are; `max_restarts`: over the whole run, None if they come back with time."""
 
     run_id: str
@@ -81,7 +81,7 @@ class AgentEvent:
     name: str
     source: Source
     time: float
-    subject: Subject
+    subject: JobIdentity
     round: int = 0
     restart_count: int = 0
     duration: float | None = None
@@ -104,7 +104,7 @@ class AgentEvent:
         return record | dict(self.details)
 
 
-class _Restart:
+class _RestartTiming:
     """A restart under way, and the seconds of each part of it so far."""
 
     def __init__(self, began: float, known: float, *, failed_here: bool) -> None:
@@ -121,12 +121,12 @@ class _Restart:
         return seconds
 
 
-class Chronicle:
+class EventRecorder:
     """Tells one job on one host. Every method returns the events that follow from what it is told."""
 
-    def __init__(self, subject: Subject, begun: Moment) -> None:
+    def __init__(self, subject: JobIdentity, begun: Timestamp) -> None:
         """`begun`: when the job began to join."""
-        self.standing = Standing.UNKNOWN
+        self.standing = GroupState.UNKNOWN
         self._subject = subject
         self._begun = begun.monotonic
         self._stands_since = begun.monotonic
@@ -138,7 +138,7 @@ class Chronicle:
         self._stopping = False
         self._started_at: dict[int, float] = {}
         self._failed_at: float | None = None
-        self._restart: _Restart | None = None
+        self._restart: _RestartTiming | None = None
         self._round = 0
         self._restart_count = 0
 
@@ -148,13 +148,13 @@ class Chronicle:
         before: core.AgentState,
         after: core.AgentState,
         effects: Sequence[core.Effect],
-        at: Moment,
+        at: Timestamp,
     ) -> list[AgentEvent]:
         """The core took an event, and came from one state to another."""
         told = []
         self._restart_count = after.restart_count
-        if isinstance(event, core.Updated) and self.standing is Standing.UNKNOWN:
-            told += self._stand(Standing.INIT, at)
+        if isinstance(event, core.RunUpdated) and self.standing is GroupState.UNKNOWN:
+            told += self._stand(GroupState.INIT, at)
         stops = next((effect for effect in effects if isinstance(effect, core.StopWorkers)), None)
         if stops is not None:
             self._stopping = True
@@ -162,28 +162,28 @@ class Chronicle:
             self._waits_since = at.monotonic
         told += self._look_at_host(event, before, after, at)
         told += self._follow_restart(event, before, after, stops, at)
-        if isinstance(event, core.WorkersGone):
-            told += self._stand(Standing.STOPPED, at)
-        elif isinstance(event, core.WorkersSucceeded) and before.workers is core.Workers.RUNNING:
-            told += self._stand(Standing.SUCCEEDED, at)
+        if isinstance(event, core.GroupStopped):
+            told += self._stand(GroupState.STOPPED, at)
+        elif isinstance(event, core.GroupSucceeded) and before.workers is core.Workers.RUNNING:
+            told += self._stand(GroupState.SUCCEEDED, at)
         return told + [each for effect in effects for each in self._carried_out(effect, at)]
 
-    def _carried_out(self, effect: core.Effect, at: Moment) -> list[AgentEvent]:
-        if isinstance(effect, core.Confirm):
+    def _carried_out(self, effect: core.Effect, at: Timestamp) -> list[AgentEvent]:
+        if isinstance(effect, core.SendConfirm):
             self._ranked_at = at.monotonic
-        elif isinstance(effect, core.Examine):
+        elif isinstance(effect, core.CheckHealth):
             self._examined_since = at.monotonic
         elif isinstance(effect, core.StartWorkers):
             return self._ranks_known(effect.assignment, at)
         return []
 
     def _look_at_host(
-        self, event: core.Event, before: core.AgentState, after: core.AgentState, at: Moment
+        self, event: core.Event, before: core.AgentState, after: core.AgentState, at: Timestamp
     ) -> list[AgentEvent]:
         """What the host itself is up to, whatever its workers do."""
         told = []
-        if isinstance(event, core.NodeUnfit) and before.unfit is None:
-            told += self._stand(Standing.UNHEALTHY, at, unfit=True, reason=event.detail)
+        if isinstance(event, core.NodeUnhealthy) and before.unfit is None:
+            told += self._stand(GroupState.UNHEALTHY, at, unfit=True, reason=event.detail)
         if after.draining is not None and before.draining is None:
             told.append(self._event("DRAINING", at, None, reason=after.draining))
         if before.examining and not after.examining:
@@ -196,18 +196,18 @@ class Chronicle:
         before: core.AgentState,
         after: core.AgentState,
         stops: core.StopWorkers | None,
-        at: Moment,
+        at: Timestamp,
     ) -> list[AgentEvent]:
         now, told = at.monotonic, []
-        if isinstance(event, core.WorkerFailed) and stops is not None:
+        if isinstance(event, core.GroupFailed) and stops is not None:
             failed_at = now if self._failed_at is None else min(self._failed_at, now)
-            told += self._stand(Standing.UNHEALTHY, at, reason=stops.detail)
+            told += self._stand(GroupState.UNHEALTHY, at, reason=stops.detail)
             if self._restart is None:
-                self._restart = _Restart(failed_at, now, failed_here=True)
+                self._restart = _RestartTiming(failed_at, now, failed_here=True)
             told.append(self._part("detected", now - failed_at, at))
         elif stops is not None or _round_is_over(before, after):
             if self._restart is None:
-                self._restart = _Restart(now, now, failed_here=False)
+                self._restart = _RestartTiming(now, now, failed_here=False)
             elif stops is not None:
                 self._restart.known = now
         restart = self._restart
@@ -219,14 +219,14 @@ class Chronicle:
                 told.append(self._part("stopped", now - restart.known, at))
         elif after.workers is not core.Workers.ABSENT and stops is not None:
             restart.stopped = None
-        if restart.untold and isinstance(event, core.Updated) and not _is_in_round(after):
+        if restart.untold and isinstance(event, core.RunUpdated) and not _is_in_round(after):
             restart.untold = False
             told.append(self._part("told", now - restart.known, at))
         if not _goes_on(after):
             self._restart = None
         return told
 
-    def _ranks_known(self, seat: core.Assignment, at: Moment) -> list[AgentEvent]:
+    def _ranks_known(self, seat: core.Assignment, at: Timestamp) -> list[AgentEvent]:
         """A round was formed, and this node's workers are about to be started."""
         now, restart = at.monotonic, self._restart
         since = self._waits_since
@@ -249,14 +249,14 @@ class Chronicle:
             told.append(self._part("reformed", now - since, at))
         return told
 
-    def workers_started(self, workers: Mapping[int, tuple[int, int]], at: Moment) -> list[AgentEvent]:
+    def workers_started(self, workers: Mapping[int, tuple[int, int]], at: Timestamp) -> list[AgentEvent]:
         """All workers of the round run; `workers`: rank and pid by local rank."""
         told = [
             event for rank, (number, pid) in workers.items() for event in self._start(rank, number, pid, at)
         ]
         if self._stopping:
             return told
-        told += self._stand(Standing.HEALTHY, at)
+        told += self._stand(GroupState.HEALTHY, at)
         restart, self._restart = self._restart, None
         if restart is not None:
             seconds = at.monotonic - self._asked_to_start
@@ -266,13 +266,13 @@ class Chronicle:
             told.append(self._event("RESTARTED", at, at.monotonic - restart.began, parts=parts))
         return told
 
-    def worker_ended(self, rank: int, how: WorkerExit, at: Moment) -> list[AgentEvent]:
+    def worker_ended(self, rank: int, how: WorkerExit, at: Timestamp) -> list[AgentEvent]:
         """A worker has ended with success, or because it was stopped."""
         name = "SUCCEEDED" if how.succeeded else "TERMINATED"
         return self._ended(name, rank, how, at, **_exit(how))
 
     def worker_failed(
-        self, rank: int, how: WorkerExit, kind: str, reason: str, at: Moment
+        self, rank: int, how: WorkerExit, kind: str, reason: str, at: Timestamp
     ) -> list[AgentEvent]:
         """A worker has failed by itself.
 
@@ -288,37 +288,37 @@ class Chronicle:
         return self._ended("FAILED", rank, how, at, **_exit(how), kind=kind, reason=reason)
 
     def worker_lost(
-        self, rank: int, local_rank: int, pid: int, reason: str, at: Moment, *, kind: str
+        self, rank: int, local_rank: int, pid: int, reason: str, at: Timestamp, *, kind: str
     ) -> list[AgentEvent]:
         """A worker could not be started (`pid` 0), or can't be brought to its end."""
         where: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid or None}
         return [self._event("FAILED", at, None, Source.WORKER, **where, kind=kind, reason=reason)]
 
-    def happened(self, name: str, at: Moment, duration: float | None = None, **details: Any) -> AgentEvent:
+    def happened(self, name: str, at: Timestamp, duration: float | None = None, **details: Any) -> AgentEvent:
         """Something that changes nothing of what else is told, as that the host is drained."""
         return self._event(name, at, duration, **details)
 
-    def watchdog(self, up: bool, trouble: str, at: Moment) -> AgentEvent:
+    def watchdog(self, up: bool, trouble: str, at: Timestamp) -> AgentEvent:
         """A watchdog guards the workers from now on, or none does any more."""
         since, self._watchdog_since = self._watchdog_since, at.monotonic
         return self._event("WATCHDOG", at, at.monotonic - since, up=up, reason=trouble)
 
-    def measured(self, duration: float | None, at: Moment, **details: Any) -> AgentEvent:
+    def measured(self, duration: float | None, at: Timestamp, **details: Any) -> AgentEvent:
         """A worker measured something of its own."""
         return self._event("MEASURED", at, duration, Source.WORKER, **details)
 
-    def ended(self, exit_code: int, detail: str, at: Moment) -> list[AgentEvent]:
+    def ended(self, exit_code: int, detail: str, at: Timestamp) -> list[AgentEvent]:
         """The job is over on this host."""
-        name, standing = "FAILED", Standing.FAILED
+        name, standing = "FAILED", GroupState.FAILED
         if exit_code == 0:
-            name, standing = "SUCCEEDED", Standing.SUCCEEDED
+            name, standing = "SUCCEEDED", GroupState.SUCCEEDED
         elif exit_code > 128:
-            name, standing = "TERMINATED", Standing.STOPPED
+            name, standing = "TERMINATED", GroupState.STOPPED
         seconds = at.monotonic - self._begun
         told = self._stand(standing, at, reason=detail)
         return [*told, self._event(name, at, seconds, exit_code=exit_code, reason=detail)]
 
-    def _stand(self, standing: Standing, at: Moment, **details: Any) -> list[AgentEvent]:
+    def _stand(self, standing: GroupState, at: Timestamp, **details: Any) -> list[AgentEvent]:
         if standing is self.standing:
             return []
         previous, since = self.standing, self._stands_since
@@ -326,27 +326,29 @@ class Chronicle:
         change: dict[str, Any] = {"state": standing.value, "previous": previous.value}
         return [self._event("AGENT_STATE", at, at.monotonic - since, **change, **details)]
 
-    def _start(self, local_rank: int, rank: int, pid: int, at: Moment) -> list[AgentEvent]:
+    def _start(self, local_rank: int, rank: int, pid: int, at: Timestamp) -> list[AgentEvent]:
         if local_rank in self._started_at:
             return []
         self._started_at[local_rank] = at.monotonic
         who: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid}
         return [self._event("START", at, at.monotonic - self._asked_to_start, Source.WORKER, **who)]
 
-    def _ended(self, name: str, rank: int, how: WorkerExit, at: Moment, **details: Any) -> list[AgentEvent]:
+    def _ended(
+        self, name: str, rank: int, how: WorkerExit, at: Timestamp, **details: Any
+    ) -> list[AgentEvent]:
         # One that ends at once is gone before the start of its neighbours has returned.
         told = self._start(how.local_rank, rank, how.pid, at)
         lived = max(0.0, how.at - self._started_at[how.local_rank])
         return [*told, self._event(name, at, lived, Source.WORKER, rank=rank, **details)]
 
-    def _part(self, part: str, seconds: float, at: Moment) -> AgentEvent:
+    def _part(self, part: str, seconds: float, at: Timestamp) -> AgentEvent:
         assert self._restart is not None, "a part belongs to a restart"
         return self._event(part.upper(), at, self._restart.add(part, seconds))
 
     def _event(
         self,
         name: str,
-        at: Moment,
+        at: Timestamp,
         duration: float | None,
         source: Source = Source.AGENT,
         /,

@@ -88,7 +88,7 @@ _LARGEST = 4 << 20  # bytes; what is longer is cut off, and then makes no sense
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class ErrorRecord:
     """A worker's own words.
 
     Attributes:
@@ -107,7 +107,7 @@ class Story:
     raised_at: float | None
 
 
-def read_error_file(path: Path) -> Story | None:
+def read_error_file(path: Path) -> ErrorRecord | None:
     """Reads an error file; None if there is nothing, or nothing that makes sense."""
     try:
         with open(path, "rb") as file:
@@ -117,7 +117,7 @@ def read_error_file(path: Path) -> Story | None:
         return None
     message = content.get("message") if isinstance(content, dict) else None
     if isinstance(message, str):
-        return Story(message, "", permanent=False, written=written, raised_at=None)
+        return ErrorRecord(message, "", permanent=False, written=written, raised_at=None)
     if not isinstance(message, dict):
         return None
     extra = message.get("extraInfo")
@@ -125,7 +125,7 @@ def read_error_file(path: Path) -> Story | None:
     ours = extra.get("rallypoint")
     ours = ours if isinstance(ours, dict) else {}
     text, callstack, raised_at = message.get("message"), extra.get("py_callstack"), ours.get("monotonic")
-    return Story(
+    return ErrorRecord(
         message=text if isinstance(text, str) else "",
         traceback=callstack.rstrip() if isinstance(callstack, str) else "",
         permanent=ours.get("permanent") is True,
@@ -379,7 +379,7 @@ def failure_of_port(failure: WorkerFailure, port: int, started_at: float) -> Wor
 
 
 def failure_under_way(
-    story: Story,
+    story: ErrorRecord,
     logs: WorkerLogs,
     *,
     local_rank: int,
@@ -423,7 +423,7 @@ def failure_under_way(
     )
 
 
-def _moment(story: Story, since: float, at: float, time: float) -> tuple[float, float]:
+def _moment(story: ErrorRecord, since: float, at: float, time: float) -> tuple[float, float]:
     """When it raised, in monotonic and in Unix seconds.
 
     What the worker says itself is exact. The time of the file may be that of a file server, whose clock is another:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, look_at, render_threads
 from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, innermost, looks_like_stacks, spy
 from rallypoint.rpc.logs import get_logger
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
+class InspectedProcess:
     """A process that is asked.
 
     Attributes:
@@ -47,7 +47,7 @@ class PythonStacks:
 
 
 @dataclass(slots=True)
-class Evidence:
+class Diagnostics:
     """What was found; the text grows with it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Evidence:
         gaps: what could not be had, in words.
     """
 
-    hang: Hang
+    hang: HungWorker
     rank: int
     looks: list[ProcessLook] = field(default_factory=list)
     stacks: dict[int, PythonStacks] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def _state_of(look: ProcessLook, business: float | None) -> str:
 
 
 async def gather(
-    evidence: Evidence, suspects: Sequence[Suspect], pipe: StackPipe | None, timeout: float
+    evidence: Diagnostics, suspects: Sequence[InspectedProcess], pipe: StackPipe | None, timeout: float
 ) -> None:
     """Finds out what can be found out in time. Raises nothing but CancelledError.
 
@@ -156,7 +156,7 @@ async def gather(
         evidence.gaps.append(f"what a failure of the agent has cost ({error!r})")
 
 
-async def _look(evidence: Evidence, suspects: Sequence[Suspect]) -> None:
+async def _look(evidence: Diagnostics, suspects: Sequence[InspectedProcess]) -> None:
     for suspect in suspects:
         look = await in_background(partial(look_at, suspect.pid))
         if look is not None:
@@ -164,7 +164,7 @@ async def _look(evidence: Evidence, suspects: Sequence[Suspect]) -> None:
 
 
 async def _ask_for_stacks(
-    evidence: Evidence, suspect: Suspect, look: ProcessLook, pipe: StackPipe | None
+    evidence: Diagnostics, suspect: InspectedProcess, look: ProcessLook, pipe: StackPipe | None
 ) -> None:
     spare = evidence.hang.signal is None
     hears = look.main.state != "D" and not (look.stopped and spare)

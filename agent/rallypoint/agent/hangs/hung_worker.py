@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
+class HungWorker:
     """A timer that ran out, and that its worker still holds; or a worker that somebody wants looked into, or killed.
 
     Attributes:

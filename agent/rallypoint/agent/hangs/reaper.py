@@ -14,11 +14,17 @@ from functools import partial
 from pathlib import Path
 
 from rallypoint.agent.failures.failure import MAX_TRACEBACK, FailureKind, WorkerFailure
-from rallypoint.agent.hangs.diagnostics import Evidence, PythonStacks, Suspect, gather, in_background
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.diagnostics import (
+    Diagnostics,
+    InspectedProcess,
+    PythonStacks,
+    gather,
+    in_background,
+)
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, caught_signals, look_at
 from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, last_dump
-from rallypoint.agent.spawner.protocol import Killed
+from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.rpc.logs import get_logger
 
 SIGNAL_PATIENCE = 5.0
@@ -38,7 +44,7 @@ _GATHERING = 0.8
 _log = get_logger("rallypoint.agent")
 
 
-def accusation(hang: Hang) -> str:
+def accusation(hang: HungWorker) -> str:
     """One sentence that says what a worker has done, or rather not done."""
     if hang.asked:
         return hang.asked
@@ -49,7 +55,7 @@ def accusation(hang: Hang) -> str:
 
 
 @dataclass(slots=True)
-class Case:
+class HangReport:
     """What is held against a worker, for the report of its failure.
 
     Attributes:
@@ -64,7 +70,7 @@ class Case:
     """
 
     message: str
-    evidence: Evidence | None = None
+    evidence: Diagnostics | None = None
     file: Path | None = None
     stderr: Path | None = None
     dump_from: int | None = None
@@ -111,7 +117,7 @@ def _bounded(text: str, file: Path | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class HungProcess:
     """The worker whose timer ran out.
 
     Attributes:
@@ -135,39 +141,39 @@ class Victim:
 class Reaping:
     """One worker is examined, and then ended unless it is to live."""
 
-    hang: Hang
-    victim: Victim
+    hang: HungWorker
+    victim: HungProcess
     evidence_timeout: float
-    case: Case = field(init=False)
+    case: HangReport = field(init=False)
     _evidence_left: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._evidence_left = self.evidence_timeout
-        self.case = Case(accusation(self.hang), stderr=self.victim.stderr)
+        self.case = HangReport(accusation(self.hang), stderr=self.victim.stderr)
 
     async def examine(self) -> None:
         """Gathers evidence, and puts it into the worker's file. Bounded."""
         if self._evidence_left <= 0:
             return
         began = time.monotonic()
-        evidence = self.case.evidence = Evidence(self.hang, self.victim.rank)
+        evidence = self.case.evidence = Diagnostics(self.hang, self.victim.rank)
         await self._gather(evidence)
         left = self.evidence_timeout - (time.monotonic() - began)
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
         await self._write(f"{when}: {self.case.message}\n\n{evidence.text}\n", min(left, LOOK_TIMEOUT))
         self._evidence_left = self.evidence_timeout - (time.monotonic() - began)
 
-    async def look(self) -> Evidence:
+    async def look(self) -> Diagnostics:
         """What the worker is doing; nothing is written down. Bounded."""
-        evidence = Evidence(self.hang, self.victim.rank)
+        evidence = Diagnostics(self.hang, self.victim.rank)
         await self._gather(evidence)
         return evidence
 
-    async def _gather(self, evidence: Evidence) -> None:
+    async def _gather(self, evidence: Diagnostics) -> None:
         with self._suspects() as suspects:
             await gather(evidence, suspects, self.victim.pipe, _GATHERING * self.evidence_timeout)
 
-    async def end(self, kill: Callable[[], Awaitable[Killed]]) -> Killed:
+    async def end(self, kill: Callable[[], Awaitable[KillResult]]) -> KillResult:
         """Ends the worker and everything below it; see the module. Bounded, as `kill` is.
 
         Args:
@@ -236,12 +242,12 @@ class Reaping:
             _log.warning("could not write the evidence of a hang", file=str(path), reason=error.strerror)
 
     @contextmanager
-    def _suspects(self) -> Iterator[Sequence[Suspect]]:
+    def _suspects(self) -> Iterator[Sequence[InspectedProcess]]:
         """The holder of the timer and, if that is another process, the worker."""
         with ExitStack() as stack:
             pids = dict.fromkeys((self.hang.pid or self.victim.pid, self.victim.pid))
             pinned = {pid: stack.enter_context(self._pinned(pid)) for pid in pids}
-            yield [Suspect(pid, pidfd) for pid, pidfd in pinned.items() if pidfd is not None]
+            yield [InspectedProcess(pid, pidfd) for pid, pidfd in pinned.items() if pidfd is not None]
 
     @contextmanager
     def _pinned(self, pid: int) -> Iterator[int | None]:

@@ -44,7 +44,7 @@ def uninterruptible_timeout(environment: Mapping[str, str]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Sleeper:
+class BlockedThread:
     """A thread that was found in uninterruptible sleep.
 
     Attributes:
@@ -67,14 +67,14 @@ class StuckWatch:
     """
 
     timeout: float
-    _since: dict[Sleeper, float] = field(default_factory=dict)
+    _since: dict[BlockedThread, float] = field(default_factory=dict)
 
     @property
     def pause(self) -> float:
         """Seconds until the next look."""
         return min(self.timeout / 2, _LONGEST_PAUSE)
 
-    def note(self, sleepers: Collection[Sleeper], now: float) -> Sleeper | None:
+    def note(self, sleepers: Collection[BlockedThread], now: float) -> BlockedThread | None:
         """Takes what a look found.
 
         Args:
@@ -107,9 +107,9 @@ async def await_stuck(
             return await in_background(partial(_describe, stuck, workers[stuck.pid], timeout))
 
 
-def find_sleepers(pids: Collection[int], proc: Path = Path("/proc")) -> list[Sleeper]:
+def find_sleepers(pids: Collection[int], proc: Path = Path("/proc")) -> list[BlockedThread]:
     """The threads of these processes that are in uninterruptible sleep."""
-    found: list[Sleeper] = []
+    found: list[BlockedThread] = []
     for pid in pids:
         with suppress(OSError):
             for tid in os.listdir(proc / str(pid) / "task"):
@@ -118,11 +118,11 @@ def find_sleepers(pids: Collection[int], proc: Path = Path("/proc")) -> list[Sle
                     line = (folder / "stat").read_text(errors="replace")
                     if line[line.rfind(")") + 2 : line.rfind(")") + 3] == "D":
                         counts = _SWITCHES.findall((folder / "status").read_text(errors="replace"))
-                        found.append(Sleeper(pid, int(tid), sum(map(int, counts))))
+                        found.append(BlockedThread(pid, int(tid), sum(map(int, counts))))
     return found
 
 
-def _describe(stuck: Sleeper, rank: int, timeout: float) -> str:
+def _describe(stuck: BlockedThread, rank: int, timeout: float) -> str:
     look = look_at(stuck.pid)
     thread = next((thread for thread in look.threads if thread.tid == stuck.tid), None) if look else None
     why = f": it {thread.meaning}" if thread is not None and thread.meaning else ""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rallypoint.agent.config.rlimits import Amount, AmountError, in_words, parse_amount
+from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_amount
 from rallypoint.agent.health.programs import missing
 from rallypoint.rpc.endpoint import SettingError
 
@@ -32,7 +32,7 @@ class HealthCheckError(SettingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CheckContext:
     """What a look at the host needs to know of the job.
 
     Attributes:
@@ -44,7 +44,7 @@ class Surroundings:
     visible_gpus: str | None = None
 
 
-Look = Callable[[Surroundings], str | None]
+Look = Callable[[CheckContext], str | None]
 """Looks at the host; returns why it is not healthy, or None. May block, and may raise."""
 
 
@@ -97,10 +97,10 @@ def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
     return HealthCheck(text, look=_plug_in(text, name, argument))
 
 
-def _amount(text: str, argument: str, example: str) -> Amount:
+def _amount(text: str, argument: str, example: str) -> Quantity:
     try:
         return parse_amount(argument)
-    except AmountError as error:
+    except QuantityError as error:
         raise HealthCheckError(f"health check {text!r}: {error}; expected as in {example}") from None
 
 
@@ -130,7 +130,7 @@ def _plug_in(text: str, name: str, argument: str) -> Look:
     except Exception as error:
         raise HealthCheckError(f"health check {text!r} can't be loaded: {error!r}") from None
 
-    def look(_: Surroundings) -> str | None:
+    def look(_: CheckContext) -> str | None:
         why = check(argument)
         return None if why is None else str(why)
 
@@ -144,7 +144,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def look_at_disks(where: Surroundings, least: Amount) -> str | None:
+def look_at_disks(where: CheckContext, least: Quantity) -> str | None:
     """Why there is not room enough where the job writes; None if there is.
 
     Raises:
@@ -166,7 +166,7 @@ def look_at_disks(where: Surroundings, least: Amount) -> str | None:
 
 
 def look_at_memory(
-    _: Surroundings, least: Amount, proc: Path = _PROC, cgroups: Path = _CGROUPS
+    _: CheckContext, least: Quantity, proc: Path = _PROC, cgroups: Path = _CGROUPS
 ) -> str | None:
     """Why there is not memory enough, of the host or of a cgroup that this process is in; None if there is.
 
@@ -189,7 +189,7 @@ def look_at_memory(
     return None
 
 
-def _wanted(least: Amount, whole: int) -> str:
+def _wanted(least: Quantity, whole: int) -> str:
     part = "" if least.part is None else f" ({100 * least.part:g} %)"
     return f"{in_words(least.of(whole))}{part} must be"
 

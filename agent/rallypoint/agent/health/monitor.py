@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.hangs.diagnostics import in_background
-from rallypoint.agent.health.checks import HealthCheck, Surroundings
-from rallypoint.agent.health.programs import ProgramTimeoutError, SidePrograms
+from rallypoint.agent.health.checks import CheckContext, HealthCheck
+from rallypoint.agent.health.programs import HelperProcesses, ProgramTimeoutError
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
 if TYPE_CHECKING:
-    from rallypoint.agent.health.programs import SidePrograms
+    from rallypoint.agent.health.programs import HelperProcesses
 
 _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 # Seconds; the rendezvous service's, where a run has no other.
 _CONFIRM_TIMEOUT = 60.0
 
 
-class HostCare:
+class HostMonitor:
     """For one job."""
 
     def __init__(
@@ -49,7 +49,7 @@ class HostCare:
         self._maintenance: Callable[[], Awaitable[str]] | None = None
         self._stuck: Callable[[], Awaitable[str]] | None = None
         self._health: HostHealth | None = None
-        self._programs: SidePrograms | None = None
+        self._programs: HelperProcesses | None = None
         if config.health_checks or config.maintenance_command is not None:
             self._programs = _side_programs(config, folder)
             if config.health_checks:
@@ -91,7 +91,7 @@ class HostCare:
         if why is not None:
             on_unfit(why)
         else:
-            tell(core.Examined())
+            tell(core.HealthChecked())
 
     async def close(self) -> None:
         """No program of the host's care is left when this returns."""
@@ -103,14 +103,14 @@ async def _tell(whom: Callable[[str], None], what: Awaitable[str]) -> None:
     whom(await what)
 
 
-def _side_programs(config: JobConfig, folder: Path) -> SidePrograms:
-    from rallypoint.agent.health.programs import SidePrograms  # noqa: PLC0415
+def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:
+    from rallypoint.agent.health.programs import HelperProcesses  # noqa: PLC0415
 
-    return SidePrograms(folder, config.environment, config.working_directory)
+    return HelperProcesses(folder, config.environment, config.working_directory)
 
 
-def _host_health(config: JobConfig, log_dir: Path, programs: SidePrograms) -> HostHealth:
-    from rallypoint.agent.health.checks import Surroundings, parse_health_check  # noqa: PLC0415
+def _host_health(config: JobConfig, log_dir: Path, programs: HelperProcesses) -> HostHealth:
+    from rallypoint.agent.health.checks import CheckContext, parse_health_check  # noqa: PLC0415
 
     patience = config.settings.confirm_timeout.ToNanoseconds() / 1e9 or _CONFIRM_TIMEOUT
     if config.health_timeout >= patience:
@@ -119,7 +119,7 @@ def _host_health(config: JobConfig, log_dir: Path, programs: SidePrograms) -> Ho
             f"{patience:g} s: this host would be taken for lost; give --rdzv-conf confirm_timeout=… on all hosts"
         )
     environment = config.environment
-    surroundings = Surroundings(
+    surroundings = CheckContext(
         (log_dir, Path(tempfile.gettempdir())), environment.get("CUDA_VISIBLE_DEVICES")
     )
     checks = [parse_health_check(text, environment.get("PATH")) for text in config.health_checks]
@@ -127,7 +127,7 @@ def _host_health(config: JobConfig, log_dir: Path, programs: SidePrograms) -> Ho
 
 
 def _maintenance(
-    config: JobConfig, command: tuple[str, ...], programs: SidePrograms
+    config: JobConfig, command: tuple[str, ...], programs: HelperProcesses
 ) -> Callable[[], Awaitable[str]]:
     from rallypoint.agent.health.programs import missing  # noqa: PLC0415
 
@@ -159,8 +159,8 @@ class HostHealth:
     def __init__(
         self,
         checks: Sequence[HealthCheck],
-        surroundings: Surroundings,
-        programs: SidePrograms,
+        surroundings: CheckContext,
+        programs: HelperProcesses,
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -256,7 +256,7 @@ def next_pause(pause: float, ran: float) -> float:
 
 
 async def await_maintenance(
-    program: Sequence[str], programs: SidePrograms, clock: Callable[[], float] = time.monotonic
+    program: Sequence[str], programs: HelperProcesses, clock: Callable[[], float] = time.monotonic
 ) -> str:
     """Returns the reason once the host is announced to go down.
 

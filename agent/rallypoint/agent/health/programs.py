@@ -34,7 +34,7 @@ class ProgramTimeoutError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProgramResult:
     """How a program ended.
 
     Attributes:
@@ -63,7 +63,7 @@ def missing(program: str, path: str | None) -> str | None:
     return f"{program!r} {what}"
 
 
-class SidePrograms:
+class HelperProcesses:
     """Runs them. No process is made before the first."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], cwd: Path | None = None) -> None:
@@ -80,7 +80,7 @@ class SidePrograms:
         self._spawner: Spawner | None = None
         self._numbers = itertools.count()
 
-    async def run(self, argv: Sequence[str], timeout: float | None = None) -> Ended:
+    async def run(self, argv: Sequence[str], timeout: float | None = None) -> ProgramResult:
         """Run a program to its end, and then whatever it left behind.
 
         Cancelled, the program is killed as well.
@@ -94,7 +94,7 @@ class SidePrograms:
             ProgramTimeoutError: it took longer.
             OSError: there is no place for a pipe.
         """
-        said = _Output(self._folder / f"side.{next(self._numbers)}")
+        said = _OutputPipe(self._folder / f"side.{next(self._numbers)}")
         try:
             return await self._run(argv, timeout, said)
         finally:
@@ -105,7 +105,7 @@ class SidePrograms:
         if self._spawner is not None:
             await self._spawner.close(_TO_DIE)
 
-    async def _run(self, argv: Sequence[str], timeout: float | None, said: _Output) -> Ended:
+    async def _run(self, argv: Sequence[str], timeout: float | None, said: _OutputPipe) -> ProgramResult:
         if self._spawner is None or self._spawner.dead:
             self._spawner = Spawner.start()
         spawner = self._spawner
@@ -121,10 +121,10 @@ class SidePrograms:
                     await asyncio.shield(spawner.kill(program, _TO_DIE))
         except TimeoutError:
             raise ProgramTimeoutError(f"it did not end within {timeout:g} s") from None
-        return Ended(exit_, said.first_line, said.last_line)
+        return ProgramResult(exit_, said.first_line, said.last_line)
 
 
-class _Output:
+class _OutputPipe:
     """What a program says, through a named pipe: a file would fill the disk of one that speaks for weeks."""
 
     def __init__(self, path: Path) -> None:

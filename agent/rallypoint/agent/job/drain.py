@@ -24,7 +24,7 @@ from rallypoint.worker.notice import NOTICE_VARIABLE
 _CHUNK = 64 * 1024  # bytes; a pipe holds no more
 
 
-class NoticeBoard:
+class PreemptionNotice:
     """One for a job. There is no file until a notice is posted."""
 
     def __init__(self, folder: Path, on_saved: Callable[[int], None]) -> None:
@@ -93,7 +93,7 @@ _log = get_logger("rallypoint.agent")
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class DrainNotice:
     """That a host is being drained.
 
     Attributes:
@@ -107,23 +107,23 @@ class Draining:
     monotonic: float
 
 
-class _Ended(Protocol):
+class _WorkerEnd(Protocol):
     @property
     def succeeded(self) -> bool:
         """Whether the worker returned 0."""
 
 
-class _Worker(Protocol):
+class _WorkerState(Protocol):
     @property
     def rank(self) -> int:
         """Its global rank."""
 
     @property
-    def exit(self) -> _Ended | None:
+    def exit(self) -> _WorkerEnd | None:
         """How it ended, once it has."""
 
 
-def all_saved(workers: Sequence[_Worker], saved: set[int]) -> bool:
+def all_saved(workers: Sequence[_WorkerState], saved: set[int]) -> bool:
     """Whether some workers run, all of them are among the ranks that saved their state, and the others succeeded.
 
     Where none runs they have succeeded, or one has failed; that is not for a drain to say.
@@ -142,11 +142,11 @@ class Drain:
 
     def __init__(self, tell: Callable[[core.Event], None]) -> None:
         """Set up. `tell` is called with what the core must know."""
-        self.now: Draining | None = None
+        self.now: DrainNotice | None = None
         self._tell = tell
-        self._board: NoticeBoard | None = None
+        self._board: PreemptionNotice | None = None
         self._saved: set[int] = set()
-        self._workers: Callable[[], Sequence[_Worker]] | None = None
+        self._workers: Callable[[], Sequence[_WorkerState]] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def set_up(self, folder: Path) -> dict[str, str]:
@@ -155,7 +155,7 @@ class Drain:
         Returns:
             The variable that tells them where to look for a notice.
         """
-        self._board = NoticeBoard(folder, self._has_saved)
+        self._board = PreemptionNotice(folder, self._has_saved)
         return self._board.environment
 
     def begin(self, grace: float, reason: str) -> None:
@@ -169,7 +169,9 @@ class Drain:
         first = self.now is None
         if self.now is not None and monotonic >= self.now.monotonic:
             return
-        self.now = Draining(reason if self.now is None else self.now.reason, time.time() + grace, monotonic)
+        self.now = DrainNotice(
+            reason if self.now is None else self.now.reason, time.time() + grace, monotonic
+        )
         _log.warning("draining" if first else "draining faster", reason=reason, grace=grace)
         if self._timer is not None:
             self._timer.cancel()
@@ -180,7 +182,7 @@ class Drain:
         elif self._workers is not None:
             self._post(self.now)
 
-    def warn(self, workers: Callable[[], Sequence[_Worker]]) -> None:
+    def warn(self, workers: Callable[[], Sequence[_WorkerState]]) -> None:
         """Tell the workers, and mind what they answer.
 
         Args:
@@ -202,7 +204,7 @@ class Drain:
         if self._board is not None:
             self._board.close()
 
-    def _post(self, draining: Draining) -> None:
+    def _post(self, draining: DrainNotice) -> None:
         assert self._board is not None, "set up before workers are started"
         try:
             self._board.post(draining.reason, draining.monotonic, draining.deadline)

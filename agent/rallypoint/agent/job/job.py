@@ -14,24 +14,24 @@ from pathlib import Path
 from rallypoint.agent.addresses import MasterPort
 from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
-from rallypoint.agent.events.publisher import JobEvents, Subject
+from rallypoint.agent.events.publisher import JobEvents, JobIdentity
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.agent.health.monitor import HostCare
-from rallypoint.agent.job.drain import Drain, Draining
+from rallypoint.agent.health.monitor import HostMonitor
+from rallypoint.agent.job.drain import Drain, DrainNotice
 from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.job.rendezvous import NodeMembership
 from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, verdict
-from rallypoint.agent.job.sync import Background, Changes
+from rallypoint.agent.job.sync import Background, Notifier
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
-from rallypoint.agent.workers.group import Crew, Worker
-from rallypoint.agent.workers.groups import Callbacks, Crews, Equipment
+from rallypoint.agent.workers.group import Worker, WorkerGroup
+from rallypoint.agent.workers.groups import Callbacks, GroupSettings, WorkerGroups
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 
 # Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
 # wrapper around this program that passes it on; that must not cost the workers their checkpoints.
@@ -53,7 +53,7 @@ class Job:
         # What the core is to hear; a result is for the loop in `run`, and ends the job whatever the core thinks.
         self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
         self._background = Background(self._break)
-        self._crews = Crews(
+        self._crews = WorkerGroups(
             config,
             spawner,
             Callbacks(
@@ -73,14 +73,14 @@ class Job:
         self._asked_at: float | None = None
         self._hurried = False
         self.result: JobResult | None = None
-        self.changed = Changes()
+        self.changed = Notifier()
         self.start_time = time.time()
         self.end_time: float | None = None
         self._membership: NodeMembership
         self._log_directory: LogDirectory | None = None
         self._sockets: WorkerSockets
         self._history: JobEvents
-        self._care: HostCare
+        self._care: HostMonitor
         most = config.watchdog_timeout if config.require_watchdog else None
         self._watchdog = HostWatchdog(most, self._on_watchdog, self._on_unfit)
 
@@ -95,7 +95,7 @@ class Job:
         return self._state
 
     @property
-    def crew(self) -> Crew | None:
+    def crew(self) -> WorkerGroup | None:
         """The workers of the latest round; None if there was none yet."""
         return self._crews.crew
 
@@ -120,7 +120,7 @@ class Job:
         return self._crews.stop_reason
 
     @property
-    def draining(self) -> Draining | None:
+    def draining(self) -> DrainNotice | None:
         """That this host leaves as soon as its workers are done or have saved their state; None if it does not."""
         return self._drain.now
 
@@ -151,7 +151,7 @@ class Job:
         async with AsyncExitStack() as stack:
             stack.callback(self._master_port.close)
             stack.push_async_callback(lambda: self._crews.close(unfit=self._state.unfit is not None))
-            subject = Subject(config.run_id, config.node_id, config.role, config.max_restarts)
+            subject = JobIdentity(config.run_id, config.node_id, config.role, config.max_restarts)
             self._history = JobEvents(subject, event_log=config.event_log, sinks=config.event_sinks)
             stack.push_async_callback(self._history.close)
             logs = self._log_directory = LogDirectory.create(
@@ -159,7 +159,7 @@ class Job:
             )
             console = Console()
             stack.push_async_callback(console.close, 5.0)
-            rendezvous = Switchboard(config.rendezvous.endpoint, config.rendezvous.tls)
+            rendezvous = ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls)
             stack.push_async_callback(rendezvous.close)
             self._sockets = await stack.enter_async_context(
                 WorkerSockets(
@@ -178,9 +178,9 @@ class Job:
             self._crews.spawner.entrust(folder)
             environment |= self._drain.set_up(folder)
             stack.callback(self._drain.close)
-            self._care = HostCare(config, folder, logs.path, self._pids)
+            self._care = HostMonitor(config, folder, logs.path, self._pids)
             stack.push_async_callback(self._care.close)
-            self._crews.equipment = Equipment(
+            self._crews.equipment = GroupSettings(
                 console, logs, self._sockets, environment, folder, self._history
             )
             self._membership = NodeMembership(
@@ -266,7 +266,7 @@ class Job:
         self.changed.tell()
 
     def pass_on(self, number: int) -> None:
-        """Send a user's signal to the workers, to their processes alone; see `Crew.pass_on`."""
+        """Send a user's signal to the workers, to their processes alone; see `WorkerGroup.pass_on`."""
         if self.crew is not None:
             self.crew.pass_on(number)
 
@@ -298,7 +298,7 @@ class Job:
         self._crews.stop(effect.detail, number, timeout, self._membership.round_over if goes else None)
 
     @_carry_out.register
-    def _look_for_failures(self, effect: core.LookForFailures) -> None:
+    def _look_for_failures(self, effect: core.CollectFailures) -> None:
         if self.crew is not None:
             self.crew.look_for_failures()
 
@@ -310,31 +310,31 @@ class Job:
             self.pass_on(self._config.warn_signal)
 
     @_carry_out.register
-    def _examine(self, effect: core.Examine) -> None:
+    def _examine(self, effect: core.CheckHealth) -> None:
         self._background.begin(self._care.examine(effect.anew, self._events.put_nowait, self._on_unfit))
 
     @_carry_out.register
-    def _confirm(self, effect: core.Confirm) -> None:
+    def _confirm(self, effect: core.SendConfirm) -> None:
         self._membership.confirm(effect.round, self._config.master_port or self._master_port.reserve())
 
     @_carry_out.register
-    def _report_failure(self, effect: core.ReportFailure) -> None:
+    def _report_failure(self, effect: core.SendFailure) -> None:
         assert self._failure is not None, "a failure was noted before it is reported"
         self._membership.report_failure(self._failure, effect.round)
 
     @_carry_out.register
-    def _report_success(self, effect: core.ReportSuccess) -> None:
+    def _report_success(self, effect: core.SendSuccess) -> None:
         seat = self._state.assignment
         others = seat is not None and seat.group_world_size > 1
         _log.info("workers succeeded" + ", waiting for those of other hosts" * others, round=effect.round)
         self._membership.report_success(effect.round)
 
     @_carry_out.register
-    def _depart(self, effect: core.Depart) -> None:
+    def _depart(self, effect: core.SendDeparture) -> None:
         self._membership.depart(effect.detail)
 
     @_carry_out.register
-    def _leave(self, effect: core.Leave) -> None:
+    def _leave(self, effect: core.SendLeave) -> None:
         timeout = self._config.close_timeout
         if self._hurried:
             timeout = min(timeout, _HURRIED_LEAVING)
@@ -356,7 +356,7 @@ class Job:
     def _on_failure(self, failure: WorkerFailure) -> None:
         _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
         self._failure = failure
-        self._events.put_nowait(core.WorkerFailed())
+        self._events.put_nowait(core.GroupFailed())
 
     def _on_earlier_failure(self, failure: WorkerFailure) -> None:
         _log.error("it had failed before", rank=failure.rank, pid=failure.pid, reason=failure.message)
@@ -368,7 +368,7 @@ class Job:
     def _on_unfit(self, detail: str) -> None:
         if self._state.unfit is None:
             _log.error("this host can't run another round", reason=detail)
-        self._events.put_nowait(core.NodeUnfit(detail))
+        self._events.put_nowait(core.NodeUnhealthy(detail))
 
     def _on_watchdog(self, up: bool, trouble: str) -> None:
         self._membership.report_watchdog(trouble)

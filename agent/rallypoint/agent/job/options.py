@@ -45,7 +45,7 @@ class OptionError(SettingError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _ParserInput:
     """What a parser gets: the value, the option's name for errors, and how many workers the host has."""
 
     value: Any
@@ -74,7 +74,7 @@ class _Given:
         return OptionError(f"{self.label}: {self.value!r} {problem}")
 
 
-_Parser: TypeAlias = Callable[[_Given], Any]
+_Parser: TypeAlias = Callable[[_ParserInput], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def job_fields(
         if option is None:
             raise OptionError(f"{label(name)}: there is no such option; known: {', '.join(sorted(OPTIONS))}")
         if value is not None:
-            fields[option.field] = option.parse(_Given(value, label(name), workers))
+            fields[option.field] = option.parse(_ParserInput(value, label(name), workers))
     return fields
 
 
@@ -161,28 +161,28 @@ def parse_signal(text: str) -> signal.Signals:
         raise ValueError(f"{text!r} is no signal") from None
 
 
-def _text(given: _Given) -> str:
+def _text(given: _ParserInput) -> str:
     return given.text
 
 
-def _some_text(given: _Given) -> str:
+def _some_text(given: _ParserInput) -> str:
     if not given.text:
         raise given.error("is empty")
     return given.text
 
 
-def _path(given: _Given) -> Path:
+def _path(given: _ParserInput) -> Path:
     return Path(_some_text(given))
 
 
-def _flag(given: _Given) -> bool:
+def _flag(given: _ParserInput) -> bool:
     value = given.value.lower() if isinstance(given.value, str) else given.value
     if value not in _SPOKEN:
         raise given.error("is neither true nor false")
     return _SPOKEN[value]
 
 
-def _seconds(given: _Given) -> float:
+def _seconds(given: _ParserInput) -> float:
     try:
         number = float(given.value)
     except (TypeError, ValueError):
@@ -192,21 +192,21 @@ def _seconds(given: _Given) -> float:
     return number
 
 
-def _count(given: _Given) -> int:
+def _count(given: _ParserInput) -> int:
     text = given.text
     if not (text.isascii() and text.isdigit() and int(text) <= _MOST_KEPT):
         raise given.error(f"is not a whole number from 0 to {_MOST_KEPT}")
     return int(text)
 
 
-def _port(given: _Given) -> int:
+def _port(given: _ParserInput) -> int:
     text = given.text
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
         raise given.error("is not a port; expected a number from 1 to 65535")
     return int(text)
 
 
-def _size(given: _Given) -> int | None:
+def _size(given: _ParserInput) -> int | None:
     """A size in bytes; 0 for none."""
     found = _SIZE.fullmatch(given.text.strip())
     if found is None:
@@ -216,7 +216,7 @@ def _size(given: _Given) -> int | None:
     return size or None
 
 
-def _streams(given: _Given) -> Redirect:
+def _streams(given: _ParserInput) -> Redirect:
     if isinstance(given.value, Redirect):
         return given.value
     try:
@@ -225,7 +225,7 @@ def _streams(given: _Given) -> Redirect:
         raise OptionError(str(error)) from None
 
 
-def _local_ranks(given: _Given) -> frozenset[int] | None:
+def _local_ranks(given: _ParserInput) -> frozenset[int] | None:
     ranks = set()
     for part in given.parts:
         text = part.strip()
@@ -239,7 +239,7 @@ def _local_ranks(given: _Given) -> frozenset[int] | None:
     return frozenset(ranks) or None
 
 
-def _log_size(given: _Given) -> int | None:
+def _log_size(given: _ParserInput) -> int | None:
     size = _size(given)
     if size is not None and size < LEAST_ROTATED:
         raise given.error(
@@ -248,25 +248,25 @@ def _log_size(given: _Given) -> int | None:
     return size
 
 
-def _log_files(given: _Given) -> int:
+def _log_files(given: _ParserInput) -> int:
     count = _count(given)
     if count == 0:
         raise given.error("keeps nothing beside the file being written; expected at least 1")
     return count
 
 
-def _line_prefix(given: _Given) -> str:
+def _line_prefix(given: _ParserInput) -> str:
     try:
         return check_line_prefix(given.text, given.label)
     except LogError as error:
         raise OptionError(str(error)) from None
 
 
-def _texts(given: _Given) -> tuple[str, ...]:
+def _texts(given: _ParserInput) -> tuple[str, ...]:
     return given.parts
 
 
-def _command(given: _Given) -> tuple[str, ...] | None:
+def _command(given: _ParserInput) -> tuple[str, ...] | None:
     if not isinstance(given.value, str):
         return tuple(str(part) for part in given.value) or None
     try:
@@ -275,7 +275,7 @@ def _command(given: _Given) -> tuple[str, ...] | None:
         raise given.error(f"can't be read as a command ({str(error).lower()})") from None
 
 
-def _signal(given: _Given) -> int:
+def _signal(given: _ParserInput) -> int:
     try:
         number = signal.Signals(given.value) if isinstance(given.value, int) else parse_signal(given.text)
     except ValueError:
@@ -285,7 +285,7 @@ def _signal(given: _Given) -> int:
     return number
 
 
-def _numa_binding(given: _Given) -> str:
+def _numa_binding(given: _ParserInput) -> str:
     from rallypoint.agent.workers.affinity import BINDINGS  # noqa: PLC0415
 
     binding = given.text.replace("_", "-")
@@ -294,7 +294,7 @@ def _numa_binding(given: _Given) -> str:
     return binding
 
 
-def _resource_limits(given: _Given) -> dict[str, tuple[int, int]]:
+def _resource_limits(given: _ParserInput) -> dict[str, tuple[int, int]]:
     from rallypoint.agent.config.rlimits import RlimitError, check_rlimits, parse_rlimit  # noqa: PLC0415
 
     try:
@@ -310,7 +310,7 @@ def _resource_limits(given: _Given) -> dict[str, tuple[int, int]]:
         raise OptionError(f"{given.label}: {error}") from None
 
 
-def _health_checks(given: _Given) -> tuple[str, ...]:
+def _health_checks(given: _ParserInput) -> tuple[str, ...]:
     from rallypoint.agent.health.checks import HealthCheckError, parse_health_check  # noqa: PLC0415
 
     for part in given.parts:
@@ -321,7 +321,7 @@ def _health_checks(given: _Given) -> tuple[str, ...]:
     return given.parts
 
 
-def _event_log(given: _Given) -> str:
+def _event_log(given: _ParserInput) -> str:
     from rallypoint.agent.events.handlers import check_event_log  # noqa: PLC0415
 
     try:

@@ -12,7 +12,7 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.result import assignment_value, failure_message, phase_value, refusal_of
-from rallypoint.rendezvous.client import Admitted, Event, LeaseEnded, Membership, RendezvousUnreachable
+from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset, RendezvousUnreachable
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, tls_advice
 from rallypoint.rpc.logs import get_logger
@@ -104,7 +104,7 @@ class NodeMembership:
                 self.refusal = refusal_of(self._config.rendezvous.endpoint, error)
                 if error.reason == "NODE_EVICTED" and error.metadata.get("by") == "service":
                     # Its workers failed too often, and those of other nodes did not: elsewhere they may do better.
-                    self._tell(core.NodeUnfit(self.refusal))
+                    self._tell(core.NodeUnhealthy(self.refusal))
 
     def confirm(self, round_: int, master_port: int) -> None:
         """Say that no worker of an earlier round is alive here, and at which port of this host workers may meet."""
@@ -165,7 +165,7 @@ class NodeMembership:
                 else:
                     _log.info("joined", lease=event.lease, **self._nodes_wanted())
                 self.lease, self.incarnation = event.lease, event.incarnation
-            case LeaseEnded():
+            case MembershipReset():
                 _log.warning("lease lost, joining anew", reason=event.reason)
                 self._tell(core.LeaseEnded(event.reason))
             case _:
@@ -194,7 +194,7 @@ class NodeMembership:
         elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
             _log.info("waiting for a place in the next round")
         self._tell(
-            core.Updated(
+            core.RunUpdated(
                 phase=phase_value(update.phase),
                 assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,
                 restart_count=update.restart_count,

@@ -39,7 +39,7 @@ class Background:
 # ---- Who waits for something to change: each watcher has one wake-up, however many changes it stands for.
 
 
-class Changes:
+class Notifier:
     """Wakes its watchers; who is busy is woken once for all that has changed meanwhile, and no queue grows."""
 
     def __init__(self) -> None:

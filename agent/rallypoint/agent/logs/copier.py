@@ -72,11 +72,11 @@ def bytes_to_move(ahead: bytes, room: int, in_line: bool, over: int) -> int:
     return min(end or len(ahead), allowed)
 
 
-class _Stream:
+class _PipeCopy:
     """One pipe, and the file it goes into."""
 
     def __init__(
-        self, number: int, fd: int, path: str, news: _News, *, max_bytes: int, keep_files: int
+        self, number: int, fd: int, path: str, news: _AgentNotifier, *, max_bytes: int, keep_files: int
     ) -> None:
         self.number = number
         self.fd = fd
@@ -254,7 +254,7 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-class _News:
+class _AgentNotifier:
     """Tells the agent; an agent that is gone, or doesn't listen, is no reason to wait."""
 
     def __init__(self) -> None:
@@ -265,22 +265,22 @@ class _News:
             os.write(1, json.dumps(news).encode() + b"\n")
 
 
-class _Copier:
+class _CopierLoop:
     """The loop of the process."""
 
     def __init__(self, orders: bytes, inbox: bytes) -> None:
         task = json.loads(orders)
-        self._news = _News()
+        self._news = _AgentNotifier()
         self._inbox = inbox
         self._agent_lives = True
         self._agent_poll = select.poll()
         self._agent_poll.register(0, select.POLLIN)
         self._poll = select.epoll()
         self._poll.register(0, select.EPOLLIN)
-        self._streams: dict[int, _Stream] = {}
-        self._by_number: dict[int, _Stream] = {}
+        self._streams: dict[int, _PipeCopy] = {}
+        self._by_number: dict[int, _PipeCopy] = {}
         for number, stream in enumerate(task["streams"]):
-            made = _Stream(
+            made = _PipeCopy(
                 number,
                 stream["fd"],
                 stream["path"],
@@ -290,7 +290,7 @@ class _Copier:
             )
             self._streams[made.fd] = self._by_number[number] = made
             self._poll.register(made.fd, select.EPOLLIN)
-        self._flushes: list[tuple[int, _Stream, int]] = []  # number, whose, bytes yet to move
+        self._flushes: list[tuple[int, _PipeCopy, int]] = []  # number, whose, bytes yet to move
 
     def run(self) -> None:
         """Moves until nobody can write any more."""
@@ -307,19 +307,19 @@ class _Copier:
                 spent = time.monotonic() - began
                 self._agent_poll.poll(1000 * min(LONGEST_PAUSE, spent / LARGEST_SHARE))
 
-    def _move(self, stream: _Stream, *, hung_up: bool) -> int:
+    def _move(self, stream: _PipeCopy, *, hung_up: bool) -> int:
         moved = stream.move(MOST_AT_ONCE)
         if moved == 0 and hung_up:
             self._end(stream)  # all writers are gone, and nobody but they could have let in new ones
         self._credit(stream, moved)
         return moved
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: _PipeCopy) -> None:
         self._poll.unregister(stream.fd)
         del self._streams[stream.fd]
         stream.close()
 
-    def _credit(self, stream: _Stream, moved: int) -> None:
+    def _credit(self, stream: _PipeCopy, moved: int) -> None:
         rest = []
         for number, of, due in self._flushes:
             left = due - moved if of is stream else due
@@ -369,7 +369,7 @@ def main() -> None:
             return
         heard += data
     orders, _, inbox = heard.partition(b"\n")
-    _Copier(orders, inbox).run()
+    _CopierLoop(orders, inbox).run()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ unfinished line to be finished. Nobody sees so short a delay; without it, every 
 cost the event loop a turn of its own."""
 
 
-class Output(Protocol):
+class OutputSink(Protocol):
     """Where a follower's pieces go."""
 
     @property
@@ -51,7 +51,7 @@ class Follower:
     def __init__(
         self,
         path: Path,
-        output: Output,
+        output: OutputSink,
         watch: FileWatch,
         prefix: bytes = b"",
         *,

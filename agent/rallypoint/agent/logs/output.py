@@ -25,7 +25,7 @@ _log = get_logger("rallypoint.agent")
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _WorkerStream:
     """One stream of one worker, with the prefix of its lines."""
 
     local_rank: int
@@ -120,7 +120,7 @@ class WorkerOutput:
             self._watch.close()
         return complete and all(shown)
 
-    def _make_filters(self, streams: Iterable[_Stream]) -> None:
+    def _make_filters(self, streams: Iterable[_WorkerStream]) -> None:
         self._watch, options = FileWatch(), self._options
         for stream, texts, name in (
             (Streams.STDOUT, options.duplicate_stdout_filters, FILTERED_STDOUT_FILE),
@@ -140,7 +140,7 @@ class WorkerOutput:
                 self._filters.append(Follower(source.path, output, self._watch, source.prefix, choose=choose))
 
 
-def console_copies(streams: Iterable[_Stream], options: OutputOptions) -> list[ConsoleCopy]:
+def console_copies(streams: Iterable[_WorkerStream], options: OutputOptions) -> list[ConsoleCopy]:
     """Decides what the console shows: all that isn't redirected, and what is teed, with a prefix.
 
     A stream both redirected and teed is teed. (Unlike torchrun, the files have every stream anyway: the report of a
@@ -159,7 +159,7 @@ def console_copies(streams: Iterable[_Stream], options: OutputOptions) -> list[C
     return copies
 
 
-def filtered_streams(streams: Iterable[_Stream], stream: Streams, tee: Redirect) -> list[_Stream]:
+def filtered_streams(streams: Iterable[_WorkerStream], stream: Streams, tee: Redirect) -> list[_WorkerStream]:
     """Decides whose lines a filtered file is made of: of teed streams, as torchrun has it; if there are none, of all.
 
     (torchrun makes an empty file then.)
@@ -174,13 +174,13 @@ def filtered_streams(streams: Iterable[_Stream], stream: Streams, tee: Redirect)
     return teed or candidates
 
 
-def _streams(options: OutputOptions, attempt: Attempt) -> list[_Stream]:
+def _streams(options: OutputOptions, attempt: Attempt) -> list[_WorkerStream]:
     """The streams of those workers that the filter of local ranks lets through."""
-    found: list[_Stream] = []
+    found: list[_WorkerStream] = []
     for local_rank, logs in attempt.workers.items():
         if options.local_ranks_filter is None or local_rank in options.local_ranks_filter:
             rank = attempt.base_rank + local_rank
             prefix = line_prefix(options.line_prefix, role=options.role, local_rank=local_rank, rank=rank)
-            found.append(_Stream(local_rank, Streams.STDOUT, logs.stdout, prefix))
-            found.append(_Stream(local_rank, Streams.STDERR, logs.stderr, prefix))
+            found.append(_WorkerStream(local_rank, Streams.STDOUT, logs.stdout, prefix))
+            found.append(_WorkerStream(local_rank, Streams.STDERR, logs.stderr, prefix))
     return found

@@ -47,7 +47,7 @@ class _Pipe:
 
 
 @dataclass(slots=True)
-class _Copier:
+class _CopierProcess:
     """One copier process."""
 
     process: subprocess.Popen[bytes]
@@ -83,7 +83,7 @@ class Rotation:
         self._max_bytes, self._keep_files = max(LEAST_ROTATED, max_bytes), max(1, keep_files)
         self._pipes: list[_Pipe] = []
         self._numbers = itertools.count(1)
-        self._copier: _Copier | None = None
+        self._copier: _CopierProcess | None = None
         self._short_lives = 0
         self._finishing = False
         self._ended: asyncio.Future[None] = self._loop.create_future()  # no copier is left
@@ -119,7 +119,7 @@ class Rotation:
                         return True
         return False
 
-    async def _flushed(self, copier: _Copier, local_rank: int) -> bool:
+    async def _flushed(self, copier: _CopierProcess, local_rank: int) -> bool:
         """Whether one copier has done it, and did not end before."""
         answers = []
         for index, pipe in enumerate(self._pipes):
@@ -168,7 +168,7 @@ class Rotation:
 
     # -- the process
 
-    def _start(self) -> _Copier:
+    def _start(self) -> _CopierProcess:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", program.__file__],
             stdin=subprocess.PIPE,
@@ -178,7 +178,7 @@ class Rotation:
             # other sessions is killed, and this must live on.
             process_group=0,
         )
-        copier = self._copier = _Copier(process, os.pidfd_open(process.pid), self._loop.time())
+        copier = self._copier = _CopierProcess(process, os.pidfd_open(process.pid), self._loop.time())
         assert process.stdout is not None, "it is a pipe"
         os.set_blocking(process.stdout.fileno(), False)
         self._loop.add_reader(process.stdout.fileno(), self._hear, copier)
@@ -187,7 +187,7 @@ class Rotation:
         self._say(copier, {"max_bytes": self._max_bytes, "keep_files": self._keep_files, "streams": streams})
         return copier
 
-    def _say(self, copier: _Copier, request: Mapping[str, object]) -> bool:
+    def _say(self, copier: _CopierProcess, request: Mapping[str, object]) -> bool:
         assert copier.process.stdin is not None, "it is a pipe"
         try:
             copier.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -196,7 +196,7 @@ class Rotation:
             return False  # it is gone, or finishing
         return True
 
-    def _hear(self, copier: _Copier) -> None:
+    def _hear(self, copier: _CopierProcess) -> None:
         assert copier.process.stdout is not None, "it is a pipe"
         try:
             data = os.read(copier.process.stdout.fileno(), 1 << 16)
@@ -225,7 +225,7 @@ class Rotation:
         self._incomplete.add(pipe.local_rank)
         _log.error("output of a worker can't be written, and is dropped", file=str(pipe.file), reason=error)
 
-    def _gone(self, copier: _Copier) -> None:
+    def _gone(self, copier: _CopierProcess) -> None:
         self._loop.remove_reader(copier.pidfd)
         os.close(copier.pidfd)
         self._hear(copier)
@@ -242,7 +242,7 @@ class Rotation:
         if self._copier is None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _replace(self, copier: _Copier, code: int) -> None:
+    def _replace(self, copier: _CopierProcess, code: int) -> None:
         """What is in the pipes waits for the next one."""
         self._short_lives = self._short_lives + 1 if self._loop.time() < copier.began + _SHORT_LIFE else 0
         if self._short_lives < (_FAILURES if code > 0 else _KILLS):

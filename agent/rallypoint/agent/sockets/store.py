@@ -193,7 +193,7 @@ def _take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _StoreCall:
     """One call, as far as its header says."""
 
     fields: Mapping[str, Any]
@@ -250,7 +250,7 @@ async def carry_out(client: StoreClient, header: bytes, body: bytes) -> bytes:
         raise MalformedCallError("the header is not JSON") from None
     if not isinstance(fields, dict):
         raise MalformedCallError("the header is not a JSON object")
-    call = _Call(fields, body)
+    call = _StoreCall(fields, body)
     name = call.string("op")
     if name not in _OPERATIONS:
         raise MalformedCallError(f"field 'op' is {name!r}; expected one of {', '.join(_OPERATIONS)}")
@@ -261,21 +261,21 @@ async def carry_out(client: StoreClient, header: bytes, body: bytes) -> bytes:
 _Answer = tuple[dict[str, Any], bytes]
 
 
-async def _set(client: StoreClient, call: _Call) -> _Answer:
+async def _set(client: StoreClient, call: _StoreCall) -> _Answer:
     await client.set(call.string("key"), call.body, **call.writing)
     return {}, b""
 
 
-async def _get(client: StoreClient, call: _Call) -> _Answer:
+async def _get(client: StoreClient, call: _StoreCall) -> _Answer:
     return {}, await client.get(call.string("key"), **call.space)
 
 
-async def _add(client: StoreClient, call: _Call) -> _Answer:
+async def _add(client: StoreClient, call: _StoreCall) -> _Answer:
     amount = call.integer("amount", 64)
     return {"value": await client.add(call.string("key"), amount, **call.writing)}, b""
 
 
-async def _compare_set(client: StoreClient, call: _Call) -> _Answer:
+async def _compare_set(client: StoreClient, call: _StoreCall) -> _Answer:
     length = call.integer("expected_length", 32)
     if not 0 <= length <= len(call.body):
         raise MalformedCallError(f"field 'expected_length' is {length}; the body has {len(call.body)} bytes")
@@ -285,25 +285,25 @@ async def _compare_set(client: StoreClient, call: _Call) -> _Answer:
     return {"swapped": comparison.swapped, "exists": exists}, comparison.value or b""
 
 
-async def _wait(client: StoreClient, call: _Call) -> _Answer:
+async def _wait(client: StoreClient, call: _StoreCall) -> _Answer:
     await client.wait(call.strings("keys"), **call.space)
     return {}, b""
 
 
-async def _check(client: StoreClient, call: _Call) -> _Answer:
+async def _check(client: StoreClient, call: _StoreCall) -> _Answer:
     return {"present": await client.check(call.strings("keys"), **call.space)}, b""
 
 
-async def _delete(client: StoreClient, call: _Call) -> _Answer:
+async def _delete(client: StoreClient, call: _StoreCall) -> _Answer:
     return {"deleted": await client.delete(call.string("key"), **call.writing)}, b""
 
 
-async def _keys(client: StoreClient, call: _Call) -> _Answer:
+async def _keys(client: StoreClient, call: _StoreCall) -> _Answer:
     keys, page = await client.list_keys(call.string("prefix"), call.string("page"), **call.space)
     return {"next_page": page}, json.dumps(keys).encode()
 
 
-_OPERATIONS: dict[str, Callable[[StoreClient, _Call], Awaitable[_Answer]]] = {
+_OPERATIONS: dict[str, Callable[[StoreClient, _StoreCall], Awaitable[_Answer]]] = {
     "set": _set,
     "get": _get,
     "add": _add,

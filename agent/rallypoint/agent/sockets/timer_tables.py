@@ -19,7 +19,7 @@ from typing import Protocol
 from rallypoint.agent.hangs.kernel_stacks import processor_time_of
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
-from rallypoint.timer.worker.table import SIZE, SLOTS, MalformedTable, Slot, TableReader
+from rallypoint.timer.worker.table import SIZE, SLOTS, MalformedTable, TableReader, TimerSlot
 from rallypoint.timer.worker.wire import NO_SIGNAL
 
 # ---- Which timers this host's workers hold, by whichever way their processes told the agent of them.
@@ -103,7 +103,7 @@ class HeldTimer:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _WorkerTimers:
     worker_id: str
     # By their names at the service.
     timers: dict[str, HeldTimer] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class _Worker:
 class Holder:
     """A process of a worker, and the timers that it told of in one way. Made by `Holders.open`."""
 
-    def __init__(self, holders: Holders, worker: _Worker, pid: int) -> None:
+    def __init__(self, holders: Holders, worker: _WorkerTimers, pid: int) -> None:
         self.pid = pid
         self._holders = holders
         self._timers = holders.timers
@@ -267,15 +267,15 @@ class Holders:
         self.rank_of = rank_of
         self.limits = limits
         self.clock = clock
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerTimers] = {}
 
     def open(self, worker_id: str, pid: int) -> Holder:
         """A process of a worker is going to tell of timers."""
-        worker = self._workers.setdefault(worker_id, _Worker(worker_id))
+        worker = self._workers.setdefault(worker_id, _WorkerTimers(worker_id))
         worker.holders += 1
         return Holder(self, worker, pid)
 
-    def closed(self, worker: _Worker) -> None:
+    def closed(self, worker: _WorkerTimers) -> None:
         """What Holder.close does."""
         worker.holders -= 1
         if not worker.holders:
@@ -318,7 +318,7 @@ class TableRefused(Exception):
     """What a worker sent is no table, or not safe to read. One line."""
 
 
-class Table:
+class OpenTable:
     """One process's table. Made by `Tables.open`."""
 
     def __init__(self, tables: Tables, holder: Holder, memory: mmap.mmap, told: dict[bytes, int]) -> None:
@@ -383,7 +383,7 @@ class Table:
             holder.warn("too many timers", SLOTS)
         return True
 
-    def _acquire(self, slot: Slot) -> None:
+    def _acquire(self, slot: TimerSlot) -> None:
         if not slot.after and not slot.learns:
             return  # no timer that anybody could have started
         self._holder.acquire(
@@ -429,14 +429,14 @@ class Tables:
     def __init__(self, clock: Callable[[], float]) -> None:
         """There are none yet. `clock`: CLOCK_MONOTONIC, in seconds."""
         self.clock = clock
-        self._open: dict[Table, None] = {}
-        self._watched: dict[Table, None] = {}
+        self._open: dict[OpenTable, None] = {}
+        self._watched: dict[OpenTable, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
         # A process whose connection broke brings the same table with the next: what it has told must not be told
         # twice. By worker and identity of the memory.
         self._told: dict[str, dict[Identity, dict[bytes, int]]] = {}
 
-    def open(self, holder: Holder, descriptor: int) -> Table:
+    def open(self, holder: Holder, descriptor: int) -> OpenTable:
         """Takes the table of a process, and looks at it.
 
         Args:
@@ -453,7 +453,7 @@ class Tables:
         status = os.fstat(descriptor)
         told = self._remember(holder.worker_id, (status.st_dev, status.st_ino))
         try:
-            table = Table(self, holder, memory, told)
+            table = OpenTable(self, holder, memory, told)
         except MalformedTable as error:
             memory.close()
             raise TableRefused(str(error)) from None
@@ -469,7 +469,7 @@ class Tables:
         tables[identity] = told
         return told
 
-    def watch(self, table: Table) -> None:
+    def watch(self, table: OpenTable) -> None:
         """Looks at a table regularly, for as long as that says so."""
         self._watched[table] = None
         self._arm()
@@ -483,7 +483,7 @@ class Tables:
         """A worker is gone."""
         self._told.pop(worker_id, None)
 
-    def closed(self, table: Table) -> None:
+    def closed(self, table: OpenTable) -> None:
         """What Table.close does."""
         self._open.pop(table, None)
         self._watched.pop(table, None)

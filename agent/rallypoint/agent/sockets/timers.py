@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timer_tables import (
     Holder,
     Holders,
-    Table,
+    OpenTable,
     TableRefused,
     Tables,
     TimerLimits,
@@ -60,11 +60,11 @@ class TimerSocketError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Connection:
+class _TimerConnection:
     socket: socket.socket
     # The timers of which messages tell.
     holder: Holder
-    table: Table | None = None
+    table: OpenTable | None = None
     # Whether the messages just taken ask to look at it.
     rung: bool = False
     # While it is left alone: when it is read next.
@@ -90,7 +90,7 @@ class TimerSocket:
         *,
         worker_of: Callable[[int], str | None],
         rank_of: Callable[[str], int | None],
-        on_expired: Callable[[Hang], Awaitable[bool | None]],
+        on_expired: Callable[[HungWorker], Awaitable[bool | None]],
         fifos: Sequence[str | os.PathLike[str]] = (),
         worker_at: Callable[[int], tuple[str, int] | None] = lambda local_rank: None,
         limits: TimerLimits | None = None,
@@ -125,7 +125,7 @@ class TimerSocket:
         ]
         self._listener: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
-        self._connections: dict[str, set[_Connection]] = {}
+        self._connections: dict[str, set[_TimerConnection]] = {}
         # Connections whose process nobody knows yet, with the end of their waiting.
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         # One lock per worker that is being judged.
@@ -246,23 +246,23 @@ class TimerSocket:
             connected.close()
             return True
         connected.setblocking(False)
-        connection = _Connection(connected, holder)
+        connection = _TimerConnection(connected, holder)
         connections.add(connection)
         asyncio.get_running_loop().add_reader(connected, self._read, connection)
         return True
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _TimerConnection) -> None:
         if self._take(connection, _TURN) or connection.closed:
             return
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.socket)
         connection.resting = loop.call_later(_REST, self._wake, connection)
 
-    def _wake(self, connection: _Connection) -> None:
+    def _wake(self, connection: _TimerConnection) -> None:
         connection.resting = None
         asyncio.get_running_loop().add_reader(connection.socket, self._read, connection)
 
-    def _take(self, connection: _Connection, most: int) -> bool:
+    def _take(self, connection: _TimerConnection, most: int) -> bool:
         """Takes messages that wait, at most so many. Whether there may be more."""
         connection.holder.begin_look()
         connection.rung = False
@@ -284,7 +284,7 @@ class TimerSocket:
             connection.table.wake()
         return more
 
-    def _hear(self, connection: _Connection, most: int) -> bool:
+    def _hear(self, connection: _TimerConnection, most: int) -> bool:
         for _ in range(most):
             try:
                 message, descriptors = _receive(connection.socket)
@@ -300,7 +300,7 @@ class TimerSocket:
                     os.close(descriptor)
         return True
 
-    def _act(self, connection: _Connection, message: wire.Message, descriptors: list[int]) -> None:
+    def _act(self, connection: _TimerConnection, message: wire.Message, descriptors: list[int]) -> None:
         holder = connection.holder
         match message:
             case wire.Acquire():
@@ -318,14 +318,14 @@ class TimerSocket:
                 holder.release_all()
             case wire.Progress():
                 holder.progress(message.step, message.when)
-            case wire.Table():
+            case wire.TableMessage():
                 self._open_table(connection, descriptors)
             case wire.Look():
                 connection.rung = True
             case wire.Unknown():
                 return
 
-    def _open_table(self, connection: _Connection, descriptors: list[int]) -> None:
+    def _open_table(self, connection: _TimerConnection, descriptors: list[int]) -> None:
         if len(descriptors) != 1:
             raise TableRefused(f"a table comes with one descriptor, not {len(descriptors)}")
         if connection.table is not None:
@@ -338,7 +338,7 @@ class TimerSocket:
             holder.close()
             raise
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: _TimerConnection) -> None:
         if connection.closed:
             return
         connection.closed = True
@@ -382,9 +382,9 @@ class TimerSocket:
         for fifo in self._fifos:
             fifo.look()
 
-    def _hang(self, expired: ExpiredTimer) -> Hang:
+    def _hang(self, expired: ExpiredTimer) -> HungWorker:
         timer = self._holders.find(expired.worker_id, expired.scope) if expired.sequence else None
-        return Hang(
+        return HungWorker(
             worker_id=expired.worker_id,
             scope=timer.scope if timer is not None else expired.scope,
             after=expired.after,

@@ -149,7 +149,7 @@ class TimerFifo:
         self._partial = b""
         self._skipping = False
         # By the numbers that they know themselves by.
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, _ClientProcess] = {}
         # Processes of the worker in other pid namespaces, by their numbers there, and when that was last looked up.
         self._elsewhere: dict[int, list[int]] = {}
         self._looked_at = -math.inf
@@ -256,7 +256,7 @@ class TimerFifo:
         else:
             self._apply(request, process)
 
-    def _apply(self, request: TimerRequest, process: _Process) -> None:
+    def _apply(self, request: TimerRequest, process: _ClientProcess) -> None:
         if request.expires_at < 0:
             process.holder.release(request.scope)
             return
@@ -270,7 +270,7 @@ class TimerFifo:
             signal=0 if request.signal == signal.SIGKILL else request.signal,
         )
 
-    def _meet(self, number: int) -> _Process | None:
+    def _meet(self, number: int) -> _ClientProcess | None:
         """The process that knows itself by a number, if it is the worker's."""
         try:
             found = self._find(number)
@@ -285,7 +285,7 @@ class TimerFifo:
             holder.warn("too many processes with timers", self._holders.limits.connections)
             holder.close()
             return None
-        process = self._processes[number] = _Process(number, holder, self._end)
+        process = self._processes[number] = _ClientProcess(number, holder, self._end)
         # What it wrote before it was known comes before what it writes now.
         earlier = [request for _, request in self._waiting if request.pid == number]
         self._waiting = [each for each in self._waiting if each[1].pid != number]
@@ -314,7 +314,7 @@ class TimerFifo:
         """Whether a process is the worker's, and knows itself by that number."""
         return _own_number(pid) == number and self._worker_of(pid) == worker_id
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: _ClientProcess) -> None:
         self._processes.pop(process.number, None)
         process.close()
 
@@ -342,10 +342,10 @@ class TimerFifo:
             log.warning("more lines of torch's timer file that are skipped will not be told of")
 
 
-class _Process:
+class _ClientProcess:
     """A process that uses torch's client, and the number that it knows itself by. Its timers end with it."""
 
-    def __init__(self, number: int, holder: Holder, on_end: Callable[[_Process], None]) -> None:
+    def __init__(self, number: int, holder: Holder, on_end: Callable[[_ClientProcess], None]) -> None:
         self.number = number
         self.holder = holder
         try:

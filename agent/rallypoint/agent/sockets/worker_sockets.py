@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint.agent.config.job import JobConfig
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.store import StoreSocket, StoreSocketError
 from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.watchdog import HostWatchdog
@@ -18,7 +18,7 @@ from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.replicas import Where
-from rallypoint.timer.client.client import TimerClient
+from rallypoint.timer.client.client import NodeTimers
 
 # A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.
 _LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/store")
@@ -40,7 +40,7 @@ class WorkerSockets:
         *,
         worker_of: Callable[[int], str | None],
         rank_of: Callable[[str], int | None],
-        on_hung: Callable[[Hang], Awaitable[bool | None]],
+        on_hung: Callable[[HungWorker], Awaitable[bool | None]],
         worker_at: Callable[[int], tuple[str, int] | None] = lambda local_rank: None,
         entrust: Callable[[Path], None] = lambda _folder: None,
     ) -> None:
@@ -68,7 +68,7 @@ class WorkerSockets:
         self._entrust = entrust
         self._stack = AsyncExitStack()
         self._folder = Path()
-        self._timers: TimerClient | None = None
+        self._timers: NodeTimers | None = None
         self._timer_socket: TimerSocket | None = None
         self._lease = 0
         self._incarnation = ""
@@ -131,11 +131,11 @@ class WorkerSockets:
         if self._timer_socket is not None:
             self._timer_socket.clear(worker)
 
-    async def _open_timers(self, lease: int, incarnation: str) -> TimerClient:
+    async def _open_timers(self, lease: int, incarnation: str) -> NodeTimers:
         config = self._config
         channel = open_channel(config.timer.endpoint, config.timer.tls)
         self._stack.push_async_callback(channel.close)
-        timers = TimerClient(
+        timers = NodeTimers(
             channel,
             run_id=config.run_id,
             node_id=config.node_id,

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 from rallypoint.agent.spawner import spawner as program
 from rallypoint.agent.spawner.protocol import (
-    Killed,
+    KillResult,
     SpawnError,
     WorkerExit,
     WorkerSpec,
@@ -145,7 +145,7 @@ class Spawner:
         self._numbers = itertools.count(1)
         self._requests = itertools.count(1)
         self._workers: dict[int, WorkerProcess] = {}
-        self._answers: dict[int, asyncio.Future[Killed]] = {}
+        self._answers: dict[int, asyncio.Future[KillResult]] = {}
         self._dead = False
         self._closing = False
         self._owner: object | None = None
@@ -156,7 +156,7 @@ class Spawner:
         self._loop: asyncio.AbstractEventLoop
         self._guard_gone: asyncio.Future[None]
         # Set with _dead.
-        self._burial: asyncio.Task[Killed]
+        self._burial: asyncio.Task[KillResult]
 
     @classmethod
     def start(
@@ -291,14 +291,14 @@ class Spawner:
         elif numbers and not self._dead:
             self._send(op="signal", workers=numbers, signal=int(number), group=group)
 
-    async def kill(self, worker: WorkerProcess, timeout: float = SWEEP_TIMEOUT) -> Killed:
+    async def kill(self, worker: WorkerProcess, timeout: float = SWEEP_TIMEOUT) -> KillResult:
         """Kills one worker's tree: its process, its session, their descendants, and daemons it left behind.
 
         Returns when all are dead, or after `timeout` seconds.
         """
         return await self._ask(timeout, op="kill", worker=worker.number)
 
-    async def sweep(self, timeout: float = SWEEP_TIMEOUT) -> Killed:
+    async def sweep(self, timeout: float = SWEEP_TIMEOUT) -> KillResult:
         """Kills every process below the spawner. Exits are reported before this returns."""
         return await self._ask(timeout, op="sweep")
 
@@ -376,7 +376,7 @@ class Spawner:
         if kind == "killed":
             answer = self._answers.get(event["request"])
             if answer is not None and not answer.done():
-                answer.set_result(Killed(event["count"], tuple(event["left"])))
+                answer.set_result(KillResult(event["count"], tuple(event["left"])))
             return
         worker = self._workers[event["worker"]]
         if kind == "started":
@@ -398,7 +398,7 @@ class Spawner:
             message = f"on_exit of worker {worker.spec.local_rank} raised"
             self._loop.call_exception_handler({"message": message, "exception": error})
 
-    async def _ask(self, timeout: float, **request: Any) -> Killed:
+    async def _ask(self, timeout: float, **request: Any) -> KillResult:
         self.attach()
         if self._dead:
             return await self._buried()
@@ -443,10 +443,10 @@ class Spawner:
         if self._on_death is not None and not self._closing:
             self._on_death()
 
-    async def _buried(self) -> Killed:
+    async def _buried(self) -> KillResult:
         return await asyncio.shield(self._burial)
 
-    async def _bury(self, timeout: float) -> Killed:
+    async def _bury(self, timeout: float) -> KillResult:
         """Waits for the guard, kills what it may have left to us, and tells every worker's fate."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._guard_gone), timeout)
@@ -470,9 +470,9 @@ class Spawner:
                 )
             worker.is_cleared()
         self._workers.clear()
-        return Killed(0, tuple(left))
+        return KillResult(0, tuple(left))
 
-    def _spares(self) -> Callable[[program.Process], bool]:
+    def _spares(self) -> Callable[[program.ProcessStat], bool]:
         """What must survive when the tree is killed: all that does not come from this spawner."""
         session = os.getsid(0)
         spared = {*self._guards, *self._spare()}

@@ -95,7 +95,7 @@ class WorkerExit:
 
 
 @dataclass(frozen=True, slots=True)
-class Killed:
+class KillResult:
     """What came of killing a tree.
 
     Attributes:

@@ -64,7 +64,7 @@ SPAWN_MARK = "RALLYPOINT_SPAWN_ID"
 """Set in each worker's environment: tells whose a process is once it has lost its parent and its session."""
 
 
-class Process(NamedTuple):
+class ProcessStat(NamedTuple):
     """One line of /proc/<pid>/stat, the part that says where in the tree a process stands."""
 
     pid: int
@@ -93,7 +93,7 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def look_up(pid: int) -> Process | None:
+def look_up(pid: int) -> ProcessStat | None:
     """Reads where a process stands; None if there is no such process."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -107,10 +107,10 @@ def look_up(pid: int) -> Process | None:
         os.close(fd)
     # The command name, in parentheses, may itself hold spaces and parentheses: count from its end.
     fields = line[line.rfind(b")") + 2 :].split(None, 4)
-    return Process(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]))
+    return ProcessStat(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]))
 
 
-def descendants(root: int, keep: Callable[[Process], bool] | None = None) -> list[Process]:
+def descendants(root: int, keep: Callable[[ProcessStat], bool] | None = None) -> list[ProcessStat]:
     """Lists the descendants of a process, parents before children, zombies included.
 
     A process that forks and exits all the time may be missed: it is gone before it is looked at, and its child
@@ -122,11 +122,11 @@ def descendants(root: int, keep: Callable[[Process], bool] | None = None) -> lis
     """
     # One pass over /proc rather than /proc/<pid>/task/<tid>/children: not every kernel has those files, and a
     # trainer has hundreds of threads, each with a list of its own. Youngest first: they go the soonest.
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessStat]] = {}
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         if (process := look_up(pid)) is not None:
             children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
+    found: list[ProcessStat] = []
     frontier = [root]
     while frontier:
         for process in children.get(frontier.pop(), ()):
@@ -142,7 +142,7 @@ def watch_forks() -> bytes:
         return file.read().rsplit(None, 1)[-1]
 
 
-def strike(victims: Iterable[Process], family: set[int]) -> dict[int, int]:
+def strike(victims: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
     """Sends SIGKILL to processes and to the process groups they are in.
 
     The groups, because a signal to a group and a fork exclude one another in the kernel: a process that forks
@@ -191,7 +191,7 @@ def strike(victims: Iterable[Process], family: set[int]) -> dict[int, int]:
 _PIDFDS_HELD = 64
 
 
-def kill_descendants(timeout: float, keep: Callable[[Process], bool] | None = None) -> list[int]:
+def kill_descendants(timeout: float, keep: Callable[[ProcessStat], bool] | None = None) -> list[int]:
     """Kills every descendant of the calling process, a subreaper, and waits until all are dead.
 
     New processes that appear meanwhile die too. With nobody to keep, the end is exact: all children are reaped,
@@ -268,7 +268,7 @@ def _empty(pipe: int) -> None:
             pass
 
 
-class _Worker:
+class _Child:
     """A worker from fork until its process group is empty."""
 
     __slots__ = ("exec_pipe", "failed", "held", "number", "pid", "reaped")
@@ -282,7 +282,7 @@ class _Worker:
         self.reaped = False
 
 
-class _Hunt:
+class _KillRequest:
     """A request to kill until nothing is left: of one worker, or of all."""
 
     __slots__ = ("deadline", "request", "struck", "vain_looks", "worker")
@@ -295,7 +295,7 @@ class _Hunt:
         self.vain_looks = 0
 
 
-class _Spawner:
+class _SpawnerLoop:
     """The event loop of the spawner process."""
 
     def __init__(self, agent: int, guard: int, call: Call | str | None, private: Iterable[int]) -> None:
@@ -312,10 +312,10 @@ class _Spawner:
         self._call = call
         self._inbox = bytearray()
         self._outbox = bytearray()
-        self._workers: dict[int, _Worker] = {}
-        self._by_pid: dict[int, _Worker] = {}
-        self._by_pipe: dict[int, _Worker] = {}
-        self._hunts: list[_Hunt] = []
+        self._workers: dict[int, _Child] = {}
+        self._by_pid: dict[int, _Child] = {}
+        self._by_pipe: dict[int, _Child] = {}
+        self._hunts: list[_KillRequest] = []
         self._look_due = False
         self._look_not_before = 0.0
         self._signals = _wake_on_signals(signal.SIGCHLD, signal.SIGUSR1)
@@ -396,7 +396,9 @@ class _Spawner:
                 self._signal(number, request["signal"], request["group"])
         else:
             worker = request["worker"] if operation == "kill" else None
-            self._hunts.append(_Hunt(request["request"], worker, time.monotonic() + request["timeout"]))
+            self._hunts.append(
+                _KillRequest(request["request"], worker, time.monotonic() + request["timeout"])
+            )
             self._look_due = True
             self._look_not_before = 0.0
 
@@ -418,11 +420,11 @@ class _Spawner:
         if pid == 0:
             _become_worker(spec, write_end, me, self._call, (*self._private, *self._by_pipe, read_end))
         os.close(write_end)
-        worker = _Worker(number, pid, read_end)
+        worker = _Child(number, pid, read_end)
         self._workers[number] = self._by_pid[pid] = self._by_pipe[read_end] = worker
         self._poll.register(read_end, select.POLLIN)
 
-    def _learn_of_exec(self, worker: _Worker) -> None:
+    def _learn_of_exec(self, worker: _Child) -> None:
         """Reads how exec went: end of file when it worked (the pipe closes on exec), else the reason."""
         pipe = worker.exec_pipe
         if pipe is None:
@@ -455,7 +457,7 @@ class _Spawner:
             # Before exec it has no session of its own yet, and would ignore what the spawner ignores.
             worker.held.append((signal_number, group))
 
-    def _deliver(self, worker: _Worker, number: int, group: bool) -> None:
+    def _deliver(self, worker: _Child, number: int, group: bool) -> None:
         # Not reaped: the number is still its own, so neither call can hit a stranger.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if group:
@@ -536,14 +538,14 @@ class _Spawner:
         finished = time.monotonic()
         self._look_not_before = finished + (finished - now)
 
-    def _tree_of(self, number: int | None, tree: list[Process]) -> list[Process]:
+    def _tree_of(self, number: int | None, tree: list[ProcessStat]) -> list[ProcessStat]:
         """Picks one worker's processes: itself, its session, orphans with its mark, and all their children."""
         if number is None:
             return tree
         worker = self._workers.get(number)
         pid = worker.pid if worker is not None else None
         mark = f"{SPAWN_MARK}={_mark(os.getpid(), number)}".encode()
-        picked: dict[int, Process] = {}
+        picked: dict[int, ProcessStat] = {}
         for process in tree:  # parents come before children
             adopted = process.parent == os.getpid() and process.pid not in self._by_pid
             kin = pid in (process.pid, process.session) or process.parent in picked
@@ -789,7 +791,7 @@ def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> No
     prctl(PR_SET_NAME, b"rallypoint-spwn")
     try:
         call = _load(load, guard) if load is not None else None
-        _Spawner(agent, guard, call, (folders,)).run()
+        _SpawnerLoop(agent, guard, call, (folders,)).run()
     finally:
         kill_descendants(LAST_SWEEP)
         if _has_lost(guard):

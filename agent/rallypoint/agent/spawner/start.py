@@ -18,7 +18,7 @@ from rallypoint.agent.spawner import spawner as program
 from rallypoint.agent.spawner.protocol import SpawnError
 
 
-class Guard(Protocol):
+class SpawnerHandle(Protocol):
     """The process that was started; subprocess.Popen has more of this kind."""
 
     @property
@@ -44,7 +44,7 @@ class SpawnerProcess:
         preloads: whether it takes as long as a user's imports until it listens.
     """
 
-    guard: Guard
+    guard: SpawnerHandle
     connection: socket.socket
     folders: int
     another: Callable[[], SpawnerProcess]
@@ -108,7 +108,7 @@ def fork_spawner(call: program.Call, private: Sequence[int] = ()) -> SpawnerProc
     theirs.close()
     os.close(folders_end)
     ours.setblocking(False)
-    return SpawnerProcess(_ForkedGuard(pid), ours, folders, none_like_it)
+    return SpawnerProcess(_ForkedHandle(pid), ours, folders, none_like_it)
 
 
 def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
@@ -134,7 +134,7 @@ def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
     return SpawnerProcess(guard, ours, folders, lambda: _start(arguments, preloads), preloads)
 
 
-class _ForkedGuard:
+class _ForkedHandle:
     """A guard that is a fork of this process."""
 
     def __init__(self, pid: int) -> None:

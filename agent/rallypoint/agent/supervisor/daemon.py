@@ -19,7 +19,7 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.supervisor.jobs import Jobs, TakenJob
 from rallypoint.agent.supervisor.servicer import supervisor_registration
-from rallypoint.agent.supervisor.spec import Host, job_config
+from rallypoint.agent.supervisor.spec import HostSettings, job_config
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import ServiceError, invalid
@@ -60,7 +60,7 @@ class Daemon:
         self.jobs = Jobs()
         self.registration = supervisor_registration(self.jobs, self._launch)
         self.rendezvous: Callable[[], Peer | None] = lambda: None
-        self._host = Host(self._own_rendezvous, Peer(timer_endpoint), tls, environment)
+        self._host = HostSettings(self._own_rendezvous, Peer(timer_endpoint), tls, environment)
         self._max_jobs = max_jobs
         self._event_sinks = tuple(event_sinks)
         self._running: set[asyncio.Task[None]] = set()

@@ -32,7 +32,7 @@ LOG_STREAMS: dict[pb.LogStream.ValueType, str] = {
 _Place: TypeAlias = tuple[int, int]  # attempt, offset
 
 
-class _Reader:
+class _StreamReader:
     """Reads one stream of one worker, from one attempt on to the next."""
 
     def __init__(
@@ -181,7 +181,7 @@ async def stream_logs(job: Job, request: pb.StreamLogsRequest) -> AsyncGenerator
             await _grown(wake, readers, all_watched=all_watched)
 
 
-async def _grown(wake: asyncio.Event, readers: Sequence[_Reader], *, all_watched: bool) -> None:
+async def _grown(wake: asyncio.Event, readers: Sequence[_StreamReader], *, all_watched: bool) -> None:
     """Returns when there is more, or may be."""
     try:
         async with asyncio.timeout(None if all_watched else FALLBACK_INTERVAL):
@@ -193,7 +193,7 @@ async def _grown(wake: asyncio.Event, readers: Sequence[_Reader], *, all_watched
         await asyncio.sleep(GATHER)  # not for something: to have more in one message
 
 
-def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_Reader]:
+def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:
     if request.tail_bytes < 0:
         raise invalid("tail_bytes", "must not be negative")
     if request.stream not in (pb.LOG_STREAM_UNSPECIFIED, *LOG_STREAMS):
@@ -204,7 +204,7 @@ def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_Reader]:
         local_ranks = [worker.local_rank for worker in workers_of(job, request.ranks)]
     places = _places(job, request)
     return [
-        _Reader(job, local_rank, stream, places.get((local_rank, stream)), request.tail_bytes)
+        _StreamReader(job, local_rank, stream, places.get((local_rank, stream)), request.tail_bytes)
         for local_rank in local_ranks
         for stream in streams
     ]

@@ -39,7 +39,7 @@ _OWN_FIELDS = ("role", "topology", "log-dir", "shutdown-timeout")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostSettings:
     """What the agent's host adds to a job.
 
     Attributes:
@@ -55,7 +55,7 @@ class Host:
     environment: Mapping[str, str]
 
 
-def job_config(spec: pb.JobSpec, host: Host) -> JobConfig:
+def job_config(spec: pb.JobSpec, host: HostSettings) -> JobConfig:
     """The job that a spec describes. May wait for the name service.
 
     Raises:
@@ -149,7 +149,7 @@ def _conf(spec: pb.JobSpec, shutdown_timeout: float) -> RendezvousConf:
         raise invalid("spec.rendezvous_settings", str(error)) from None
 
 
-def _timer(spec: pb.JobSpec, host: Host) -> Peer:
+def _timer(spec: pb.JobSpec, host: HostSettings) -> Peer:
     if not spec.timer_endpoint:
         return host.timer
     try:

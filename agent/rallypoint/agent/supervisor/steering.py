@@ -10,14 +10,14 @@ import grpc
 
 from rallypoint.agent.config.settings import EVIDENCE_TIMEOUT
 from rallypoint.agent.core.core import Workers
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.job.job import Job
-from rallypoint.agent.workers.group import Crew, Worker
+from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.rpc.calls import OUTCOME_UNKNOWN, ask_any
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import Switchboard
+from rallypoint.rpc.replicas import ReplicaClient
 
 RENDEZVOUS_TIMEOUT = 10.0
 """Seconds in which the rendezvous service is to answer, before whoever wants a restart is told that it does not."""
@@ -45,7 +45,7 @@ async def restart_workers(job: Job, reason: str) -> int:
     peer, run_id = job.config.rendezvous, job.config.run_id
     request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason)
     try:
-        async with Switchboard(peer.endpoint, peer.tls) as board, asyncio.timeout(RENDEZVOUS_TIMEOUT):
+        async with ReplicaClient(peer.endpoint, peer.tls) as board, asyncio.timeout(RENDEZVOUS_TIMEOUT):
             answer: rendezvous_pb.RestartRunResponse = await ask_any(
                 board,
                 rendezvous_grpc.RendezvousServiceStub,
@@ -84,7 +84,7 @@ async def reap_worker(job: Job, rank: int, reason: str) -> tuple[int, str]:
         raise _not_running(job.config.run_id, f"rank {rank} has ended already")
     asked = f"it was killed through SupervisorService: {reason}"
     case = await crew.reap(
-        Hang(crew.name_of(worker.local_rank), scope="", after=0.0, late_by=0.0, asked=asked)
+        HungWorker(crew.name_of(worker.local_rank), scope="", after=0.0, late_by=0.0, asked=asked)
     )
     return worker.pid, str(case.file) if case is not None and case.file is not None else ""
 
@@ -107,7 +107,7 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     return [Stacks(worker, bounded(text, room)) for worker, text in zip(asked, texts, strict=True) if text]
 
 
-def running_crew(job: Job) -> Crew:
+def running_crew(job: Job) -> WorkerGroup:
     """The workers that run.
 
     Raises:

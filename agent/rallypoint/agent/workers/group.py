@@ -25,9 +25,9 @@ from rallypoint.agent.failures.failure import (
     failure_to_start,
     names_taken_address,
 )
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.python_stacks import StackPipe
-from rallypoint.agent.hangs.reaper import Case, Reaping, Victim, describe_left, who_outlives
+from rallypoint.agent.hangs.reaper import HangReport, HungProcess, Reaping, describe_left, who_outlives
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.output import WorkerOutput
 from rallypoint.agent.logs.plan import LogDirectory, WorkerLogs, remove_attempts
@@ -39,7 +39,7 @@ from rallypoint.agent.workers.affinity import Cpus, NumaError, bind, read_topolo
 from rallypoint.agent.workers.environment import worker_command, worker_environment
 from rallypoint.agent.workers.signals import would_end
 from rallypoint.agent.workers.usage import worker_of
-from rallypoint.agent.workers.workers import StopReport, WorkerGroup
+from rallypoint.agent.workers.workers import StopReport, WorkerProcesses
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.process import STACKS_VARIABLE
 
@@ -60,7 +60,7 @@ class Worker:
     exit: WorkerExit | None = None
 
 
-class Crew:
+class WorkerGroup:
     """Starts a round's workers; says once how it went: all succeeded, or the first failure."""
 
     def __init__(
@@ -128,12 +128,12 @@ class Crew:
         self._logs: Mapping[int, WorkerLogs] = {}
         self._output: WorkerOutput
         self._background: set[asyncio.Task[None]] = set()
-        self._accused: dict[int, Case] = {}
+        self._accused: dict[int, HangReport] = {}
         # Who looks into a worker asks it for its stacks, and two can't be answered at a time.
         self._looks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._spawner = spawner
         self._cpus: list[Cpus] | None = None
-        self._group: WorkerGroup | None = None
+        self._group: WorkerProcesses | None = None
         self._stopped = False
         # When the workers were, in monotonic seconds.
         self._started_at = 0.0
@@ -155,7 +155,7 @@ class Crew:
             self._make_pipes()
             self._post_mortem.begin(self._logs)
             self._output = WorkerOutput(self._config.output, attempt, self._console, self._stacks)
-            self._group = WorkerGroup(self._spawner, self._exited, [self._output])
+            self._group = WorkerProcesses(self._spawner, self._exited, [self._output])
             self._output.open()
             self._started_at = time.monotonic()
             await self._group.start([self._spec(local_rank) for local_rank in local_ranks])
@@ -175,7 +175,7 @@ class Crew:
             self._events.workers_started({each.local_rank: (each.rank, each.pid) for each in workers})
 
     async def stop(self, number: int, timeout: float) -> StopReport:
-        """Stop all workers and everything they have started; see `WorkerGroup.stop`."""
+        """Stop all workers and everything they have started; see `WorkerProcesses.stop`."""
         self._stopped = True
         self._post_mortem.stopping(self._unfinished())
         report = await self._group.stop(number, timeout) if self._group is not None else StopReport()
@@ -233,19 +233,19 @@ class Crew:
         victim = self._victim(local_rank)
         if victim is None:
             return ""
-        hang = Hang(self.name_of(local_rank), "", 0.0, 0.0, signal=None, asked="somebody wants to know")
+        hang = HungWorker(self.name_of(local_rank), "", 0.0, 0.0, signal=None, asked="somebody wants to know")
         async with self._looks[local_rank]:
             evidence = await Reaping(hang, victim, timeout).look()
         return evidence.text if evidence.looks else ""
 
-    def _victim(self, local_rank: int) -> Victim | None:
+    def _victim(self, local_rank: int) -> HungProcess | None:
         pid = self._group.pids.get(local_rank) if self._group is not None else None
         if pid is None:
             return None
         rank, logs = self.assignment.base_rank + local_rank, self._logs[local_rank]
-        return Victim(pid, rank, logs.stderr, logs.hang_file, self._pipes.get(local_rank), self._is_ours)
+        return HungProcess(pid, rank, logs.stderr, logs.hang_file, self._pipes.get(local_rank), self._is_ours)
 
-    async def reap(self, hang: Hang) -> Case | None:
+    async def reap(self, hang: HungWorker) -> HangReport | None:
         """Find out what a worker that hangs is doing, and kill it unless it is to live; its failure will say so.
 
         Returns:
@@ -255,7 +255,7 @@ class Crew:
         async with self._looks[local_rank]:
             return await self._reap(local_rank, hang)
 
-    async def _reap(self, local_rank: int, hang: Hang) -> Case | None:
+    async def _reap(self, local_rank: int, hang: HungWorker) -> HangReport | None:
         group, victim = self._group, self._victim(local_rank)
         if group is None or victim is None:
             return None
@@ -376,7 +376,7 @@ class Crew:
         ):
             self._on_success()
 
-    async def _fail_when_logged(self, how: WorkerExit, case: Case | None) -> None:
+    async def _fail_when_logged(self, how: WorkerExit, case: HangReport | None) -> None:
         """The last words of a worker say why it failed: they must be in its file before that is read."""
         await self._output.flush(how.local_rank, _LAST_WORDS)
         failure = self._post_mortem.describe(how)
@@ -389,7 +389,7 @@ class Crew:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _fail(self, failure: WorkerFailure, case: Case | None = None) -> None:
+    def _fail(self, failure: WorkerFailure, case: HangReport | None = None) -> None:
         self._log_directory.note_failure()
         if case is not None:
             failure = case.charge(failure)

@@ -13,14 +13,14 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.events.publisher import JobEvents
 from rallypoint.agent.failures.failure import WorkerFailure
-from rallypoint.agent.hangs.hung_worker import Hang
+from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.reaper import describe_left, who_outlives
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
-from rallypoint.agent.workers.group import Crew, Worker
+from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rpc.logs import get_logger
 
 # Seconds that the spawner gets to kill what is left, where it is known that something can't be killed.
@@ -30,7 +30,7 @@ _log = get_logger("rallypoint.agent")
 
 
 @dataclass(frozen=True, slots=True)
-class Equipment:
+class GroupSettings:
     """What the workers of every round are given.
 
     Attributes:
@@ -72,7 +72,7 @@ class Callbacks:
     begin: Callable[[Coroutine[Any, Any, None]], object]
 
 
-class Crews:
+class WorkerGroups:
     """Starts and stops them.
 
     Attributes:
@@ -85,14 +85,14 @@ class Crews:
 
     def __init__(self, config: JobConfig, spawner: Spawner, callbacks: Callbacks) -> None:
         """Set up; `spawner` runs already."""
-        self.crew: Crew | None = None
+        self.crew: WorkerGroup | None = None
         self.spawner = spawner
         self.base_ranks: dict[int, int] = {}
         self.stop_reason = ""
-        self.equipment: Equipment
+        self.equipment: GroupSettings
         self._config = config
         self._callbacks = callbacks
-        self._stopped: Crew | None = None
+        self._stopped: WorkerGroup | None = None
 
     @property
     def workers(self) -> list[Worker]:
@@ -116,7 +116,7 @@ class Crews:
         def succeeded() -> None:
             callbacks.begin(self._sweep(crew))
 
-        crew = self.crew = Crew(
+        crew = self.crew = WorkerGroup(
             self._config,
             seat,
             restart_count,
@@ -187,13 +187,13 @@ class Crews:
         """The global rank of a worker of this name; None if there is none."""
         return self.crew.rank_of(worker) if self.crew is not None else None
 
-    async def reap(self, hang: Hang) -> bool:
-        """See `Crew.reap`. A worker that is gone needs it no more."""
+    async def reap(self, hang: HungWorker) -> bool:
+        """See `WorkerGroup.reap`. A worker that is gone needs it no more."""
         if self.crew is not None and hang.worker_id in self.crew.names:
             await self.crew.reap(hang)
         return True
 
-    async def _start(self, crew: Crew, lease: int, incarnation: str) -> None:
+    async def _start(self, crew: WorkerGroup, lease: int, incarnation: str) -> None:
         sockets = self.equipment.sockets
         await sockets.act_under(lease, incarnation)
         await sockets.watchdog.allows_workers()
@@ -203,7 +203,7 @@ class Crews:
 
     async def _stop(
         self,
-        crew: Crew,
+        crew: WorkerGroup,
         detail: str,
         number: int,
         timeout: float,
@@ -223,15 +223,15 @@ class Crews:
             self.equipment.sockets.clear(worker)
         if left := await who_outlives(report.left):
             self._callbacks.on_unfit(await describe_left(left))
-        self._callbacks.tell(core.WorkersGone())
+        self._callbacks.tell(core.GroupStopped())
 
-    async def _sweep(self, crew: Crew) -> None:
+    async def _sweep(self, crew: WorkerGroup) -> None:
         """What workers left behind when they ended must not live into the next round."""
         report = await crew.stop(signal.SIGKILL, 0.0)
         left = await who_outlives(report.left)
         unfit = await describe_left(left) if left else None
         if crew is not self._stopped:  # or else the next may run by now, which this would be taken for
-            self._callbacks.tell(core.WorkersSucceeded())
+            self._callbacks.tell(core.GroupSucceeded())
         if unfit is not None:
             self._callbacks.on_unfit(unfit)
 
@@ -241,5 +241,5 @@ class Crews:
         self._callbacks.on_change()
 
 
-async def _kill(crew: Crew) -> None:
+async def _kill(crew: WorkerGroup) -> None:
     await crew.stop(signal.SIGKILL, 0.0)

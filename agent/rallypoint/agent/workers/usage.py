@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rallypoint.agent.hangs.diagnostics import in_background
-from rallypoint.agent.spawner.spawner import SPAWN_MARK, Process, descendants, look_up
+from rallypoint.agent.spawner.spawner import SPAWN_MARK, ProcessStat, descendants, look_up
 
 READ_TIMEOUT = 1.0
 """Seconds that reading may take. Milliseconds as a rule; the kernel makes who asks for a process's memory wait while
@@ -133,7 +133,7 @@ def worker_of(pid: int, spawner: int, workers: frozenset[int]) -> int | None:
     return None
 
 
-def _owner(process: Process, spawner: int, workers: frozenset[int], owner: dict[int, int]) -> int | None:
+def _owner(process: ProcessStat, spawner: int, workers: frozenset[int], owner: dict[int, int]) -> int | None:
     if process.pid in workers:
         return process.pid
     if process.parent != spawner:

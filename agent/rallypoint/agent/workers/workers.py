@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rallypoint.agent.spawner.client import START_TIMEOUT, SWEEP_TIMEOUT, Spawner, WorkerProcess
-from rallypoint.agent.spawner.protocol import Killed, SpawnError, WorkerExit, WorkerSpec
+from rallypoint.agent.spawner.protocol import KillResult, SpawnError, WorkerExit, WorkerSpec
 
 __all__ = [
     "DRAIN_TIMEOUT",
     "STOP_TIMEOUT",
-    "Killed",
+    "KillResult",
     "OutputCopy",
     "SpawnError",
     "Spawner",
     "StopReport",
     "WorkerExit",
-    "WorkerGroup",
     "WorkerProcess",
+    "WorkerProcesses",
     "WorkerSpec",
 ]
 
@@ -66,7 +66,7 @@ class StopReport:
     seconds: float = 0.0
 
 
-class WorkerGroup:
+class WorkerProcesses:
     """The workers of one round on this host. Lives once: a new round makes a new group.
 
     A spawner serves one group at a time, because stopping a group kills everything below the spawner.
@@ -175,7 +175,7 @@ class WorkerGroup:
         chosen = [worker for rank, worker in self._workers.items() if only is None or rank in only]
         self._spawner.signal(chosen, signal, group=group)
 
-    async def kill_worker(self, local_rank: int, timeout: float = SWEEP_TIMEOUT) -> Killed:
+    async def kill_worker(self, local_rank: int, timeout: float = SWEEP_TIMEOUT) -> KillResult:
         """Kills one worker with all it has started; the others are left alone.
 
         Returns when its tree is dead, or after `timeout` seconds. `on_exit` is called as for any other end.

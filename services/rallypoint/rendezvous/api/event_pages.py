@@ -9,15 +9,15 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rallypoint.rendezvous.api.events import Wanted, event_of, wanted
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.api.events import EventFilter, event_of, wanted
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core.commands import RevisionAhead, RunNotFound
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.history import History
-from rallypoint.rendezvous.shard.home import Home
+from rallypoint.rendezvous.shard.home import RunLocator
 from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
@@ -35,12 +35,12 @@ _TOKEN = re.compile(r"([0-9]{1,19})-([0-9a-f]{16})")
 
 
 @dataclass(slots=True)
-class Reader:
+class EventReader:
     """Reads on in a run's events, in either direction; `cursor` is the last revision that was looked at."""
 
     history: History
     settings: RunSettings
-    wanted: Wanted
+    wanted: EventFilter
     cursor: int
     backwards: bool = False
 
@@ -162,7 +162,7 @@ _MOST_UNTOLD = 1_000
 class EventServicer:
     """Answers for the events of runs, wherever these are."""
 
-    def __init__(self, home: Home, check_not_draining: Callable[[], None]) -> None:
+    def __init__(self, home: RunLocator, check_not_draining: Callable[[], None]) -> None:
         """Answer for the runs of `home`; `check_not_draining` raises once the server is going away."""
         self._home = home
         self._check_not_draining = check_not_draining
@@ -180,7 +180,7 @@ class EventServicer:
         count("page_size", request.page_size, 0, _MOST_EVENTS)
         runs = (await self._home.reader(request.run_id)).runs
         history = _history(runs, request.run_id)
-        reader = Reader(
+        reader = EventReader(
             history,
             runs.settings(request.run_id),
             wanted(request.filter),
@@ -226,7 +226,7 @@ class EventServicer:
         count("revision", request.revision, 0, 2**63 - 1)
         engine = self._home.shard(request.run_id).engine
         history = _history(engine, request.run_id)
-        reader = Reader(
+        reader = EventReader(
             history,
             engine.settings(request.run_id),
             wanted(request.filter),
@@ -242,8 +242,8 @@ class EventServicer:
         self,
         engine: RendezvousEngine,
         run_id: str,
-        reader: Reader,
-        revisions: Slot[int],
+        reader: EventReader,
+        revisions: LatestValue[int],
         watcher: Subscriber,
     ) -> None:
         first, told = True, 0

@@ -21,7 +21,7 @@ _WORTH_TELLING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class EventSubject:
     """What an event is about; cheap to find out of a record, so it is what filters look at."""
 
     kind: pb.EventKind.ValueType
@@ -29,7 +29,7 @@ class Subject:
     round: int  # 0: no one round
 
 
-def subject_of(record: journal_pb2.JournalRecord) -> Subject:
+def subject_of(record: journal_pb2.JournalRecord) -> EventSubject:
     """What a record is about."""
     which = record.WhichOneof("fact")
     assert which is not None  # the engine wrote it, or folded it into a state when it started
@@ -40,10 +40,10 @@ def subject_of(record: journal_pb2.JournalRecord) -> Subject:
         case "round_ended":
             about = fact.end
         case "node_lost":
-            return Subject(_KINDS[which], fact.node_id, fact.failed_round)
+            return EventSubject(_KINDS[which], fact.node_id, fact.failed_round)
         case _:
             about = fact
-    return Subject(_KINDS[which], getattr(about, "node_id", ""), getattr(about, "round", 0))
+    return EventSubject(_KINDS[which], getattr(about, "node_id", ""), getattr(about, "round", 0))
 
 
 def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Event:
@@ -192,7 +192,7 @@ _Time = tuple[int, int]  # seconds, nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EventFilter:
     """A filter, checked. Empty sets and None mean any."""
 
     node_ids: frozenset[str] = frozenset()
@@ -218,7 +218,7 @@ class Wanted:
         )
 
 
-def wanted(message: pb.EventFilter) -> Wanted:
+def wanted(message: pb.EventFilter) -> EventFilter:
     """A filter of a request, checked.
 
     Raises:
@@ -243,7 +243,7 @@ def wanted(message: pb.EventFilter) -> Wanted:
     until = _time("until", message.until) if message.HasField("until") else None
     if since is not None and until is not None and since > until:
         raise invalid("filter.since", "must not be after filter.until")
-    return Wanted(
+    return EventFilter(
         frozenset(message.node_ids), frozenset(message.kinds), frozenset(message.rounds), since, until
     )
 

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.errors import going_away
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
-from rallypoint.rendezvous.shard.home import Home, ListReplicas, OneShard, OnlyReplica
+from rallypoint.rendezvous.shard.home import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
 from rallypoint.rendezvous.shard.shard import open_shard
 from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
@@ -88,14 +88,14 @@ async def rendezvous_services(
         on_failure=on_failure,
     )
     try:
-        yield registrations(OneShard(shard), limits, list_replicas)
+        yield registrations(SingleShardLocator(shard), limits, list_replicas)
     finally:
         await shard.retire(going_away)
         shard.end_streams(going_away)
 
 
 def registrations(
-    home: Home, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
+    home: RunLocator, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
 ) -> list[Registration]:
     """What a server is to serve to answer for the runs of a home; draining it drains the shards that are here.
 

@@ -18,16 +18,16 @@ from rallypoint.rendezvous.api.requests import (
     nodes_page,
     worker_failure,
 )
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import Member
-from rallypoint.rendezvous.shard.home import Home, ListReplicas, OnlyReplica
+from rallypoint.rendezvous.shard.home import ListReplicas, OnlyReplica, RunLocator
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid
-from rallypoint.serving.flow import WRITE_TIMEOUT, Openings, ServerGoes, Subscriber
+from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
 from rallypoint.serving.requests import SENTENCE_BYTES, count, name, text
 
 # How long a stream may take to say what it is for, seconds.
@@ -42,7 +42,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
 
     def __init__(
         self,
-        home: Home,
+        home: RunLocator,
         list_replicas: ListReplicas | None = None,
         write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
@@ -51,7 +51,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         self._list_replicas = list_replicas or OnlyReplica()
         self._write_timeout = write_timeout
         self._draining = False
-        self._openings = Openings(_FIRST_MESSAGE_TIMEOUT)
+        self._openings = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
         self._events = EventServicer(home, self._check_not_draining)
 
     async def drain(self) -> None:
@@ -93,7 +93,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     async def _first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
         try:
             return await self._openings.first(requests)
-        except ServerGoes:
+        except ServerDraining:
             raise Draining from None
         except StopAsyncIteration:
             raise invalid("message", "expected join or resume, and the stream ended") from None
@@ -236,7 +236,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         if self._draining:
             raise Draining
 
-    def _end_if_draining(self, slot: Slot[Any]) -> None:
+    def _end_if_draining(self, slot: LatestValue[Any]) -> None:
         """A stream that was being opened when the others were ended has no longer a life than they."""
         if self._draining:
             slot.end(Draining())

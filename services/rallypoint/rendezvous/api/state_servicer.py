@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from rallypoint.rendezvous.shard.home import Home
+from rallypoint.rendezvous.shard.home import RunLocator
 from rallypoint.rendezvous.state.client import check_run_id, set_state
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
@@ -20,7 +20,7 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def fenced_registration(home: Home, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
+def fenced_registration(home: RunLocator, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
     """Return what stands the fenced states of all runs up on a server; draining it drains those that are here.
 
     The server is to be given `rallypoint.rendezvous.api.errors.translate`.
@@ -38,7 +38,7 @@ def fenced_registration(home: Home, *, write_timeout: float = WRITE_TIMEOUT) -> 
 class StateServicer(rpc.StateServiceServicer):
     """The calls of StateService; the contract stands in state_service.proto."""
 
-    def __init__(self, home: Home, write_timeout: float) -> None:
+    def __init__(self, home: RunLocator, write_timeout: float) -> None:
         self._home = home
         self._write_timeout = write_timeout
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypedDict
 import grpc.aio
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
-from rallypoint.rendezvous.shard.home import Home
+from rallypoint.rendezvous.shard.home import RunLocator
 from rallypoint.rendezvous.shard.reader import StoreReader
 from rallypoint.rendezvous.store.requests import (
     ReadRequest,
@@ -24,7 +24,7 @@ from rallypoint.rendezvous.store.requests import (
     writer_of,
 )
 from rallypoint.rendezvous.store.service import StoreService
-from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, Delete, MultiSet, Set
+from rallypoint.rendezvous.store.writes import Add, Append, CompareSet, DeleteKey, MultiSet, Set
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.serving.server import Registration
@@ -34,7 +34,7 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def store_registration(home: Home) -> Registration:
+def store_registration(home: RunLocator) -> Registration:
     """Return what stands the stores of all runs up on a server; draining the server drains those that are here.
 
     The server is to be given `rallypoint.rendezvous.api.errors.translate`.
@@ -52,7 +52,7 @@ def store_registration(home: Home) -> Registration:
 class StoreServicer(rpc.StoreServiceServicer):
     """The calls of StoreService; the contract stands in store_service.proto."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: RunLocator) -> None:
         self._home = home
 
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
@@ -127,7 +127,7 @@ class StoreServicer(rpc.StoreServiceServicer):
     async def Delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteResponse:
         addressed = _addressed(request)
         check_key(request.key)
-        write = Delete(key=request.key, **addressed)
+        write = DeleteKey(key=request.key, **addressed)
         return pb.DeleteResponse(deleted=await self._store(request).write(request.run_id, write))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:

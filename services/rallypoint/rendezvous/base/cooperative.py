@@ -33,7 +33,7 @@ _SLICE = 0.01
 many slices as it has steps, some ten. Shorter makes it quicker, until the turns of the loop cost more than the work."""
 
 
-class Slices:
+class CooperativeRunner:
     """Carries out one work at a time; all that work in one event loop share it.
 
     With a slice for each of several works in every turn, the loop would be held for as many slices as there are works.
@@ -69,7 +69,7 @@ class Slices:
 # ---- A slot between one writer of states and one reader that may be slow.
 
 
-class Slot(Generic[_T]):
+class LatestValue(Generic[_T]):
     """Holds the latest value only: a reader that falls behind skips states, and never makes a queue grow."""
 
     def __init__(self) -> None:

@@ -77,20 +77,20 @@ class KeptEvents:
 
 
 @dataclass(slots=True)
-class Total:
+class SharedTotal:
     """A sum that several have shares of."""
 
     used: int = 0
 
 
-class Share:
+class Quota:
     """One shard's part of a total."""
 
     __slots__ = ("_total", "own")
 
-    def __init__(self, total: Total | None = None) -> None:
+    def __init__(self, total: SharedTotal | None = None) -> None:
         """Begin with nothing; without a total to count in, be the whole of one."""
-        self._total = total or Total()
+        self._total = total or SharedTotal()
         self.own = 0
 
     @property
@@ -114,7 +114,7 @@ class Share:
 
 
 @dataclass(slots=True)
-class Totals:
+class SharedTotals:
     """What the shards of one process use together.
 
     Attributes:
@@ -126,12 +126,12 @@ class Totals:
         state_watchers: Open watches of fenced states.
     """
 
-    runs: Total = field(default_factory=Total)
+    runs: SharedTotal = field(default_factory=SharedTotal)
     events: KeptEvents = field(default_factory=KeptEvents)
-    states: Total = field(default_factory=Total)
-    state_bytes: Total = field(default_factory=Total)
-    state_queued_bytes: Total = field(default_factory=Total)
-    state_watchers: Total = field(default_factory=Total)
+    states: SharedTotal = field(default_factory=SharedTotal)
+    state_bytes: SharedTotal = field(default_factory=SharedTotal)
+    state_queued_bytes: SharedTotal = field(default_factory=SharedTotal)
+    state_watchers: SharedTotal = field(default_factory=SharedTotal)
 
 
 # ---- How much one run may take of a store that serves many.

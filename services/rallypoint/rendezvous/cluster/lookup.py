@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.values import Get, KeyValue, Txn
-from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.errors import EtcdAway, EtcdFull, NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.ownership import shard_of
@@ -94,7 +94,7 @@ class _Kept:
     rest_until: float
 
 
-class Elsewhere:
+class RemoteReader:
     """Reads shards as they are durable, linearizably: whoever asks sees every commit that was told before it asked."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Elsewhere:
         *,
         refuse: Callable[[int], None],
         clock: Callable[[], float],
-        slices: Slices | None = None,
+        slices: CooperativeRunner | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
         """Read nothing yet.
@@ -124,7 +124,7 @@ class Elsewhere:
         self._build = build
         self._refuse = refuse
         self._clock = clock
-        self._slices = slices or Slices()
+        self._slices = slices or CooperativeRunner()
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._reads: dict[int, SharedRead[RunReader]] = {}
@@ -233,10 +233,12 @@ class Elsewhere:
             total -= dropped.bytes
 
 
-class ReplicatedHome:
+class ReplicatedLocator:
     """The runs of all replicas, as one of them sees them. A Home."""
 
-    def __init__(self, replica: Replica, elsewhere: Elsewhere, full: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, replica: Replica, elsewhere: RemoteReader, full: Callable[[], str] = lambda: ""
+    ) -> None:
         """See with the eyes of `replica`.
 
         Args:

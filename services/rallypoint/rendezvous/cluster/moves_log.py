@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.cluster.ownership import Why
-from rallypoint.rendezvous.cluster.view import Before
+from rallypoint.rendezvous.cluster.ownership import MoveReason
+from rallypoint.rendezvous.cluster.view import PreviousOwner
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rpc.logs import get_logger
 
@@ -22,7 +22,7 @@ LONGEST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class RebalanceBatch:
     """What moved alike: so many shards, with so many runs, the slowest of them in so many seconds."""
 
     shards: int = 0
@@ -30,13 +30,13 @@ class Wave:
     slowest: float = 0.0
 
 
-class Waves:
+class RebalanceBatches:
     """Adds up shards that move alike and soon after one another, and tells of them together."""
 
-    def __init__(self, tell: Callable[[Hashable, Wave], None]) -> None:
+    def __init__(self, tell: Callable[[Hashable, RebalanceBatch], None]) -> None:
         """`tell` is called with what is alike, and with how many it was."""
         self._tell = tell
-        self._waves: dict[Hashable, Wave] = {}
+        self._waves: dict[Hashable, RebalanceBatch] = {}
         self._ends: asyncio.TimerHandle | None = None
         self._tell_by = 0.0
 
@@ -51,8 +51,10 @@ class Waves:
         loop = asyncio.get_running_loop()
         if not self._waves:
             self._tell_by = loop.time() + LONGEST
-        before = self._waves.get(alike, Wave())
-        self._waves[alike] = Wave(before.shards + 1, before.runs + runs, max(before.slowest, seconds))
+        before = self._waves.get(alike, RebalanceBatch())
+        self._waves[alike] = RebalanceBatch(
+            before.shards + 1, before.runs + runs, max(before.slowest, seconds)
+        )
         if self._ends is not None:
             self._ends.cancel()
         self._ends = loop.call_at(min(loop.time() + QUIET, self._tell_by), self.end)
@@ -70,26 +72,26 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    before: Before | None
-    why: Why
+class _ClaimedShards:
+    before: PreviousOwner | None
+    why: MoveReason
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _ReleasedShards:
     owner: Owner | None
-    why: Why
+    why: MoveReason
     declined: bool
 
 
-class ShardMoves:
+class RebalanceLog:
     """Tells what happened to the shards of one session."""
 
     def __init__(self) -> None:
         """Nothing has happened yet."""
-        self._waves = Waves(_tell)
+        self._waves = RebalanceBatches(_tell)
 
-    def taken(self, before: Before | None, why: Why, runs: int, seconds: float) -> None:
+    def taken(self, before: PreviousOwner | None, why: MoveReason, runs: int, seconds: float) -> None:
         """A shard is served here now.
 
         Args:
@@ -98,9 +100,11 @@ class ShardMoves:
             runs: How many it has.
             seconds: For how long it was free.
         """
-        self._waves.add(_Taken(before, why), runs=runs, seconds=seconds)
+        self._waves.add(_ClaimedShards(before, why), runs=runs, seconds=seconds)
 
-    def given(self, owner: Owner | None, why: Why, runs: int, seconds: float, *, declined: bool) -> None:
+    def given(
+        self, owner: Owner | None, why: MoveReason, runs: int, seconds: float, *, declined: bool
+    ) -> None:
         """A shard was handed over.
 
         Args:
@@ -110,27 +114,27 @@ class ShardMoves:
             seconds: How long that took.
             declined: Whether no other replica took it in time though others are there.
         """
-        self._waves.add(_Given(owner, why, declined), runs=runs, seconds=seconds)
+        self._waves.add(_ReleasedShards(owner, why, declined), runs=runs, seconds=seconds)
 
     def end(self) -> None:
         """Tell at once what was not told yet."""
         self._waves.end()
 
 
-def _tell(moved: Hashable, wave: Wave) -> None:
+def _tell(moved: Hashable, wave: RebalanceBatch) -> None:
     counts = {"shards": wave.shards, "runs": wave.runs, "seconds": round(wave.slowest, 3)}
     match moved:
-        case _Taken(None, why):
+        case _ClaimedShards(None, why):
             _log.info("took free shards", **counts, why=why.value)
-        case _Taken(Before(owner, ended), why):
+        case _ClaimedShards(PreviousOwner(owner, ended), why):
             how = "its lease ended" if ended else "it handed them over"
             places = {"before": owner.replica, "address": owner.address}
             _log.info("took shards over", **counts, **places, how=how, why=why.value)
-        case _Given(None, why, True):
+        case _ReleasedShards(None, why, True):
             _log.warning("gave shards up, and nobody took them yet", **counts, why=why.value)
-        case _Given(None, why):
+        case _ReleasedShards(None, why):
             # The normal end of a service that has one replica.
             _log.info("gave shards up, no other replica is there", **counts, why=why.value)
-        case _Given(Owner() as owner, why):
+        case _ReleasedShards(Owner() as owner, why):
             places = {"to": owner.replica, "address": owner.address}
             _log.info("handed shards over", **counts, **places, why=why.value)

@@ -40,7 +40,7 @@ def _number(content: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class MoveSettings:
     """How fast shards move; times in seconds."""
 
     # For so long the replicas must have been the same before a shard is handed over to a replica that is merely
@@ -62,7 +62,7 @@ class Moves:
     most_declined: float = 3_600.0
 
 
-class Why(Enum):
+class MoveReason(Enum):
     """Why a shard is claimed, handed over or let go of; for logs and tests."""
 
     PREFERRED = "it is ours by preference"
@@ -73,7 +73,7 @@ class Why(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaState:
     """What one replica knows; times are seconds of its own clock.
 
     Attributes:
@@ -108,7 +108,7 @@ class Claim:
     """Try to become the owner of a free shard."""
 
     shard: int
-    why: Why
+    why: MoveReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,32 +117,34 @@ class HandOver:
 
     shard: int
     to: str | None
-    why: Why
+    why: MoveReason
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class DeleteOwnerKey:
     """Delete our owner key of a shard that we don't serve."""
 
     shard: int
-    why: Why = Why.STRAY
+    why: MoveReason = MoveReason.STRAY
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to begin now, and when to decide again even if nothing happens; None: only then."""
 
-    actions: Sequence[Claim | HandOver | Release]
+    actions: Sequence[Claim | HandOver | DeleteOwnerKey]
     look_again: float | None
 
 
-def decide(standing: Standing, now: float, moves: Moves) -> Decision:
+def decide(standing: ReplicaState, now: float, moves: MoveSettings) -> Decision:
     """What a replica does about shards. What it began already counts as done: it is not begun twice."""
-    actions: list[Claim | HandOver | Release] = []
+    actions: list[Claim | HandOver | DeleteOwnerKey] = []
     later: list[float] = []
     under_way = {*standing.claiming, *standing.leaving}
     # The end of a claim that failed halfway, or of a journal that broke: while the key stands, nobody can claim.
-    actions += [Release(shard) for shard in sorted({*standing.owned} - {*standing.serving} - under_way)]
+    actions += [
+        DeleteOwnerKey(shard) for shard in sorted({*standing.owned} - {*standing.serving} - under_way)
+    ]
     if standing.draining:
         actions += _drain(standing, moves)
         return Decision(actions, None)
@@ -169,7 +171,7 @@ def _preference(shard: int, live: frozenset[str]) -> Sequence[str]:
 
 
 def _claims(
-    standing: Standing, now: float, moves: Moves, order: _Order, later: list[float]
+    standing: ReplicaState, now: float, moves: MoveSettings, order: _Order, later: list[float]
 ) -> Sequence[Claim]:
     claims: list[Claim] = []
     if standing.name not in standing.live:
@@ -185,12 +187,12 @@ def _claims(
         if due > now:
             later.append(due)
         elif len(claims) < room:
-            claims.append(Claim(shard, Why.NOBODY_CAME if turn else Why.PREFERRED))
+            claims.append(Claim(shard, MoveReason.NOBODY_CAME if turn else MoveReason.PREFERRED))
     return claims
 
 
 def _balance(
-    standing: Standing, now: float, moves: Moves, order: _Order, later: list[float]
+    standing: ReplicaState, now: float, moves: MoveSettings, order: _Order, later: list[float]
 ) -> Sequence[HandOver]:
     hand_overs: list[HandOver] = []
     room = moves.balancing - len(standing.leaving)
@@ -202,20 +204,20 @@ def _balance(
         if due > now:
             later.append(due)
         elif len(hand_overs) < room:
-            hand_overs.append(HandOver(shard, preferred, Why.BALANCE))
+            hand_overs.append(HandOver(shard, preferred, MoveReason.BALANCE))
     return hand_overs
 
 
-def _drain(standing: Standing, moves: Moves) -> Sequence[HandOver]:
+def _drain(standing: ReplicaState, moves: MoveSettings) -> Sequence[HandOver]:
     others = [name for name in standing.live if name != standing.name]
     room = moves.draining - len(standing.leaving)
     leaving = sorted({*standing.serving} - {*standing.leaving})
     return [
-        HandOver(shard, next(iter(by_preference(shard, others)), None), Why.DRAIN)
+        HandOver(shard, next(iter(by_preference(shard, others)), None), MoveReason.DRAIN)
         for shard in leaving[: max(0, room)]
     ]
 
 
-def declined_until(times: int, now: float, moves: Moves) -> float:
+def declined_until(times: int, now: float, moves: MoveSettings) -> float:
     """When a shard is offered again that was declined so many times in a row, at least once."""
     return now + min(moves.declined * 2.0 ** min(times - 1, 32), moves.most_declined)

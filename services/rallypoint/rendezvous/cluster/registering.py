@@ -10,7 +10,7 @@ from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn
 from rallypoint.rendezvous.cluster.keys import Keys
-from rallypoint.rendezvous.cluster.view import Registration
+from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
@@ -26,7 +26,7 @@ class NameTaken(EtcdError):
     """Another process has registered under our name."""
 
 
-async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration: Registration) -> None:
+async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration: ReplicaRegistration) -> None:
     """Return when no other process is registered under a name: that of a dead one goes with its lease.
 
     Raises:
@@ -39,7 +39,7 @@ async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration:
         snapshot = await client.get(key)
         if not snapshot.pairs:
             return
-        there = Registration.decode(snapshot.pairs[0].value) or Registration(
+        there = ReplicaRegistration.decode(snapshot.pairs[0].value) or ReplicaRegistration(
             "an unknown address", "", 0.0, 0.0
         )
         if there.instance == registration.instance:
@@ -56,7 +56,7 @@ async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration:
         waited_for = found if await _outlasted(client, key, snapshot.revision, there) else None
 
 
-async def _outlasted(client: EtcdClient, key: bytes, revision: int, there: Registration) -> bool:
+async def _outlasted(client: EtcdClient, key: bytes, revision: int, there: ReplicaRegistration) -> bool:
     """Whether a registration stood for longer than the lease of a dead one could; as soon as it is gone, or else."""
     now = asyncio.get_running_loop().time
     deadline = now() + there.lease_ttl + _ENDING
@@ -77,7 +77,7 @@ async def _until_deleted(client: EtcdClient, key: bytes, revision: int) -> None:
 
 
 async def register(
-    client: EtcdClient, session: Session, keys: Keys, name: str, registration: Registration
+    client: EtcdClient, session: Session, keys: Keys, name: str, registration: ReplicaRegistration
 ) -> None:
     """Count among the replicas that are alive, for as long as the session's lease.
 
@@ -90,7 +90,7 @@ async def register(
     answer = await client.transact(Txn([CreateRevision(key, 0)], [ours], [Get(key)]))
     while not answer.succeeded:
         (found,) = answer.found[0] or (None,)
-        there = Registration.decode(found.value) if found is not None else None
+        there = ReplicaRegistration.decode(found.value) if found is not None else None
         if found is not None and (there is None or there.instance != registration.instance):
             raise NameTaken(f"another replica has registered as {name!r}")
         # Our own: of the session before, or of an attempt at this one whose answer was lost. Or gone by now.
@@ -98,7 +98,7 @@ async def register(
         answer = await client.transact(Txn([condition], [ours], [Get(key)]))
 
 
-async def withdraw(client: EtcdClient, keys: Keys, name: str, registration: Registration) -> None:
+async def withdraw(client: EtcdClient, keys: Keys, name: str, registration: ReplicaRegistration) -> None:
     """Count no more among the replicas that are alive.
 
     Raises:
@@ -107,6 +107,6 @@ async def withdraw(client: EtcdClient, keys: Keys, name: str, registration: Regi
     key = keys.replica(name)
     snapshot = await client.get(key)
     for pair in snapshot.pairs:
-        there = Registration.decode(pair.value)
+        there = ReplicaRegistration.decode(pair.value)
         if there is not None and there.instance == registration.instance:
             await client.transact(Txn([ModRevision(key, pair.mod_revision)], [Delete(key)]))

@@ -13,10 +13,10 @@ from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Delete, Txn
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys, agreed_shards
-from rallypoint.rendezvous.cluster.ownership import Moves, decide
+from rallypoint.rendezvous.cluster.ownership import MoveSettings, decide
 from rallypoint.rendezvous.cluster.registering import register, wait_for_name, withdraw
-from rallypoint.rendezvous.cluster.shards import Hosting
-from rallypoint.rendezvous.cluster.view import Cluster, News, Registration
+from rallypoint.rendezvous.cluster.shards import ShardManager
+from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rpc.backoff import Pace
@@ -54,7 +54,7 @@ class Replicas:
 
     lease_ttl: float = 10.0
     shards: int | None = None
-    moves: Moves = field(default_factory=Moves)
+    moves: MoveSettings = field(default_factory=MoveSettings)
     keeps_etcd: bool = True
     keys_end: bool = False
 
@@ -107,20 +107,20 @@ class Replica:
         self._client = client
         self.keys = Keys(client.address.prefix)
         self.name = ""
-        self.registration = Registration("", instance, 0.0, wanted.lease_ttl)
+        self.registration = ReplicaRegistration("", instance, 0.0, wanted.lease_ttl)
         self._claim = claim
         self._wanted = wanted
         self._clock = clock
         self._lease_clock = lease_clock
         self._pace = pace or Pace()
         self._on_ready = on_ready
-        self._news = News()
+        self._news = ChangeNotifier()
         self._sessions = 0
         self._lost_at: float | None = None
         self._advised: set[str] = set()
         self.shards = 0
         self.cluster: Cluster | None = None
-        self.hosting: Hosting | None = None
+        self.hosting: ShardManager | None = None
         self.draining = False
 
     @property
@@ -245,7 +245,7 @@ class Replica:
         async def claim(shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
             return await self._claim(session, shard, on_failure)
 
-        hosting = Hosting(
+        hosting = ShardManager(
             cluster,
             self.me,
             open_shard=claim,
@@ -314,7 +314,7 @@ class Replica:
             _log.warning("this replica's registration was deleted; registering anew")
             await register(self._client, session, self.keys, self.name, self.registration)
 
-    async def _act(self, hosting: Hosting) -> None:
+    async def _act(self, hosting: ShardManager) -> None:
         while True:
             seen = self._news.count
             now = self._clock()

@@ -13,12 +13,12 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.api.service import registrations
-from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.errors import NotOwner
-from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals, on_etcd
-from rallypoint.rendezvous.cluster.lookup import Elsewhere, ReplicatedHome, list_replicas
+from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits, on_etcd
+from rallypoint.rendezvous.cluster.lookup import RemoteReader, ReplicatedLocator, list_replicas
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas, Tell, tell_nobody
-from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, Place
+from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, JournalLocation
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.shard.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
@@ -44,7 +44,7 @@ class ReplicatedServices:
         replica: Once begun, it serves its share of the shards.
     """
 
-    def __init__(self, registered: list[Registration], home: ReplicatedHome, replica: Replica) -> None:
+    def __init__(self, registered: list[Registration], home: ReplicatedLocator, replica: Replica) -> None:
         """See `replicated_services`."""
         self.registrations = registered
         self.home = home
@@ -118,14 +118,14 @@ async def replicated_services(
     Raises:
         TLSFileError: A TLS file of the etcd's URL is missing or unusable.
     """
-    totals = Totals()
-    slices = Slices(clock)
+    totals = SharedTotals()
+    slices = CooperativeRunner(clock)
     pace = pace or Pace()
     async with connect(address, pace=pace) as client:
         pool = CommitPool(client, clock)
 
         async def claim(session: Session, shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
-            place = Place(replica.keys.owner(shard), replica.keys.space(shard))
+            place = JournalLocation(replica.keys.owner(shard), replica.keys.space(shard))
             return await open_shard(
                 EtcdJournal(
                     client, session, place, replica.me, pool=pool, pace=pace, draw=draw, slices=slices
@@ -165,10 +165,10 @@ async def replicated_services(
 
         instance = draw(_INSTANCE_BYTES).hex()
         replica = Replica(client, claim, instance, wanted=wanted, clock=clock, pace=pace, on_ready=on_ready)
-        elsewhere = Elsewhere(
+        elsewhere = RemoteReader(
             client, replica.keys, read, refuse=replica.refuse_if_elsewhere, clock=clock, slices=slices
         )
-        home = ReplicatedHome(replica, elsewhere, lambda: pool.full)
+        home = ReplicatedLocator(replica, elsewhere, lambda: pool.full)
         services = ReplicatedServices(
             registrations(home, limits, partial(list_replicas, replica)), home, replica
         )

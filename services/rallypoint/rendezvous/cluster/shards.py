@@ -11,9 +11,16 @@ from typing import Protocol
 
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
-from rallypoint.rendezvous.cluster.moves_log import ShardMoves
-from rallypoint.rendezvous.cluster.ownership import Claim, HandOver, Moves, Release, Standing, declined_until
-from rallypoint.rendezvous.cluster.view import Cluster, News
+from rallypoint.rendezvous.cluster.moves_log import RebalanceLog
+from rallypoint.rendezvous.cluster.ownership import (
+    Claim,
+    DeleteOwnerKey,
+    HandOver,
+    MoveSettings,
+    ReplicaState,
+    declined_until,
+)
+from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster
 from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rendezvous.shard.shard import Shard
@@ -65,7 +72,7 @@ class _Trouble:
     cause: str = ""
 
 
-class Hosting:
+class ShardManager:
     """The shards of one session. What it is told to begin it carries out on its own, and tells `news` of each end."""
 
     def __init__(
@@ -75,8 +82,8 @@ class Hosting:
         *,
         open_shard: OpenShard,
         release: ReleaseShard,
-        news: News,
-        moves: Moves,
+        news: ChangeNotifier,
+        moves: MoveSettings,
         clock: Callable[[], float],
     ) -> None:
         """Serve nothing yet.
@@ -109,19 +116,19 @@ class Hosting:
         self._declined_by: float = cluster.live_since
         self._tasks: set[asyncio.Task[None]] = set()
         self._say_again: dict[str, float] = {}
-        self._told = ShardMoves()
+        self._told = RebalanceLog()
         self.draining = False
         # Whether the runs here are over, so that no other replica is needed for their shards.
         self.finished = False
         self._over = False
 
-    def standing(self) -> Standing:
+    def standing(self) -> ReplicaState:
         """What is known now, for a decision."""
         if self._declined_by != self._cluster.live_since:
             # Others are there now, who may take what was declined before.
             self._declined_by = self._cluster.live_since
             self._declined.clear()
-        return Standing(
+        return ReplicaState(
             name=self._me.replica,
             live=() if self.finished else self._cluster.live,
             live_since=self._cluster.live_since,
@@ -153,7 +160,7 @@ class Hosting:
         """All that have not ended, those included whose streams only are open still."""
         return [*self.serving.values(), *(shard for shard in self._leaving.values() if shard is not None)]
 
-    def begin(self, action: Claim | HandOver | Release) -> None:
+    def begin(self, action: Claim | HandOver | DeleteOwnerKey) -> None:
         """Begin what was decided."""
         match action:
             case Claim(shard):
@@ -163,7 +170,7 @@ class Hosting:
             case HandOver(shard):
                 leaving = self._leaving[shard] = self.serving.pop(shard)
                 self._start(self._hand_over(action, leaving))
-            case Release(shard):
+            case DeleteOwnerKey(shard):
                 self._leaving[shard] = None
                 self._start(self._let_go(shard))
 

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.journal.etcd.keys import Owner
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class ReplicaRegistration:
     """One replica that is alive.
 
     Attributes:
@@ -35,7 +35,7 @@ class Registration:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, content: bytes) -> Registration | None:
+    def decode(cls, content: bytes) -> ReplicaRegistration | None:
         """From JSON; None if it is none. Fields that a newer version adds are left alone."""
         try:
             fields = json.loads(content)
@@ -58,7 +58,7 @@ class Owned:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PreviousOwner:
     """Who owned a shard that is free, or was; `ended`: its lease did, so that it is gone or was cut off from etcd."""
 
     owner: Owner
@@ -81,11 +81,11 @@ class Cluster:
         """Know nothing: nobody is alive, and no shard is known to be free."""
         self._keys = keys
         self.shards = shards
-        self.live: dict[str, Registration] = {}
+        self.live: dict[str, ReplicaRegistration] = {}
         self.live_since = float("-inf")
         self.owned: dict[int, Owned] = {}
         self.free: dict[int, float] = {}
-        self.before: dict[int, Before] = {}
+        self.before: dict[int, PreviousOwner] = {}
 
     def read(self, pairs: Iterable[KeyValue], now: float) -> None:
         """Begin anew with all that there is."""
@@ -116,7 +116,7 @@ class Cluster:
 
     def _put(self, pair: KeyValue) -> None:
         name = self._keys.replica_named(pair.key)
-        if name is not None and (registration := Registration.decode(pair.value)) is not None:
+        if name is not None and (registration := ReplicaRegistration.decode(pair.value)) is not None:
             self.live[name] = registration
         shard = self._keys.shard_owned(pair.key)
         if shard is not None and shard < self.shards:
@@ -130,13 +130,13 @@ class Cluster:
         shard = self._keys.shard_owned(key)
         if shard is not None and (owned := self.owned.pop(shard, None)) is not None:
             self.free[shard] = now
-            self.before[shard] = Before(owned.owner, ended)
+            self.before[shard] = PreviousOwner(owned.owner, ended)
 
 
 # ---- Waiting until something that changes has changed as wanted.
 
 
-class News:
+class ChangeNotifier:
     """Tells whoever waits that something changed; each looks for itself at what.
 
     Attributes:

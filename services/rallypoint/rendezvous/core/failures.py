@@ -13,9 +13,9 @@ from rallypoint.rendezvous.core.facts import explain_failure, explain_spent, exp
 from rallypoint.rendezvous.core.state import (
     FailedWorker,
     FailureKind,
+    FailureRestart,
     Outcome,
     Phase,
-    Restart,
     RoundEnd,
     RoundEndCause,
     RunEnd,
@@ -56,7 +56,7 @@ def note(state: RunState, round_: int, node_id: str, at: float) -> None:
     """Take a restart down, which happened at that time (monotonic seconds), after all that are there."""
     if are_kept(state.settings):
         latest = state.restarts[-1].at if state.restarts else at
-        state.restarts.append(Restart(round_, node_id, max(latest, at)))
+        state.restarts.append(FailureRestart(round_, node_id, max(latest, at)))
 
 
 def blame(state: RunState, round_: int, node_id: str) -> None:

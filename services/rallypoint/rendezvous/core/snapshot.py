@@ -10,9 +10,9 @@ from rallypoint.rendezvous.core.failures import forget_old
 from rallypoint.rendezvous.core.state import (
     Eviction,
     FailedWorker,
+    FailureRestart,
     Node,
     Phase,
-    Restart,
     RoundEnd,
     RunEnd,
     RunSettings,
@@ -191,7 +191,7 @@ def _evicted(state: RunState) -> tuple[NodeEvicted, ...]:
 def _restore_budgets(state: RunState, snapshot: RunSnapshot, now: float, to_wall: float) -> None:
     state.restart_count = snapshot.restart_count
     state.restarts = [
-        Restart(each.round, each.node_id, min(now, each.time - to_wall)) for each in snapshot.restarts
+        FailureRestart(each.round, each.node_id, min(now, each.time - to_wall)) for each in snapshot.restarts
     ]
     state.quick_restarts = snapshot.quick_restarts
     state.evicted = {each.node_id: Eviction(each.reason, each.by_service) for each in snapshot.evicted}

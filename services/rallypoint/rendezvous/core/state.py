@@ -160,7 +160,7 @@ class FailedWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class FailureRestart:
     """A restart for a failure; `node_id` is that of the worker that failed first, "" once it was absolved."""
 
     round: int
@@ -300,7 +300,7 @@ class RunState:
     counted_round: int = 0
 
     # Restarts that may count against a budget, the oldest first; empty where their number is enough.
-    restarts: list[Restart] = field(default_factory=list)
+    restarts: list[FailureRestart] = field(default_factory=list)
     # How many of the latest restarts in a row came soon after the one before.
     quick_restarts: int = 0
 

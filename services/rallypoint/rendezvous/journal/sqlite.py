@@ -15,14 +15,14 @@ from zlib import crc32
 
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, Recovered
 from rallypoint.rendezvous.journal.sqlite_reading import (
-    Contents,
+    FileContents,
     keep_copy,
     migrate,
     read_untouched,
     sync,
     write_again,
 )
-from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows, Sweep
+from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, Rows, RowSweep
 from rallypoint.rpc.logs import get_logger
 
 # ---- One process at a time: a lock that goes with the process, and a number that outlives it.
@@ -116,8 +116,8 @@ class JournalFile:
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock: LockFile | None = None
         self._connection: sqlite3.Connection | None = None
-        self._contents = Contents()
-        self._sweep = Sweep(self._contents.spans)
+        self._contents = FileContents()
+        self._sweep = RowSweep(self._contents.spans)
         self._logged = 0
 
     @property
@@ -149,7 +149,7 @@ class JournalFile:
             self._connection = self._connect(None if found is None else found.version)
             # Otherwise servers that are killed before they shorten it would make it, and each start, longer and longer.
             self._logged = log.stat().st_size if log.exists() else 0
-            self._sweep = Sweep(self._contents.spans)
+            self._sweep = RowSweep(self._contents.spans)
             self._sweep.add(self._contents.leftovers)
             recovered, self._contents.recovered = self._contents.recovered, Recovered([], [], [])
             return recovered

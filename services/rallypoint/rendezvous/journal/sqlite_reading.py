@@ -45,7 +45,7 @@ _STORE = {
 
 
 @dataclass(slots=True)
-class Contents:
+class FileContents:
     """What is in a journal's file.
 
     Attributes:
@@ -71,7 +71,7 @@ def damaged(path: Path, what: str) -> JournalError:
     )
 
 
-def read_untouched(path: Path) -> Contents | None:
+def read_untouched(path: Path) -> FileContents | None:
     """Check and read a journal without the right to change it; None where nothing was ever kept.
 
     Raises:
@@ -86,7 +86,7 @@ def read_untouched(path: Path) -> Contents | None:
     try:
         with reading(path) as connection:
             version = _check(path, connection)
-            return _Reader(path, connection, version).read() if version else None
+            return _FileReader(path, connection, version).read() if version else None
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _OUTSIDE:
             raise
@@ -126,15 +126,15 @@ def _check(path: Path, connection: sqlite3.Connection) -> int:
     return int(version)
 
 
-class _Reader:
+class _FileReader:
     """Reads what a connection shows; every row must be what was written, and every run without a gap."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, version: int) -> None:
         self._path = path
         self._connection = connection
-        self._contents = Contents(version)
+        self._contents = FileContents(version)
 
-    def read(self) -> Contents:
+    def read(self) -> FileContents:
         checkpoints = list(self._checkpoints())
         records = list(self._records())
         for checkpoint in checkpoints:

@@ -173,7 +173,7 @@ DELETE FROM checkpoint WHERE run_id = ? AND NOT EXISTS (SELECT 1 FROM store WHER
 """
 
 
-class Sweep:
+class RowSweep:
     """Deletes records before those that are kept, and store entries of earlier eras.
 
     The pages they leave are used again, but the file does not shrink: it stays as large as the most that was ever

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import LimitReached
 from rallypoint.rendezvous.core import apply, commands, facts
@@ -169,14 +169,14 @@ class RendezvousEngine(DurableRuns):
 
         return await self._submit(lambda _: view(states()))
 
-    async def watch(self, run_id: str, revision: int) -> Slot[pb.Run]:
+    async def watch(self, run_id: str, revision: int) -> LatestValue[pb.Run]:
         """A slot that gets the run's state: now, if it is past `revision`, and after every change."""
 
-        def subscribe(_: Sequence[facts.Fact]) -> Slot[pb.Run]:
+        def subscribe(_: Sequence[facts.Fact]) -> LatestValue[pb.Run]:
             run = self._run(run_id)
             check_revision(run.state, revision)
             self._check_subscribers(run)
-            slot: Slot[pb.Run] = Slot()
+            slot: LatestValue[pb.Run] = LatestValue()
             run.add_watcher(slot, revision)
             if run.ended:
                 slot.end()
@@ -185,7 +185,7 @@ class RendezvousEngine(DurableRuns):
 
         return await self._submit(subscribe, run_id, undo=partial(self.unwatch, run_id))
 
-    def unwatch(self, run_id: str, slot: Slot[pb.Run]) -> None:
+    def unwatch(self, run_id: str, slot: LatestValue[pb.Run]) -> None:
         """Drop a watcher."""
         if (run := self._runs.get(run_id)) is not None:
             run.watchers.discard(slot)
@@ -215,7 +215,7 @@ class RendezvousEngine(DurableRuns):
         """
         return self._readable(run_id).state.settings
 
-    def follow(self, run_id: str, revision: int) -> Slot[int]:
+    def follow(self, run_id: str, revision: int) -> LatestValue[int]:
         """A slot that gets the revision of the latest durable event: now, and after every change.
 
         Raises:
@@ -227,7 +227,7 @@ class RendezvousEngine(DurableRuns):
         if revision > run.history.latest:  # the state may be ahead of what is durable
             raise RevisionAhead(run_id, revision, run.history.latest)
         self._check_subscribers(run)
-        slot: Slot[int] = Slot()
+        slot: LatestValue[int] = LatestValue()
         slot.put(run.history.latest)
         if run.ended:
             slot.end()
@@ -235,7 +235,7 @@ class RendezvousEngine(DurableRuns):
             run.followers.add(slot)
         return slot
 
-    def unfollow(self, run_id: str, slot: Slot[int]) -> None:
+    def unfollow(self, run_id: str, slot: LatestValue[int]) -> None:
         """Drop a follower."""
         if (run := self._runs.get(run_id)) is not None:
             run.followers.discard(slot)

@@ -13,7 +13,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from rallypoint.rendezvous.base.cooperative import Slot
+from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import StreamReplaced
 from rallypoint.rendezvous.core import facts, failures
 from rallypoint.rendezvous.core.commands import JoinTimedOut, LeaseLost, NodeIsEvicted, Refused
@@ -43,7 +43,7 @@ _SHARE_OF_TERM = 1 / 3
 _MOST_PATIENCE = 5.0
 
 
-class Arrivals:
+class PendingJoins:
     """Newcomers of one run who have not been answered. Belongs to an event loop."""
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class Member:
     run_id: str
     node_id: str
     lease: pb.Lease
-    updates: Slot[pb.NodeUpdate]
+    updates: LatestValue[pb.NodeUpdate]
 
 
 @dataclass(slots=True)
@@ -254,9 +254,9 @@ class HostedRun:
     members: dict[str, Member] = field(default_factory=dict)
     # Nodes that ask to be taken in again, with the leases that they show, and on how many streams they ask.
     returning: Counter[tuple[str, int]] = field(default_factory=Counter)
-    arrivals: Arrivals = field(default_factory=Arrivals)
-    watchers: set[Slot[pb.Run]] = field(default_factory=set)
-    followers: set[Slot[int]] = field(default_factory=set)
+    arrivals: PendingJoins = field(default_factory=PendingJoins)
+    watchers: set[LatestValue[pb.Run]] = field(default_factory=set)
+    followers: set[LatestValue[int]] = field(default_factory=set)
     # The revision that watchers were told last, and when they may be told again.
     _told: int = 0
     _tell_at: float = -math.inf
@@ -300,13 +300,13 @@ class HostedRun:
         if older is not None:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
         lease = lease_message(self.state, number)
-        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, Slot())
+        member = self.members[node_id] = Member(self.state.run_id, node_id, lease, LatestValue())
         self.arrivals.add(member.updates.wake, self.state.settings.time_to_live)
         return member
 
     def farewell(self, node_id: str, number: int) -> Member:
         """What a node gets that comes back to a run which was closed while it was away."""
-        member = Member(self.state.run_id, node_id, lease_message(self.state, number), Slot())
+        member = Member(self.state.run_id, node_id, lease_message(self.state, number), LatestValue())
         member.updates.put(node_update(self.state, node_id))
         member.updates.end()
         return member
@@ -348,7 +348,7 @@ class HostedRun:
                 member.updates.end()
             self.members.clear()
 
-    def add_watcher(self, watcher: Slot[pb.Run], revision: int) -> None:
+    def add_watcher(self, watcher: LatestValue[pb.Run], revision: int) -> None:
         """Take a watcher in, which has seen `revision`; it is told at once if there is something newer."""
         due = [*self.watchers] if self._told < self.state.revision else []
         if self.state.revision > revision:
@@ -384,7 +384,7 @@ class HostedRun:
             self.watchers.clear()
             self.followers.clear()
 
-    def slots(self) -> Iterator[Slot[Any]]:
+    def slots(self) -> Iterator[LatestValue[Any]]:
         """Where everybody who is told of the run waits."""
         yield from (member.updates for member in self.members.values())
         yield from self.watchers

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from rallypoint.rendezvous.base.cooperative import Work, finish
 from rallypoint.rendezvous.base.errors import Draining, NotOwner, Refusal, RunBroken, of_unknown_outcome
-from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, RendezvousLimits, Share, Totals
+from rallypoint.rendezvous.base.limits import KeptEvents, LimitReached, Quota, RendezvousLimits, SharedTotals
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.core import apply, commands, facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART, LONG_PAUSE
@@ -56,7 +56,7 @@ SERVICE = "service"
 
 
 @dataclass(slots=True)
-class Request(Generic[_T]):
+class RunRequest(Generic[_T]):
     """A command, if any, and what is then read: with the facts that came of it, once all there is is durable."""
 
     answer: asyncio.Future[_T]
@@ -95,7 +95,7 @@ class Request(Generic[_T]):
 
 
 @dataclass(slots=True)
-class Step:
+class RunStep:
     """What one step changes: durable together, and told only then."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Step:
 # ---- What waits to be carried out, run by run, so that a run with much of it keeps no other waiting.
 
 
-class Turns(Generic[_T]):
+class FairQueue(Generic[_T]):
     """A queue for each run, of which a turn takes the first few of each."""
 
     def __init__(self, most_per_run: int) -> None:
@@ -211,7 +211,7 @@ class DurableRuns:
         on_expiry: Callable[[str], None] = lambda run_id: None,
         on_broken: Callable[[RunBroken], None] = lambda refusal: None,
         limits: RendezvousLimits | None = None,
-        totals: Totals | None = None,
+        totals: SharedTotals | None = None,
         check_owned: CheckOwned = always_owned,
         lag: LagSettings | None = None,
         high_water: bool = False,
@@ -241,11 +241,11 @@ class DurableRuns:
         self._on_expiry = on_expiry
         self._on_broken = on_broken
         self._limits = limits = limits or RendezvousLimits()
-        totals = totals or Totals()
+        totals = totals or SharedTotals()
         self._histories = Histories(
             limits.events_per_run, limits.event_bytes_per_run, limits.event_bytes, totals.events
         )
-        self._run_count = Share(totals.runs)
+        self._run_count = Quota(totals.runs)
         self._check_owned = check_owned
         self._runs: dict[str, HostedRun] = {}
         # No run that was forgotten went beyond these numbers, whatever its name. New runs go on from them: so none is
@@ -258,8 +258,8 @@ class DurableRuns:
         # Runs that an unexpected error stopped, and its kind. What is known of them here can't be trusted any more.
         self._broken: dict[str, str] = {}
         self._schedule = Schedule()
-        self._requests: Turns[Request[Any]] = Turns(_MOST_PER_STEP)
-        self._under_way: Sequence[Request[Any]] = ()
+        self._requests: FairQueue[RunRequest[Any]] = FairQueue(_MOST_PER_STEP)
+        self._under_way: Sequence[RunRequest[Any]] = ()
         self._wake = asyncio.Event()
         self._retired = False
         # What is told to whoever asks for something, and to whoever reads on in a stream, once that is over.
@@ -354,9 +354,9 @@ class DurableRuns:
         """What makes a time of the wall clock out of one by which leases are judged, when added."""
         return self._wall_clock() - self._now()
 
-    async def _step(self, requests: Sequence[Request[Any]]) -> None:
+    async def _step(self, requests: Sequence[RunRequest[Any]]) -> None:
         now = self._now()
-        step = Step()
+        step = RunStep()
         for request in requests:
             if request.command is not None:
                 self._carry_out(step, request, request.command, now)
@@ -387,7 +387,7 @@ class DurableRuns:
                 self._schedule.put(run_id, run.next_deadline(self._limits.run_ttl))
 
     @contextlib.contextmanager
-    def _only_this(self, step: Step, run_id: str) -> Iterator[None]:
+    def _only_this(self, step: RunStep, run_id: str) -> Iterator[None]:
         """Let an unexpected error stop one run, and nothing else.
 
         What the step was given in here is taken back, for it may be half of something. What it was given before is
@@ -419,7 +419,7 @@ class DurableRuns:
             "run stopped by an unexpected error; nothing of it was deleted", error=error, run_id=run_id
         )
 
-    def _take_up(self, step: Step, run_id: str, run: HostedRun, now: float) -> None:
+    def _take_up(self, step: RunStep, run_id: str, run: HostedRun, now: float) -> None:
         """Have a run changed by a step."""
         if run_id not in step.changed:
             step.changed[run_id] = run
@@ -429,7 +429,9 @@ class DurableRuns:
                 if run.holds_lease(node_id, lease):
                     apply.renew(run.state, node_id, now)
 
-    def _carry_out(self, step: Step, request: Request[Any], command: commands.Command, now: float) -> None:
+    def _carry_out(
+        self, step: RunStep, request: RunRequest[Any], command: commands.Command, now: float
+    ) -> None:
         try:
             run = self._run_for(request.run_id, command)
             if isinstance(command, commands.ReportFailure):
@@ -451,7 +453,7 @@ class DurableRuns:
         except Refused as refusal:
             request.refusal = refusal
 
-    def _note(self, step: Step, run: HostedRun, happened: Sequence[facts.Fact], actor: str) -> None:
+    def _note(self, step: RunStep, run: HostedRun, happened: Sequence[facts.Fact], actor: str) -> None:
         """Write facts down that were applied, and a checkpoint where it is time for one."""
         if not happened:
             return
@@ -468,7 +470,7 @@ class DurableRuns:
             snapshot = to_message(take_snapshot(run.state, self._to_wall())).SerializeToString()
             step.entries.append(Checkpoint(run_id, run.recorded, snapshot, max(1, run.history.oldest)))
 
-    def _begin(self, step: Step, state: RunState) -> None:
+    def _begin(self, step: RunStep, state: RunState) -> None:
         """Write down where a new run begins, if that is above the beginning."""
         run_id, revision = state.run_id, self._mark.revision
         self._left.pop(run_id, None)  # this takes the place of what was left under its name
@@ -483,7 +485,7 @@ class DurableRuns:
         left = self._budgets.get(run_id) or numbers_only(run_id, 0, 0)
         return replace(left, revision=self._mark.revision, round=self._mark.round)
 
-    def _raise_high_water(self, step: Step) -> None:
+    def _raise_high_water(self, step: RunStep) -> None:
         """Have what outlives the runs of a step committed with it: nothing is told that it does not cover."""
         for run_id, run in {run.state.run_id: run for run, _, _ in step.happened}.items():
             with self._only_this(step, run_id):
@@ -491,7 +493,7 @@ class DurableRuns:
                 mark = replace(take_high_water(run.state, self._to_wall()), revision=run.recorded)
                 step.entries.append(HighWater(run_id, run.recorded, to_message(mark).SerializeToString()))
 
-    def _forget(self, step: Step, run_id: str, run: HostedRun) -> None:
+    def _forget(self, step: RunStep, run_id: str, run: HostedRun) -> None:
         self._mark = self._mark.with_those(run.state)
         tombstone = to_message(take_tombstone(run.state)).SerializeToString()
         step.entries += [
@@ -501,7 +503,7 @@ class DurableRuns:
         ]
         step.forgotten.append(run_id)
 
-    def _drop_left(self, step: Step) -> None:
+    def _drop_left(self, step: RunStep) -> None:
         """Have the journal drop, bit by bit, what versions before kept of each run that they forgot."""
         if not self._left:
             return
@@ -509,7 +511,7 @@ class DurableRuns:
         while self._left and len(step.entries) < _MOST_PER_STEP:
             step.entries.append(Dropped(self._left.popitem()[0]))
 
-    def _publish(self, step: Step, now: float) -> None:
+    def _publish(self, step: RunStep, now: float) -> None:
         """Tell what has become durable."""
         told: set[str] = set()
         for run, fact, record in [*step.happened]:
@@ -684,7 +686,7 @@ class DurableRuns:
         if self._closed is not None:
             raise self._closed(run_id)
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.put(run_id, Request(answer, read, run_id, command, actor, undo, self._clock()))
+        self._requests.put(run_id, RunRequest(answer, read, run_id, command, actor, undo, self._clock()))
         self._wake.set()
         try:
             return await answer

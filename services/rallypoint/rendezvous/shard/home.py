@@ -11,7 +11,7 @@ from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
-class Home(Protocol):
+class RunLocator(Protocol):
     """Knows which runs are here, and who else answers for the others."""
 
     def shard(self, run_id: str) -> Shard:
@@ -47,7 +47,7 @@ class Home(Protocol):
         """All shards that this process has, those included whose streams are still open: what a drain must end."""
 
 
-class OneShard:
+class SingleShardLocator:
     """The home of runs that are all here, for as long as the process lives."""
 
     def __init__(self, shard: Shard) -> None:

@@ -159,10 +159,14 @@ class ReadOnlyRuns:
             states = yield from States.restore(of_states)
         except ValueError as error:
             raise JournalError(f"the journal can't be read by this version: {error}") from error
-        return cls(_Runs(hosted, not_owner), _Store(hosted, spaces, not_owner), _States(states, use_state))
+        return cls(
+            _RunsView(hosted, not_owner),
+            _StoreView(hosted, spaces, not_owner),
+            _StatesView(states, use_state),
+        )
 
 
-class _Runs:
+class _RunsView:
     def __init__(self, hosted: Mapping[str, HostedRun], not_owner: Callable[[str], NotOwner]) -> None:
         self._hosted = hosted
         self._not_owner = not_owner
@@ -183,7 +187,7 @@ class _Runs:
         return _run(self._hosted, run_id).state.settings
 
 
-class _Store:
+class _StoreView:
     def __init__(
         self, hosted: Mapping[str, HostedRun], spaces: Mapping[str, RunSpaces], not_owner: Refusal
     ) -> None:
@@ -230,7 +234,7 @@ class _Store:
         return spaces
 
 
-class _States:
+class _StatesView:
     def __init__(self, states: States, use: Callable[[str], None]) -> None:
         self._states = states
         self._use = use

@@ -7,10 +7,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 
-from rallypoint.rendezvous.base.cooperative import Slices, Work
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.entries import StoreChange
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken
-from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits, Totals
+from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits
 from rallypoint.rendezvous.base.ownership import checked_by
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
 from rallypoint.rendezvous.journal.journal import Journal, OwnershipLost, Recovered
@@ -171,11 +171,11 @@ async def open_shard(
     store_limits: StoreLimits | None = None,
     state_limits: StateLimits | None = None,
     state_ttl: float = DEFAULT_TTL,
-    totals: Totals | None = None,
+    totals: SharedTotals | None = None,
     guard: Callable[[], None] | None = None,
     least_lease: float = LEAST_TERM_AFTER_RESTART,
     lag: LagSettings | None = None,
-    slices: Slices | None = None,
+    slices: CooperativeRunner | None = None,
     high_water: bool = False,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> Shard:
@@ -261,7 +261,9 @@ async def open_shard(
         settled=engine.settled,
     )
     try:
-        await (slices or Slices()).carry_out(_restoring(recovered, least_lease, engine, states, store))
+        await (slices or CooperativeRunner()).carry_out(
+            _restoring(recovered, least_lease, engine, states, store)
+        )
         if guard is not None:
             # That may have taken seconds, and waiting for its turn some more: the runs may be another's by now.
             guard()

@@ -18,7 +18,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.backoff import Pace
-from rallypoint.rpc.calls import Asking
+from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError, decode, invalid
 from rallypoint.rpc.replicas import Where, switchboard
 from rallypoint.serving.requests import name
@@ -101,7 +101,7 @@ class FencedStateClient:
         check_run_id(run_id)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
-        self._asking: Asking[rpc.StateServiceAsyncStub] = Asking(
+        self._asking: RetryingCalls[rpc.StateServiceAsyncStub] = RetryingCalls(
             switchboard(where), rpc.StateServiceStub, "state", pace or Pace()
         )
 

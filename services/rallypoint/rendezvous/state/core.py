@@ -1,6 +1,6 @@
 """Fenced states, and how a batch of changes to them is decided. Pure: no clock, no randomness, no I/O.
 
-Changes are decided in batches against a `Draft`, a view of the states as they will be. The caller makes the
+Changes are decided in batches against a `StatesDraft`, a view of the states as they will be. The caller makes the
 draft's entries durable and only then applies it, so what readers see is durable at any time.
 """
 
@@ -145,7 +145,7 @@ class SetOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldState:
     """What is kept of one run.
 
     Attributes:
@@ -166,7 +166,7 @@ class States:
     """The states of all runs as they are durable."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldState] = {}
         self.used_bytes = 0
 
     @classmethod
@@ -197,7 +197,7 @@ class States:
         for run_id, state in current.items():
             # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
             records = sorted(operations.get(run_id, {}).items(), key=lambda item: item[1].stamp)
-            states.apply(run_id, Held(state, dict(records)))
+            states.apply(run_id, HeldState(state, dict(records)))
             yield
         return states
 
@@ -208,11 +208,11 @@ class States:
         """Return the runs that have a state."""
         return list(self._held)
 
-    def held(self, run_id: str) -> Held | None:
+    def held(self, run_id: str) -> HeldState | None:
         """Return what is kept of a run; None: it has no state."""
         return self._held.get(run_id)
 
-    def apply(self, run_id: str, held: Held | None) -> None:
+    def apply(self, run_id: str, held: HeldState | None) -> None:
         """Take over what is durable."""
         before = self._held.pop(run_id, None)
         self.used_bytes -= 0 if before is None else before.used_bytes
@@ -221,7 +221,7 @@ class States:
             self.used_bytes += held.used_bytes
 
 
-class Draft:
+class StatesDraft:
     """The states as a batch of changes will leave them."""
 
     def __init__(
@@ -242,9 +242,9 @@ class Draft:
         self._other_states = other_states
         self._other_bytes = other_bytes
         self._entries: dict[tuple[str, str], bytes | None] = {}
-        self.changed: dict[str, Held | None] = {}
+        self.changed: dict[str, HeldState | None] = {}
 
-    def held(self, run_id: str) -> Held | None:
+    def held(self, run_id: str) -> HeldState | None:
         """Return what is kept of a run after the changes decided so far."""
         return self.changed[run_id] if run_id in self.changed else self._states.held(run_id)
 
@@ -313,7 +313,7 @@ class Draft:
             for key in list(islice(operations, max(0, len(operations) - self._limits.operations))):
                 del operations[key]
                 entries[request.run_id, key] = None
-        self._change(request.run_id, Held(state, operations))
+        self._change(request.run_id, HeldState(state, operations))
         self._entries |= entries
         return SetOutcome(state, has_set=True)
 
@@ -326,7 +326,7 @@ class Draft:
         for key in (STATE_KEY, *held.operations):
             self._entries[run_id, key] = None
 
-    def _change(self, run_id: str, held: Held | None) -> None:
+    def _change(self, run_id: str, held: HeldState | None) -> None:
         before = self.held(run_id)
         count = self._count + (held is not None) - (before is not None)
         used = self._used_bytes

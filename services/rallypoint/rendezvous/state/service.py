@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rallypoint.rendezvous.base.cooperative import Slot, Work, finish, settle
+from rallypoint.rendezvous.base.cooperative import LatestValue, Work, finish, settle
 from rallypoint.rendezvous.base.entries import (
     LEASE_REFUSALS,
     CheckLease,
@@ -17,20 +17,20 @@ from rallypoint.rendezvous.base.entries import (
     at_once,
 )
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, going_away, of_unknown_outcome
-from rallypoint.rendezvous.base.limits import Share, Totals
+from rallypoint.rendezvous.base.limits import Quota, SharedTotals
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.base.refusals import JournalFailed, StateBusy, TooManyWatchers
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.state.core import (
     NONCE_BYTES,
-    Draft,
     FencedState,
     LastUsed,
     SetOutcome,
     SetState,
     StateLimits,
     States,
+    StatesDraft,
 )
 from rallypoint.rpc.logs import get_logger
 
@@ -56,7 +56,7 @@ class StateView:
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _PendingSet:
     """A set that waits for its commit."""
 
     request: SetState
@@ -81,7 +81,7 @@ class FencedStateService:
         settled: Settled = at_once,
         check_owned: CheckOwned = always_owned,
         limits: StateLimits | None = None,
-        totals: Totals | None = None,
+        totals: SharedTotals | None = None,
         ttl: float = DEFAULT_TTL,
     ) -> None:
         """Build the states from what their journal holds, at once; `serve` makes the service work.
@@ -110,13 +110,13 @@ class FencedStateService:
         self._limits = limits or StateLimits()
         self._states = States()
         self._used = LastUsed(ttl)
-        self._watchers: dict[str, set[Slot[StateView]]] = {}
-        totals = totals or Totals()
-        self._count, self._bytes = Share(totals.states), Share(totals.state_bytes)
-        self._watching = Share(totals.state_watchers)
-        self._queue: list[_Pending] = []
-        self._queued_bytes = Share(totals.state_queued_bytes)
-        self._under_way: Sequence[_Pending] = ()
+        self._watchers: dict[str, set[LatestValue[StateView]]] = {}
+        totals = totals or SharedTotals()
+        self._count, self._bytes = Quota(totals.states), Quota(totals.state_bytes)
+        self._watching = Quota(totals.state_watchers)
+        self._queue: list[_PendingSet] = []
+        self._queued_bytes = Quota(totals.state_queued_bytes)
+        self._under_way: Sequence[_PendingSet] = ()
         self._retired = False
         self._unanswered: set[asyncio.Future[SetOutcome]] = set()
         self._forgotten: set[str] = set()
@@ -167,7 +167,7 @@ class FencedStateService:
             self._break(error)
             raise
 
-    def _take_queue(self) -> list[_Pending]:
+    def _take_queue(self) -> list[_PendingSet]:
         taken, self._queue = self._queue, []
         self._queued_bytes.release()
         return taken
@@ -228,7 +228,7 @@ class FencedStateService:
         answer: asyncio.Future[SetOutcome] = asyncio.get_running_loop().create_future()
         self._unanswered.add(answer)
         answer.add_done_callback(self._unanswered.discard)
-        self._queue.append(_Pending(request, answer))
+        self._queue.append(_PendingSet(request, answer))
         self._queued_bytes.add(request.queued_bytes)
         self._wake.set()
         try:
@@ -237,7 +237,7 @@ class FencedStateService:
             await self._settled()
             raise
 
-    def watch(self, run_id: str, token: bytes | None) -> Slot[StateView]:
+    def watch(self, run_id: str, token: bytes | None) -> LatestValue[StateView]:
         """Return a slot that gets the state of a run: now, unless `token` is its token, and after every change.
 
         Give it back with `unwatch`.
@@ -248,7 +248,7 @@ class FencedStateService:
         self._check_open(run_id)
         if self._watching.together >= self._limits.watchers:
             raise TooManyWatchers(self._limits.watchers)
-        slot: Slot[StateView] = Slot()
+        slot: LatestValue[StateView] = LatestValue()
         current = self._read(run_id)
         if current is None or current.token != token:
             slot.put(StateView(current))
@@ -256,7 +256,7 @@ class FencedStateService:
         self._watching.add(1)
         return slot
 
-    def unwatch(self, run_id: str, slot: Slot[StateView]) -> None:
+    def unwatch(self, run_id: str, slot: LatestValue[StateView]) -> None:
         """Take a slot back."""
         watchers = self._watchers[run_id]
         watchers.remove(slot)
@@ -306,8 +306,8 @@ class FencedStateService:
                 await self._wake.wait()
         self._wake.clear()
 
-    async def _commit(self, batch: Sequence[_Pending]) -> None:
-        draft = Draft(self._states, self._limits, self._count.others, self._bytes.others)
+    async def _commit(self, batch: Sequence[_PendingSet]) -> None:
+        draft = StatesDraft(self._states, self._limits, self._count.others, self._bytes.others)
         forgotten, self._forgotten = self._forgotten, set()
         for run_id in forgotten:
             draft.drop(run_id)
@@ -329,7 +329,7 @@ class FencedStateService:
         for pending, outcome in decided:
             settle(pending.answer, outcome)
 
-    def _if_owned(self, pending: _Pending, outcome: SetOutcome | Refused) -> SetOutcome | Refused:
+    def _if_owned(self, pending: _PendingSet, outcome: SetOutcome | Refused) -> SetOutcome | Refused:
         """The outcome, of which nothing is durable that was not before."""
         try:
             self._check_owned(pending.request.run_id)
@@ -337,7 +337,7 @@ class FencedStateService:
             return refusal
         return outcome
 
-    def _decide(self, draft: Draft, request: SetState) -> SetOutcome | Refused:
+    def _decide(self, draft: StatesDraft, request: SetState) -> SetOutcome | Refused:
         """Return how a set goes, or why it is refused."""
         try:
             # A repetition is told what happened, whoever holds the lease by now.
@@ -355,7 +355,7 @@ class FencedStateService:
         finally:
             self._read(request.run_id)  # who tried to set it has use for it
 
-    def _drop_expired(self, draft: Draft) -> None:
+    def _drop_expired(self, draft: StatesDraft) -> None:
         now = self._clock()
         for run_id in self._used.due(now):
             if run_id in self._watchers or run_id in draft.changed:

@@ -23,7 +23,7 @@ from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.rpc.backoff import Pace
-from rallypoint.rpc.calls import Asking
+from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.replicas import Where, switchboard
 
 __all__ = ["StoreClient", "Writer"]
@@ -103,7 +103,7 @@ class StoreClient:
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
         self._writer = writer
         self._pace = pace or Pace()
-        self._asking: Asking[rpc.StoreServiceAsyncStub] = Asking(
+        self._asking: RetryingCalls[rpc.StoreServiceAsyncStub] = RetryingCalls(
             switchboard(where), rpc.StoreServiceStub, "store", self._pace
         )
 

@@ -1,6 +1,6 @@
 """State of one run's spaces, and how a batch of writes is decided. Pure: no clock, no I/O.
 
-Writes are decided in batches against a `Draft`, a view of the spaces as they will be. The caller makes the
+Writes are decided in batches against a `RunDraft`, a view of the spaces as they will be. The caller makes the
 draft's entries durable and only then applies its steps, so what readers see is durable at any time; if the
 journal fails, the draft is thrown away and nothing has happened.
 """
@@ -81,7 +81,7 @@ ENTRY_OVERHEAD_BYTES = 128
 
 
 @dataclass(slots=True)
-class Space:
+class RoundSpace:
     """The entries of the run itself (round 0) or of one round.
 
     Attributes:
@@ -137,7 +137,7 @@ class RunSpaces:
         self.run_id = run_id
         self.oldest_round = 0
         self.stamp = 0
-        self._spaces: dict[int, Space] = {}
+        self._spaces: dict[int, RoundSpace] = {}
         # By record key, the one used longest ago first.
         self._operations: dict[str, OperationRecord] = {}
         # Records of slots that have a later one elsewhere: versions before kept one for each space.
@@ -164,7 +164,7 @@ class RunSpaces:
             if key.startswith(RESERVED):
                 run._restore_record(key, OperationRecord.decode(value, round))
             else:
-                space = run._spaces.setdefault(round, Space())
+                space = run._spaces.setdefault(round, RoundSpace())
                 space.values[key] = value
                 space.used_bytes += entry_bytes(key, value)
             yield
@@ -251,7 +251,7 @@ class RunSpaces:
         if space is None:
             if change.value is None:
                 return
-            space = self._spaces[change.round] = Space()
+            space = self._spaces[change.round] = RoundSpace()
         space.put(change.key, change.value)
         if not space.values:
             del self._spaces[change.round]
@@ -288,7 +288,7 @@ class RunSpaces:
         return self._emptied(spaces, operations)
 
     def _emptied(
-        self, spaces: Mapping[int, Space], operations: dict[str, OperationRecord] | None = None
+        self, spaces: Mapping[int, RoundSpace], operations: dict[str, OperationRecord] | None = None
     ) -> Iterator[StoreChange]:
         for round, space in spaces.items():
             for key in space.names():
@@ -298,7 +298,7 @@ class RunSpaces:
             yield StoreChange(self.run_id, record.round, key, None)
 
 
-class Draft:
+class RunDraft:
     """A run's spaces as a batch of writes will leave them.
 
     Attributes:

@@ -18,7 +18,7 @@ from rallypoint.rendezvous.base.ownership import CheckOwned
 from rallypoint.rendezvous.base.refusals import JournalFailed, RoundOver, StoreBusy
 from rallypoint.rendezvous.core.commands import LeaseLost, NodeIsEvicted, Refused, RunNotFound
 from rallypoint.rendezvous.journal.journal import OwnershipLost
-from rallypoint.rendezvous.store.core import Draft, RunSpaces
+from rallypoint.rendezvous.store.core import RunDraft, RunSpaces
 from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide
 from rallypoint.rpc.logs import get_logger
@@ -26,7 +26,7 @@ from rallypoint.rpc.logs import get_logger
 # ---- Entries that nobody has any more and that a journal still keeps: they go bit by bit, and never one that lives.
 
 
-class Sweep:
+class StoreSweep:
     """Deletions that are to be made durable some time."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ _BUSY_RETRY = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _PendingWrite:
     """A write that waits for its commit, and the bytes that it holds."""
 
     write: Write[Any]
@@ -115,14 +115,14 @@ class RunStore:
         self._check_owned = check_owned
         self._limits = limits
         self._on_journal_failure = on_journal_failure
-        self._queue: deque[_Pending] = deque()
+        self._queue: deque[_PendingWrite] = deque()
         self._queued_bytes = 0
-        self._sweep = Sweep()
+        self._sweep = StoreSweep()
         # What a run that was forgotten held. The journal drops it by itself; here it goes bit by bit.
         self._released: Iterator[object] = iter(())
         self._committing: asyncio.Task[None] | None = None
         # What is being committed.
-        self._batch: Sequence[_Pending] = ()
+        self._batch: Sequence[_PendingWrite] = ()
         self._retired = False
         # The kind of the unexpected error that stopped it, if one has.
         self._broken = ""
@@ -154,7 +154,7 @@ class RunStore:
         if self._queue and self._queued_bytes + size > self._limits.queued_bytes:
             raise StoreBusy(self.spaces.run_id, self._queued_bytes, _BUSY_RETRY)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Pending(write, size, answer))
+        self._queue.append(_PendingWrite(write, size, answer))
         self._queued_bytes += size
         self._start_committing()
         return await answer
@@ -243,8 +243,8 @@ class RunStore:
             self._committing = None
 
     async def _commit_batch(self) -> None:
-        self._batch = batch = list[_Pending]()
-        draft = Draft(self.spaces, self._limits)
+        self._batch = batch = list[_PendingWrite]()
+        draft = RunDraft(self.spaces, self._limits)
         try:
             outcomes = [self._decide(draft, pending.write) for pending in self._next_writes(draft, batch)]
             entries = draft.values()
@@ -270,7 +270,7 @@ class RunStore:
                 pending.answer.cancel()
             self._batch = ()
 
-    def _next_writes(self, draft: Draft, batch: list[_Pending]) -> Iterator[_Pending]:
+    def _next_writes(self, draft: RunDraft, batch: list[_PendingWrite]) -> Iterator[_PendingWrite]:
         """Move writes from the queue to the batch, one after another is decided, until it is full."""
         limits, taken_bytes = self._limits, 0
         while (
@@ -286,7 +286,7 @@ class RunStore:
                 batch.append(pending)
                 yield pending
 
-    def _decide(self, draft: Draft, write: Write[Any]) -> object:
+    def _decide(self, draft: RunDraft, write: Write[Any]) -> object:
         """Return the write's answer, or why it was refused."""
         try:
             # By the latest facts, durable or not. No write can be decided while its round lasts, and become durable
@@ -319,7 +319,7 @@ class RunStore:
         return None
 
     def _take_over(
-        self, draft: Draft, entries: Sequence[StoreChange], records: Sequence[StoreChange]
+        self, draft: RunDraft, entries: Sequence[StoreChange], records: Sequence[StoreChange]
     ) -> RunNotFound | None:
         """Apply what is durable, and tell whom it concerns, in the order of the writes."""
         forgotten = draft.run is not self.spaces

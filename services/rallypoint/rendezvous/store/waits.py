@@ -34,7 +34,7 @@ class Waiter(Generic[T]):
     told: T
 
 
-class Waiting(Generic[T]):
+class SpaceWaiters(Generic[T]):
     """The waiters of one space, by key."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ _FULL_RETRY = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _WaitRequest:
     """Whom to tell, and the values of which keys; told None, it has waited long enough."""
 
     told: asyncio.Future[list[bytes] | Refused | None]
@@ -99,7 +99,7 @@ class _Request:
             self.told.set_result(outcome)
 
 
-_SpaceWaiting: TypeAlias = Waiting[_Request]
+_SpaceWaiting: TypeAlias = SpaceWaiters[_WaitRequest]
 
 
 class Waits:
@@ -142,8 +142,8 @@ class Waits:
         if not self._has_room_for(len(keys)):
             raise TooManyWaiters(self._run_id, self._waiters, self._waited_keys, _FULL_RETRY)
         loop = asyncio.get_running_loop()
-        request = _Request(loop.create_future(), wanted)
-        waiting = self._waiting.setdefault(round, Waiting())
+        request = _WaitRequest(loop.create_future(), wanted)
+        waiting = self._waiting.setdefault(round, SpaceWaiters())
         waiter = waiting.add(keys, missing, request)
         self._waiters += 1
         self._waited_keys += len(keys)
@@ -183,7 +183,7 @@ class Waits:
     def end(self, rounds: Sequence[int], refusal: Callable[[], Refused]) -> None:
         """Tell those who wait in these rounds why there is nothing to wait for any more, each with one of its own."""
         for round in rounds:
-            waiting = self._waiting.pop(round, None) or Waiting()
+            waiting = self._waiting.pop(round, None) or SpaceWaiters()
             for waiter in waiting:
                 waiting.discard(waiter)
                 waiter.told.tell(refusal())
@@ -194,7 +194,7 @@ class Waits:
         return sorted(self._waiting)
 
 
-def _time_out(waiting: _SpaceWaiting, waiter: Waiter[_Request]) -> None:
+def _time_out(waiting: _SpaceWaiting, waiter: Waiter[_WaitRequest]) -> None:
     waiting.discard(waiter)  # what it misses is what it misses now, also if the keys come before it is awake
     waiter.told.tell(None)
 

@@ -12,7 +12,7 @@ from zlib import crc32
 from rallypoint.rendezvous.base.entries import Operation, Writer, is_repetition
 from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
 from rallypoint.rendezvous.base.refusals import IntegerOverflow, NotAnInteger, OperationReused, ValueTooLarge
-from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, Draft
+from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, RunDraft
 
 # What a write answers.
 T_co = TypeVar("T_co", covariant=True)
@@ -46,7 +46,7 @@ class Write(ABC, Generic[T_co]):
         """Return what is written, as bytes."""
 
     @abstractmethod
-    def carry_out(self, draft: Draft) -> tuple[T_co, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[T_co, int | None]:
         """Change the draft; return the answer, and an integer from which `repeated` makes it again.
 
         None in the place of the integer: nothing has changed.
@@ -92,7 +92,7 @@ class Set(KeyWrite[None]):
     def content(self) -> tuple[bytes, ...]:
         return (self.value,)
 
-    def carry_out(self, draft: Draft) -> tuple[None, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[None, int | None]:
         draft.put(self.round, {self.key: self.value})
         return None, 0
 
@@ -109,7 +109,7 @@ class Add(KeyWrite[int]):
     def content(self) -> tuple[bytes, ...]:
         return (b"%d" % self.amount,)
 
-    def carry_out(self, draft: Draft) -> tuple[int, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[int, int | None]:
         value = draft.value(self.round, self.key)
         present = 0 if value is None else self._integer(value)
         total = present + self.amount
@@ -136,7 +136,7 @@ class Append(KeyWrite[int]):
     def content(self) -> tuple[bytes, ...]:
         return (self.value,)
 
-    def carry_out(self, draft: Draft) -> tuple[int, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[int, int | None]:
         present = draft.value(self.round, self.key) or b""
         length = len(present) + len(self.value)
         if length > MAX_VALUE_BYTES:
@@ -172,7 +172,7 @@ class CompareSet(KeyWrite[Comparison]):
         # The length keeps ("a", "bc") and ("ab", "c") apart.
         return (b"%d " % len(self.expected), self.expected, self.desired)
 
-    def carry_out(self, draft: Draft) -> tuple[Comparison, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[Comparison, int | None]:
         value = draft.value(self.round, self.key)
         if (b"" if value is None else value) != self.expected:
             return Comparison(swapped=False, value=value), None
@@ -184,13 +184,13 @@ class CompareSet(KeyWrite[Comparison]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delete(KeyWrite[bool]):
+class DeleteKey(KeyWrite[bool]):
     """Remove a key; the answer is whether it was there."""
 
     def content(self) -> tuple[bytes, ...]:
         return ()
 
-    def carry_out(self, draft: Draft) -> tuple[bool, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[bool, int | None]:
         if draft.value(self.round, self.key) is None:
             return False, None
         draft.put(self.round, {self.key: None})
@@ -221,7 +221,7 @@ class MultiSet(Write[None]):
     def queued_bytes(self) -> int:
         return sum(ENTRY_OVERHEAD_BYTES + len(key) + len(value) for key, value in self.entries.items())
 
-    def carry_out(self, draft: Draft) -> tuple[None, int | None]:
+    def carry_out(self, draft: RunDraft) -> tuple[None, int | None]:
         draft.put(self.round, self.entries)
         return None, 0
 
@@ -229,7 +229,7 @@ class MultiSet(Write[None]):
         return None
 
 
-def decide(draft: Draft, write: Write[T_co], current_round: int) -> T_co:
+def decide(draft: RunDraft, write: Write[T_co], current_round: int) -> T_co:
     """Carry a write out on the draft, unless it was carried out before; return its answer.
 
     Raises:

@@ -16,8 +16,8 @@ import grpc
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.logs import get_logger, is_end_of_stream
-from rallypoint.timer.client.mirror import Ledger, action_of
-from rallypoint.timer.client.pacing import Gathering, Watch
+from rallypoint.timer.client.mirror import TimerMirror, action_of
+from rallypoint.timer.client.pacing import Batching, Watch
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
@@ -69,7 +69,7 @@ class ClientSettings:
     lag: LagSettings = field(default_factory=lambda: LagSettings(tolerance=0.25))
 
 
-__all__ = ["ClientSettings", "ExpiredTimer", "OnExpired", "OnForgotten", "TimerClient"]
+__all__ = ["ClientSettings", "ExpiredTimer", "NodeTimers", "OnExpired", "OnForgotten"]
 
 log = get_logger(__name__)
 
@@ -82,7 +82,7 @@ _SUPERSEDED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)
 _SHORT = 0.001
 
 
-class TimerClient:
+class NodeTimers:
     """Timers of one node's workers. Belongs to one event loop; nothing but `close` waits for the service.
 
     It never gives up: whatever the service answers, it tries again until it is closed.
@@ -132,8 +132,8 @@ class TimerClient:
         self._watch = Watch(clock, self._settings.lag, self._paused)
         self._log = log.bind(run_id=run_id, node_id=node_id)
         # A restarted agent must not come with the numbers that the one before used for other timers.
-        self._ledger = Ledger(first_sequence=1 + int(jitter() * 2**52))
-        self._news = Gathering(self._settings.linger)
+        self._ledger = TimerMirror(first_sequence=1 + int(jitter() * 2**52))
+        self._news = Batching(self._settings.linger)
         self._closing = False
         self._subscribed = False
         self._renewing = False

@@ -68,7 +68,7 @@ class Completions:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class LearnedReport:
     """Tell what a service said it had learned of a scope: how many completions it saw, and the longest.
 
     With a count of 0: that it is forgotten here as well.
@@ -80,7 +80,7 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepReport:
     """Tell which step a worker has come to, and how long ago."""
 
     worker_id: str
@@ -89,11 +89,11 @@ class Step:
     elapsed: float
 
 
-Change = Start | End | EndAll | Acknowledge | Completions | Lesson | Step
+Change = Start | End | EndAll | Acknowledge | Completions | LearnedReport | StepReport
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MirroredTimer:
     """A timer that a worker holds."""
 
     sequence: int
@@ -112,7 +112,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StepReached:
     """How far a worker has come."""
 
     rank: int
@@ -120,13 +120,13 @@ class _Place:
     since: float
 
 
-class Ledger:
+class TimerMirror:
     """The timers of one node. `now` and `since` are seconds of one clock."""
 
     def __init__(self, first_sequence: int = 1) -> None:
         """Makes an empty ledger that numbers its timers from `first_sequence` (at least 1) on."""
         self._sequence = first_sequence - 1
-        self._held: dict[str, dict[str, Held]] = {}
+        self._held: dict[str, dict[str, MirroredTimer]] = {}
         # The sequence number under which the service knows a timer.
         self._told: dict[tuple[str, str], int] = {}
         # Where held and told may differ, in the order in which it came about.
@@ -136,11 +136,11 @@ class Ledger:
         self._seen: dict[str, _Seen] = {}
         self._to_count: dict[str, None] = {}
         # What the service has learned, from here and from other nodes.
-        self._lessons: dict[str, Lesson] = {}
+        self._lessons: dict[str, LearnedReport] = {}
         self._to_echo: dict[str, None] = {}
         # Scopes that were forgotten: what is told of them after this is new.
         self._to_confirm: dict[str, None] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _StepReached] = {}
         self._moved: dict[str, None] = {}
 
     @property
@@ -161,7 +161,7 @@ class Ledger:
         """The workers that hold timers, or have told how far they have come."""
         return list({**dict.fromkeys(self._held), **dict.fromkeys(self._places)})
 
-    def find(self, worker_id: str, scope: str) -> Held | None:
+    def find(self, worker_id: str, scope: str) -> MirroredTimer | None:
         """The timer of that name that the worker holds now."""
         return self._held.get(worker_id, {}).get(scope)
 
@@ -173,7 +173,7 @@ class Ledger:
     def acquire(self, worker_id: str, scope: str, after: float, since: float, learned_as: str = "") -> None:
         """A worker's timer runs since then, in place of the one of that name. `learned_as` as Start has it."""
         self._sequence += 1
-        held = Held(self._sequence, since, 0.0 if learned_as else after, learned_as)
+        held = MirroredTimer(self._sequence, since, 0.0 if learned_as else after, learned_as)
         self._held.setdefault(worker_id, {})[scope] = held
         self._changed[worker_id, scope] = None
 
@@ -216,7 +216,7 @@ class Ledger:
             count, longest = max(count, former.count), max(longest, former.longest)
         elif len(self._lessons) >= MOST_SCOPES:
             return
-        self._lessons[scope] = Lesson(scope, count, longest)
+        self._lessons[scope] = LearnedReport(scope, count, longest)
 
     def forget(self, scope: str) -> None:
         """The service was told to learn a scope anew."""
@@ -228,7 +228,7 @@ class Ledger:
         """A worker came to a step then. The same step again is none."""
         former = self._places.get(worker_id)
         if former is None or former.step != step:
-            self._places[worker_id] = _Place(rank, step, since)
+            self._places[worker_id] = _StepReached(rank, step, since)
             self._moved[worker_id] = None
 
     def progress_of(self, worker_id: str, now: float) -> tuple[int, float] | None:
@@ -302,9 +302,9 @@ class Ledger:
         while self._moved and len(changes) < limit:
             worker_id = _first(self._moved)
             place = self._places[worker_id]
-            changes.append(Step(worker_id, place.rank, place.step, max(0.0, now - place.since)))
+            changes.append(StepReport(worker_id, place.rank, place.step, max(0.0, now - place.since)))
         while self._to_confirm and len(changes) < limit:
-            changes.append(Lesson(_first(self._to_confirm), 0, 0.0))
+            changes.append(LearnedReport(_first(self._to_confirm), 0, 0.0))
         while self._to_count and len(changes) < limit:
             scope = _first(self._to_count)
             seen = self._seen[scope]
@@ -323,7 +323,7 @@ class Ledger:
         elapsed = max(0.0, now - held.since)
         return Start(worker_id, scope, held.after, elapsed, held.sequence, held.learned_as)
 
-    def _echo(self, scope: str) -> Lesson:
+    def _echo(self, scope: str) -> LearnedReport:
         """What is known of a scope. The longest seen here may have been in a message that was lost."""
         lesson, seen = self._lessons[scope], self._seen.get(scope)
         return replace(lesson, longest=max(lesson.longest, seen.longest)) if seen is not None else lesson
@@ -360,11 +360,11 @@ def action_of(change: Change) -> pb.SuperviseAction:
         case Completions():
             count, longest = min(change.count, _MOST_COUNT), to_duration(change.longest)
             return pb.SuperviseAction(observe=pb.Observe(scope=change.scope, count=count, longest=longest))
-        case Lesson():
+        case LearnedReport():
             longest = to_duration(change.longest)
             learned = pb.Learned(scope=change.scope, count=change.count, longest=longest)
             return pb.SuperviseAction(learned=learned)
-        case Step():
+        case StepReport():
             elapsed = to_duration(change.elapsed)
             return pb.SuperviseAction(
                 progress=pb.Progress(

@@ -14,7 +14,7 @@ from rallypoint.rpc.clock import LagSettings, WatchClock
 _PART, _LEAST = 0.1, 0.01
 
 
-class Gathering:
+class Batching:
     """Changes wait here for others, so that they travel together. Belongs to one event loop."""
 
     def __init__(self, linger: float) -> None:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from rallypoint.rpc.clock import WatchClock
 from rallypoint.timer.core.learning import Scope, ScopeBook
-from rallypoint.timer.core.nodes import Node, Nodes, Timer
+from rallypoint.timer.core.nodes import Nodes, Timer, TimerNode
 from rallypoint.timer.core.values import Advance, Expiry, TimerSettings, TimerState, TimerView
 
 # ---- A queue of deadlines in which entries are moved and dropped far more often than they come due.
@@ -136,7 +136,7 @@ class Countdown:
         self._clock = WatchClock(now, settings.lag)
         # What was learned only grows, so a timer that learns may come due here too early, never too late: how long
         # it may really take is looked up when it does.
-        self._queue: DeadlineQueue[Timer | Node] = DeadlineQueue()
+        self._queue: DeadlineQueue[Timer | TimerNode] = DeadlineQueue()
         # Timers that began before enough was seen of their scope, to be given their deadlines now that it was.
         self._ripe: deque[Timer] = deque()
         self._timers = 0
@@ -186,7 +186,7 @@ class Countdown:
             timer.learns.timers.discard(timer)
             self._book.tidy(timer.learns)
 
-    def clear(self, node: Node, worker_id: str) -> int:
+    def clear(self, node: TimerNode, worker_id: str) -> int:
         """Removes all timers of a worker; says how many."""
         held = list(node.workers.get(worker_id, {}).values())
         for timer in held:
@@ -199,19 +199,19 @@ class Countdown:
 
     # What becomes of nodes.
 
-    def subscribed(self, node: Node, now: float) -> None:
+    def subscribed(self, node: TimerNode, now: float) -> None:
         """A node has a new subscriber, to be told at once what ran out."""
         self._queue.drop(node)
         for timer in node.expired.values():
             self._queue.schedule(timer, self._clock.read(now))
 
-    def unsubscribed(self, node: Node, now: float) -> None:
+    def unsubscribed(self, node: TimerNode, now: float) -> None:
         """A node has no subscriber any more: what ran out is kept for a while."""
         for timer in node.expired.values():
             self._queue.schedule(timer, self._clock.read(now) + self._settings.retention)
         self.forget_if_idle(node, now)
 
-    def forget_if_idle(self, node: Node, now: float) -> None:
+    def forget_if_idle(self, node: TimerNode, now: float) -> None:
         """To be called when a node has lost a timer or its subscriber: it may not have to be known any more."""
         if node.stream or node.timers:
             self._queue.drop(node)
@@ -251,7 +251,7 @@ class Countdown:
             item = self._queue.pop_due(watch + _ROUNDING)
             if item is None:
                 break
-            if isinstance(item, Node):
+            if isinstance(item, TimerNode):
                 self._nodes.remove(item, now)
             elif not item.expiry_id and not self._has_run_out(item, watch):
                 continue

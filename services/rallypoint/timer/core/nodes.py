@@ -23,7 +23,7 @@ from rallypoint.timer.core.values import (
 class Timer:
     """A timer, counting or run out."""
 
-    node: Node
+    node: TimerNode
     worker_id: str
     scope: str
     # Seconds; of one that learns, 0 until it has run out.
@@ -48,7 +48,7 @@ class Timer:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class TimerNode:
     """A node and its timers."""
 
     run_id: str
@@ -136,12 +136,12 @@ class Nodes:
         """
         self._most = most
         self._book = book
-        self._nodes: dict[tuple[str, str], Node] = {}
+        self._nodes: dict[tuple[str, str], TimerNode] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def get(self, run_id: str, node_id: str) -> Node | None:
+    def get(self, run_id: str, node_id: str) -> TimerNode | None:
         """The node, if it is known."""
         return self._nodes.get((run_id, node_id))
 
@@ -152,7 +152,7 @@ class Nodes:
         lease: int | None,
         incarnation: str = "",
         leased_at: float | None = None,
-    ) -> Node:
+    ) -> TimerNode:
         """The node, made if need be, for a caller who holds that lease.
 
         Args:
@@ -187,7 +187,7 @@ class Nodes:
         check_name("node_id", node_id)
         if len(self._nodes) >= self._most:
             raise TooMany("too many nodes", self._most, "end some first")
-        node = Node(run_id, node_id)
+        node = TimerNode(run_id, node_id)
         node.check_lease(lease)
         node.lease, node.incarnation = lease or 0, incarnation
         node.leased_at = -math.inf if leased_at is None else leased_at
@@ -195,7 +195,7 @@ class Nodes:
         self._book.enter(run_id)
         return node
 
-    def subscribed(self, subscription: Subscription) -> Node:
+    def subscribed(self, subscription: Subscription) -> TimerNode:
         """The node of a subscription in force.
 
         Raises:
@@ -210,12 +210,12 @@ class Nodes:
             node.check_lease(subscription.lease)
         raise StreamReplaced(subscription.run_id, subscription.node_id)
 
-    def remove(self, node: Node, now: float) -> None:
+    def remove(self, node: TimerNode, now: float) -> None:
         """Forgets a node without timers."""
         del self._nodes[node.run_id, node.node_id]
         self._book.leave(node.run_id, now)
 
-    def ordered(self, run_id: str, node_id: str, beyond: TimerName | None) -> list[Node]:
+    def ordered(self, run_id: str, node_id: str, beyond: TimerName | None) -> list[TimerNode]:
         """The nodes of that run and name ("": of all), in order, from that of `beyond` on."""
         chosen = [
             key

@@ -88,8 +88,8 @@ class RunProgress:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
-    node: _Node
+class _WorkerEntry:
+    node: _NodeEntry
     worker_id: str
     rank: int
     step: int
@@ -110,10 +110,10 @@ class _Worker:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
-    run: _Run
+class _NodeEntry:
+    run: _RunEntry
     node_id: str
-    workers: dict[str, _Worker] = field(default_factory=dict)
+    workers: dict[str, _WorkerEntry] = field(default_factory=dict)
     # Counts its subscriptions.
     stream: int = 0
     # Whether its agent is subscribed, and if not, since when; and whether that one has told all it knows.
@@ -123,10 +123,10 @@ class _Node:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _RunEntry:
     run_id: str
     stall_after: float | None
-    nodes: dict[str, _Node] = field(default_factory=dict)
+    nodes: dict[str, _NodeEntry] = field(default_factory=dict)
     workers: int = 0
     # Workers of watched nodes.
     watched: int = 0
@@ -140,7 +140,7 @@ class _Run:
     stood_since: float = 0.0
     recount: bool = False
 
-    def each_worker(self) -> Iterator[_Worker]:
+    def each_worker(self) -> Iterator[_WorkerEntry]:
         for node in self.nodes.values():
             yield from node.workers.values()
 
@@ -150,8 +150,8 @@ class ProgressBoard:
 
     def __init__(self, settings: ProgressSettings | None = None) -> None:
         self._settings = settings or ProgressSettings()
-        self._runs: dict[str, _Run] = {}
-        self._queue: DeadlineQueue[_Run | _Node] = DeadlineQueue()
+        self._runs: dict[str, _RunEntry] = {}
+        self._queue: DeadlineQueue[_RunEntry | _NodeEntry] = DeadlineQueue()
         self._workers = 0
         self._news: list[Stall] = []
 
@@ -171,11 +171,11 @@ class ProgressBoard:
         """
         run = self._runs.get(run_id)
         if run is None:
-            run = self._runs[run_id] = _Run(run_id, None)
+            run = self._runs[run_id] = _RunEntry(run_id, None)
         run.stall_after = self._settings.stall_after if stall_after is None else stall_after or None
         node = run.nodes.get(node_id)
         if node is None:
-            node = run.nodes[node_id] = _Node(run, node_id)
+            node = run.nodes[node_id] = _NodeEntry(run, node_id)
         node.stream += 1
         node.subscribed = True
         self._queue.drop(node)
@@ -213,7 +213,7 @@ class ProgressBoard:
                 or self._workers >= self._settings.max_workers
             ):
                 return False
-            self._add(_Worker(node, worker_id, rank, step, since, node.stream), now)
+            self._add(_WorkerEntry(node, worker_id, rank, step, since, node.stream), now)
             return True
         worker.rank, worker.stream = rank, node.stream
         if worker.step != step:
@@ -264,7 +264,7 @@ class ProgressBoard:
         next call, for which `next_due` then says so."""
         looked_at = 0
         while looked_at < _MOST_AT_ONCE and (item := self._queue.pop_due(now + _ROUNDING)) is not None:
-            if isinstance(item, _Node):
+            if isinstance(item, _NodeEntry):
                 looked_at += len(item.workers) + 1
                 self._forget_if_lost(item, now)
                 self._review(item.run, now)
@@ -308,7 +308,7 @@ class ProgressBoard:
 
     # Within.
 
-    def _add(self, worker: _Worker, now: float) -> None:
+    def _add(self, worker: _WorkerEntry, now: float) -> None:
         node, run = worker.node, worker.node.run
         node.workers[worker.worker_id] = worker
         self._workers += 1
@@ -320,7 +320,7 @@ class ProgressBoard:
             self._count_watched(run, 1, now)
         self._advanced(run, worker.since, now)
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: _WorkerEntry) -> None:
         node, run = worker.node, worker.node.run
         del node.workers[worker.worker_id]
         self._workers -= 1
@@ -329,22 +329,22 @@ class ProgressBoard:
         if node.watched:
             run.watched -= 1
 
-    def _watch(self, node: _Node, watched: bool, now: float) -> None:
+    def _watch(self, node: _NodeEntry, watched: bool, now: float) -> None:
         if node.watched != watched:
             node.watched = watched
             self._count_watched(node.run, len(node.workers) if watched else -len(node.workers), now)
 
-    def _count_watched(self, run: _Run, change: int, now: float) -> None:
+    def _count_watched(self, run: _RunEntry, change: int, now: float) -> None:
         if not run.watched and change > 0:
             run.judged_from = now + min(_SETTLE, run.stall_after or 0.0)
         run.watched += change
 
-    def _advanced(self, run: _Run, when: float, now: float) -> None:
+    def _advanced(self, run: _RunEntry, when: float, now: float) -> None:
         run.advanced_at = max(run.advanced_at, when)
         if run.stall is not None or not run.scheduled:
             self._review(run, now)
 
-    def _review(self, run: _Run, now: float) -> None:
+    def _review(self, run: _RunEntry, now: float) -> None:
         """Decides whether the run stalls, and when to look again."""
         idle = now - run.advanced_at
         limit = run.stall_after
@@ -363,12 +363,12 @@ class ProgressBoard:
             self._queue.schedule(run, max(run.advanced_at + limit, run.judged_from))
             run.scheduled = True
 
-    def _end_stall(self, run: _Run, stall: Stall, now: float) -> None:
+    def _end_stall(self, run: _RunEntry, stall: Stall, now: float) -> None:
         end = run.advanced_at if run.advanced_at > run.stood_since else now
         self._news.append(replace(_grown(stall, end - run.stood_since), over=True))
         run.stall = None
 
-    def _forget_if_lost(self, node: _Node, now: float) -> None:
+    def _forget_if_lost(self, node: _NodeEntry, now: float) -> None:
         """Forgets a node whose agent is gone for too long, or decides when to look again."""
         end = node.left_at + self._settings.retention
         if not node.workers or now + _ROUNDING >= (node.left_at + _SETTLE if node.run.watched else end):
@@ -376,7 +376,7 @@ class ProgressBoard:
         else:
             self._queue.schedule(node, min(now + _SETTLE, end))
 
-    def _forget(self, node: _Node) -> None:
+    def _forget(self, node: _NodeEntry) -> None:
         for worker in list(node.workers.values()):
             self._remove(worker)
         run = node.run
@@ -393,7 +393,7 @@ def _grown(stall: Stall, idle: float) -> Stall:
     return replace(stall, idle=idle, first=first)
 
 
-def _stall(run: _Run, now: float) -> Stall:
+def _stall(run: _RunEntry, now: float) -> Stall:
     first = min(run.each_worker(), key=lambda worker: worker.order)
     same = sum(1 for worker in run.each_worker() if worker.step == first.step)
     return Stall(run.run_id, False, now - run.advanced_at, first.view(now), run.workers, same)

@@ -43,7 +43,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Mail:
+class OutboxBatch:
     """What there is to tell, in the order of its fields."""
 
     refusals: list[Refusal]
@@ -52,7 +52,7 @@ class Mail:
     expiries: list[Expiry]
 
 
-class Mailbox:
+class Outbox:
     """What one subscriber is to be told. Bounded: what is told again takes the place of its first."""
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ class Mailbox:
             self._ended, self._error = True, error
             self._news.set()
 
-    async def take(self) -> Mail | None:
+    async def take(self) -> OutboxBatch | None:
         """Waits for what there is to tell; None at the end. Raises the error that `end` was given."""
         await self._news.wait()
         if self._error is not None:
             raise self._error
-        mail = Mail(
+        mail = OutboxBatch(
             list(self._refusals),
             [self._learned.pop(each) for each in list(islice(self._learned, _MOST_AT_ONCE))],
             self._stall,
@@ -117,7 +117,7 @@ class Mailbox:
         return mail
 
 
-_NOTHING = Mail([], [], None, [])
+_NOTHING = OutboxBatch([], [], None, [])
 
 
 # ---- What the watchdog has to tell, as messages of timer_service.proto.
@@ -131,7 +131,7 @@ STATES = {
 }
 
 
-def mail_response(mail: Mail) -> pb.SuperviseResponse:
+def mail_response(mail: OutboxBatch) -> pb.SuperviseResponse:
     """All of the mail, in its order."""
     stall = [pb.SuperviseEvent(stalled=stalled(mail.stall))] if mail.stall is not None else []
     return pb.SuperviseResponse(

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from rallypoint.serving.flow import Openings, ServerGoes
+from rallypoint.serving.flow import ServerDraining, UnopenedStreams
 from rallypoint.timer.core.core import MAX_AFTER
 from rallypoint.timer.core.values import (
     Draining,
@@ -25,7 +25,7 @@ from rallypoint.timer.core.values import (
 )
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.server import outbox
-from rallypoint.timer.server.outbox import Mailbox, Refusal
+from rallypoint.timer.server.outbox import Outbox, Refusal
 from rallypoint.timer.server.watchdog import Watchdog
 from rallypoint.timer.v1 import timer_service_pb2 as pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc
@@ -55,7 +55,7 @@ class Supervision:
         self._first = first
         self._registered = False
         self.subscription: Subscription
-        self.mailbox: Mailbox
+        self.mailbox: Outbox
         self.subscription, self.mailbox = watchdog.subscribe(
             wanted.run_id,
             wanted.node_id,
@@ -197,7 +197,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._table = watchdog.table
-        self._openings = Openings(_FIRST_MESSAGE_TIMEOUT)
+        self._openings = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
 
     async def drain(self) -> None:
         """Tell every stream that the server is going away."""
@@ -212,7 +212,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
             first = await self._openings.first(request_iterator)
         except StopAsyncIteration:
             return
-        except ServerGoes:
+        except ServerDraining:
             raise Draining from None
         self._refuse_if_draining()
         supervision = Supervision(self._watchdog, first)

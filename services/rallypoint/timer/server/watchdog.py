@@ -21,7 +21,7 @@ from rallypoint.timer.core.values import (
     TooMany,
     check_name,
 )
-from rallypoint.timer.server.outbox import Mailbox
+from rallypoint.timer.server.outbox import Outbox
 
 log = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class Watchdog:
         self._clock = clock
         # What the table's watch clock leaves out: progress goes by the same one.
         self._forgiven = 0.0
-        self._mailboxes: dict[_Place, tuple[Subscription, Mailbox]] = {}
+        self._mailboxes: dict[_Place, tuple[Subscription, Outbox]] = {}
         self._nodes_of: dict[str, set[str]] = {}
         # Scopes that a subscriber was told to forget. Until it says that it has, what it tells of them may be old.
         self._forgetting: dict[_Place, set[str]] = {}
@@ -80,7 +80,7 @@ class Watchdog:
         *,
         incarnation: str = "",
         lease_age: float = 0.0,
-    ) -> tuple[Subscription, Mailbox]:
+    ) -> tuple[Subscription, Outbox]:
         """Makes the caller the node's one subscriber and ends the one before.
 
         Args:
@@ -101,7 +101,7 @@ class Watchdog:
         if former is not None:
             former[1].end(_superseded(former[0], subscription))
         self._forgetting.pop((run_id, node_id), None)
-        mailbox = Mailbox()
+        mailbox = Outbox()
         self._mailboxes[run_id, node_id] = (subscription, mailbox)
         self._nodes_of.setdefault(run_id, set()).add(node_id)
         self._progress.subscribe(run_id, node_id, stall_after, self._watch())
@@ -328,7 +328,7 @@ class Watchdog:
             for mailbox in self._mailboxes_of(stall.run_id):
                 mailbox.stall(stall)
 
-    def _mailboxes_of(self, run_id: str) -> list[Mailbox]:
+    def _mailboxes_of(self, run_id: str) -> list[Outbox]:
         return [self._mailboxes[run_id, node_id][1] for node_id in self._nodes_of.get(run_id, ())]
 
     def _tell_expiry(self, expiry: Expiry) -> None:

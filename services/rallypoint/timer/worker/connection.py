@@ -22,12 +22,12 @@ from functools import partial
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import (
     SIZE,
-    OwnFile,
+    DescriptorCheck,
     SharedMemory,
-    Slot,
-    Step,
+    StepSlot,
     TableReader,
     TableWriter,
+    TimerSlot,
     private_memory,
 )
 
@@ -40,7 +40,7 @@ _SEND_BUFFER = 212_992
 _INT = struct.Struct("@i")
 
 
-class Link:
+class AgentSocket:
     """A connection. It is closed when the last thread lets go of it.
 
     Closing it earlier could hand its descriptor number to another file while a thread is about to send on it. If
@@ -63,7 +63,7 @@ class Link:
         """
         self.opened_at = opened_at
         self._socket = connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._file = OwnFile(connected.fileno())
+        self._file = DescriptorCheck(connected.fileno())
         # The kernel bounds how long connecting and sending wait; that costs no further system call.
         seconds, fraction = divmod(patience, 1)
         limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
@@ -133,7 +133,7 @@ _GAP = 10_000_000
 _NANOSECONDS = 1_000_000_000
 
 
-class Uplink:
+class AgentConnection:
     """The table of this process, and the connection that tells of it.
 
     Any thread may use it, and so may a signal handler that interrupts one.
@@ -157,10 +157,10 @@ class Uplink:
         self._shared: SharedMemory | None = None
         # Without shared memory, or its descriptor: what is in the table, and what of it the agent was told.
         self._own: TableReader | None = None
-        self._told: dict[int, Slot] = {}
-        self._told_step: Step | None = None
+        self._told: dict[int, TimerSlot] = {}
+        self._told_step: StepSlot | None = None
         self._making = threading.Lock()
-        self._link: Link | None = None
+        self._link: AgentSocket | None = None
         self._closed = False
         # Who rings connects and sends; whoever else wants to meanwhile leaves it to that one.
         self._ringing = threading.Lock()
@@ -253,7 +253,7 @@ class Uplink:
             # It was lost since the last ring, and what is rung for may be the last that this process does.
             self._open(table, now)
 
-    def _send_changes(self, link: Link) -> None:
+    def _send_changes(self, link: AgentSocket) -> None:
         """Sends the difference between the table and what the agent was told."""
         assert self._own is not None
         told, held = self._told, {slot.token: slot for slot in self._own.slots()}
@@ -270,7 +270,7 @@ class Uplink:
             self._told_step = step
             link.send(wire.progress(*step))
 
-    def _attempt(self, table: TableWriter, link: Link, tell: Callable[[Link], None]) -> None:
+    def _attempt(self, table: TableWriter, link: AgentSocket, tell: Callable[[AgentSocket], None]) -> None:
         try:
             tell(link)
         except BlockingIOError:
@@ -283,7 +283,7 @@ class Uplink:
             self._give_up(table, link, lived=_LIVED)
             raise
 
-    def _give_up(self, table: TableWriter, link: Link, lived: int) -> None:
+    def _give_up(self, table: TableWriter, link: AgentSocket, lived: int) -> None:
         link.shut()
         self._link = None
         self._failed(table, lived)
@@ -300,7 +300,7 @@ class Uplink:
 
     def _open(self, table: TableWriter, now: int) -> None:
         try:
-            link = Link(self._path, self._patience, now)
+            link = AgentSocket(self._path, self._patience, now)
         except (OSError, ValueError):
             # ValueError: a path with a zero byte, which no agent listens on.
             self._failed(table, lived=0)
@@ -316,7 +316,7 @@ class Uplink:
             link.shut()
             table.mute()
 
-    def _introduce(self, table: TableWriter, link: Link) -> None:
+    def _introduce(self, table: TableWriter, link: AgentSocket) -> None:
         """Sends the table, with all the timers in it. The agent looks at it once it has got it."""
         descriptor = self._shared.descriptor if self._shared is not None else -1
         if descriptor >= 0:
@@ -326,5 +326,5 @@ class Uplink:
             self._send_changes(link)
 
 
-def _send_look(link: Link) -> None:
+def _send_look(link: AgentSocket) -> None:
     link.send(wire.LOOK)

@@ -12,9 +12,9 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
-from rallypoint.timer.worker.process import PATIENCE, Process, TimerClient, process
+from rallypoint.timer.worker.process import PATIENCE, ProcessTimers, TimerClient, process
 from rallypoint.timer.worker.process import process as this_process
-from rallypoint.timer.worker.scopes import Place, by_code, by_scope, encode, place_in, place_of
+from rallypoint.timer.worker.scopes import CallSite, by_code, by_scope, encode, place_in, place_of
 from rallypoint.timer.worker.table import SLOT_WORD, SLOT_WORDS, TableWriter
 
 # ---- What `expires` gives out: it guards a block, or each call of a function.
@@ -37,14 +37,14 @@ class Guard:
 
     # Outside of a block, the table is None. The client is set in a block that another client guards.
     _client: TimerClient
-    _place: Place
+    _place: CallSite
     # The slot, and the word where it begins.
     _slot: int
     _at: int
     _table: TableWriter | None
 
     def __enter__(
-        self, process: Process = this_process, monotonic_ns: Callable[[], int] = time.monotonic_ns
+        self, process: ProcessTimers = this_process, monotonic_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         table = process.table
         if table is None or self._table is not None:
@@ -142,7 +142,7 @@ class Guard:
             self._table = None
             table.give(slot)
 
-    def _prepare(self, process: Process) -> TableWriter | None:
+    def _prepare(self, process: ProcessTimers) -> TableWriter | None:
         """Finds the table of a process that has none yet; None: the block is entered, with another client."""
         if self._table is not None or self._in_client() is not None:
             raise RuntimeError(
@@ -209,7 +209,7 @@ class ClientGuard(Guard):
     _given: TimerClient
 
     def __enter__(
-        self, process: Process = this_process, monotonic_ns: Callable[[], int] = time.monotonic_ns
+        self, process: ProcessTimers = this_process, monotonic_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         if self._in_client() is not None:
             self._prepare(process)
@@ -219,7 +219,7 @@ class ClientGuard(Guard):
         return client_guard(self._place, self._given)
 
 
-def learning_guard(place: Place, client: TimerClient | None = None) -> Guard:
+def learning_guard(place: CallSite, client: TimerClient | None = None) -> Guard:
     """A guard for the timers of a place, of which it is to be learned how long they may take.
 
     Raises:
@@ -233,7 +233,7 @@ def learning_guard(place: Place, client: TimerClient | None = None) -> Guard:
     return guard
 
 
-def client_guard(place: Place, client: TimerClient) -> Guard:
+def client_guard(place: CallSite, client: TimerClient) -> Guard:
     """A guard for the timers of a place, which are the client's.
 
     Raises:
@@ -248,7 +248,7 @@ def client_guard(place: Place, client: TimerClient) -> Guard:
     return guard
 
 
-def _not_for_clients(place: Place) -> str:
+def _not_for_clients(place: CallSite) -> str:
     return f"after={place.given!r}, signal={place.asked!r}: a client of your own takes seconds, and no signal"
 
 
@@ -406,7 +406,7 @@ class Client:
             ValueError, TypeError: `after` is no duration (see `expires`), or `scope` no string.
         """
         text = encode(scope)
-        place = Place(after, None, text)
+        place = CallSite(after, None, text)
         if not place.after:
             raise TypeError(f"after is {after!r}; expected a number of seconds: a client does not learn them")
         table = self._uplink.table()

@@ -9,7 +9,7 @@ import threading
 import weakref
 from typing import Protocol
 
-from rallypoint.timer.worker.connection import Uplink
+from rallypoint.timer.worker.connection import AgentConnection
 from rallypoint.timer.worker.table import SIZE, TableWriter, private_memory
 
 # ---- Lets the agent ask a worker where its threads are, even while it hangs.
@@ -87,7 +87,7 @@ class TimerClient(Protocol):
         """Ends the scope's timer. One that does not run is no error."""
 
 
-class Process:
+class ProcessTimers:
     """Where this process tells its timers."""
 
     __slots__ = ("_choosing", "_uplinks", "client", "table", "uplink")
@@ -95,9 +95,9 @@ class Process:
     def __init__(self) -> None:
         # None: not chosen yet, or the client is someone else's, or this process has just been forked.
         self.table: TableWriter | None = None
-        self.uplink: Uplink | None = None
+        self.uplink: AgentConnection | None = None
         self.client: TimerClient | None = None
-        self._uplinks: weakref.WeakSet[Uplink] = weakref.WeakSet()
+        self._uplinks: weakref.WeakSet[AgentConnection] = weakref.WeakSet()
         self._choosing = threading.Lock()
 
     def choose(
@@ -153,7 +153,7 @@ class Process:
 
     def open_uplink(
         self, socket: str | os.PathLike[str] | None, required: bool, patience: float
-    ) -> Uplink | None:
+    ) -> AgentConnection | None:
         """An uplink that survives forks; None: there is no agent.
 
         Raises:
@@ -161,7 +161,7 @@ class Process:
         """
         path = os.fspath(socket) if socket is not None else os.environ.get(SOCKET_VARIABLE, "")
         if path:
-            uplink = Uplink(path, patience)
+            uplink = AgentConnection(path, patience)
             self._uplinks.add(uplink)
             return uplink
         if required:
@@ -186,7 +186,7 @@ def _unread_table() -> TableWriter:
     return table
 
 
-process = Process()
+process = ProcessTimers()
 """This process."""
 
 os.register_at_fork(after_in_child=process.after_fork)

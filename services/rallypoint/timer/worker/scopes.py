@@ -23,7 +23,7 @@ _NANOSECONDS = 1_000_000_000
 _MOST = 4096
 
 
-class Place:
+class CallSite:
     """A place that sets a timer.
 
     Attributes:
@@ -57,21 +57,21 @@ class Place:
         self.code = code
 
 
-by_code: dict[int, Place] = {}
+by_code: dict[int, CallSite] = {}
 """Places without a scope of their own, but for those that learn. A code object holds its instructions, so its
 address and the offset of an instruction name a place as one number, and no other object's."""
 
-by_scope: dict[str, Place] = {}
+by_scope: dict[str, CallSite] = {}
 """The last place of each scope, but for those that learn."""
 
 # Apart, so that who finds a place above need not ask which kind it is.
-_learning_by_code: dict[int, Place] = {}
-_learning_by_scope: dict[str, Place] = {}
+_learning_by_code: dict[int, CallSite] = {}
+_learning_by_scope: dict[str, CallSite] = {}
 
 K = TypeVar("K")
 
 
-def place_in(frame: FrameType, given: object, asked: object) -> Place:
+def place_in(frame: FrameType, given: object, asked: object) -> CallSite:
     """A place whose scope is where it is, as file#line.
 
     Raises:
@@ -82,12 +82,12 @@ def place_in(frame: FrameType, given: object, asked: object) -> Place:
     for known in (by_code.get(key), _learning_by_code.get(key)):
         if known is not None and known.given == given and known.asked is asked:
             return known
-    place = Place(given, asked, encode(f"{code.co_filename}#{frame.f_lineno}"), code)
+    place = CallSite(given, asked, encode(f"{code.co_filename}#{frame.f_lineno}"), code)
     _remember(by_code if place.after else _learning_by_code, key, place)
     return place
 
 
-def place_of(scope: str, given: object, asked: object) -> Place:
+def place_of(scope: str, given: object, asked: object) -> CallSite:
     """A place with a scope of its own.
 
     Raises:
@@ -97,12 +97,12 @@ def place_of(scope: str, given: object, asked: object) -> Place:
     for known in (by_scope.get(scope), _learning_by_scope.get(scope)):
         if known is not None and known.given == given and known.asked is asked:
             return known
-    place = Place(given, asked, encoded)
+    place = CallSite(given, asked, encoded)
     _remember(by_scope if place.after else _learning_by_scope, scope, place)
     return place
 
 
-def _remember(places: dict[K, Place], key: K, place: Place) -> None:
+def _remember(places: dict[K, CallSite], key: K, place: CallSite) -> None:
     if len(places) >= _MOST:
         places.clear()
     places[key] = place

@@ -74,7 +74,7 @@ class MalformedTable(Exception):
     """The memory is no table of this layout."""
 
 
-class Slot(NamedTuple):
+class TimerSlot(NamedTuple):
     """A timer that a process holds. Nanoseconds; `since` is by CLOCK_MONOTONIC, which all processes share."""
 
     token: int
@@ -96,7 +96,7 @@ class Observation(NamedTuple):
     longest: int
 
 
-class Step(NamedTuple):
+class StepSlot(NamedTuple):
     """The step that a process has come to, and when, in nanoseconds of CLOCK_MONOTONIC."""
 
     step: int
@@ -346,7 +346,7 @@ class TableReader:
         self._seen = seen
         return True
 
-    def slots(self) -> Iterator[Slot]:
+    def slots(self) -> Iterator[TimerSlot]:
         """The timers that the process holds now."""
         memory = self._memory
         used = min(_WORD.unpack_from(memory, _SLOTS_USED)[0], SLOTS)
@@ -356,7 +356,7 @@ class TableReader:
                 continue
             scope = bytes(memory[at + _TEXT : at + _TEXT + min(kind & 0xFFFF, MAX_SCOPE_BYTES)])
             if _WORD.unpack_from(memory, at)[0] == token and kind >> _CHECKED in (0, text_check(scope)):
-                yield Slot(token, since, after, kind >> 16 & 0xFF, scope, bool(kind >> 32 & _INDEX))
+                yield TimerSlot(token, since, after, kind >> 16 & 0xFF, scope, bool(kind >> 32 & _INDEX))
 
     def observations(self) -> Iterator[Observation]:
         """What the process has seen of scopes that learn, ever."""
@@ -380,10 +380,10 @@ class TableReader:
             if memory[at + _TEXT : at + _TEXT + size] == scope:
                 _WORD.pack_into(memory, at + 8, 0)
 
-    def step(self) -> Step | None:
+    def step(self) -> StepSlot | None:
         """The step that the process has come to; None if it told none, or is just telling another one."""
         step, when, check = _PROGRESS_WORDS.unpack_from(self._memory, _PROGRESS)
-        return Step(step, when) if when and step ^ when == check else None
+        return StepSlot(step, when) if when and step ^ when == check else None
 
     @property
     def dropped(self) -> int:
@@ -398,7 +398,7 @@ class TableReader:
 # file that it opens gets the number. Writing to it, or closing it, would harm a file that is none of ours.
 
 
-class OwnFile:
+class DescriptorCheck:
     """An open file, by what the kernel calls it."""
 
     __slots__ = ("_file",)
@@ -449,14 +449,14 @@ class SharedMemory:
         """
         self._descriptor = -1
         # None until all is made: a signal handler that raises may come in between.
-        self._file: OwnFile | None = None
+        self._file: DescriptorCheck | None = None
         try:
             self._descriptor = os.memfd_create("rallypoint-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._descriptor, size)
             # Else whoever maps it could be killed by its owner, who makes it shorter.
             fcntl.fcntl(self._descriptor, _ADD_SEALS, _SEAL | _SHRINK | _GROW)
             self.memory = memoryview(mmap.mmap(self._descriptor, size))
-            self._file = OwnFile(self._descriptor)
+            self._file = DescriptorCheck(self._descriptor)
         except (AttributeError, ValueError) as error:
             raise OSError(f"this Python can't share memory: {error}") from error
 

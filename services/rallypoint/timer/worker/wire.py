@@ -66,7 +66,7 @@ class Progress(NamedTuple):
     when: float
 
 
-class Table(NamedTuple):
+class TableMessage(NamedTuple):
     """The descriptor that comes along is of the process's table; see rallypoint.timer.worker.table."""
 
 
@@ -80,7 +80,7 @@ class Unknown(NamedTuple):
     kind: int
 
 
-Message = Acquire | Release | Clear | Progress | Table | Look | Unknown
+Message = Acquire | Release | Clear | Progress | TableMessage | Look | Unknown
 
 
 class MalformedMessage(Exception):
@@ -138,7 +138,7 @@ def decode(message: bytes) -> Message:
     return _PLAIN[kind] if kind in _PLAIN else Unknown(kind)
 
 
-_PLAIN: dict[int, Message] = {_CLEAR: Clear(), _TABLE: Table(), _LOOK: Look()}
+_PLAIN: dict[int, Message] = {_CLEAR: Clear(), _TABLE: TableMessage(), _LOOK: Look()}
 
 
 def _decode_acquire(message: bytes, size: int) -> Acquire:

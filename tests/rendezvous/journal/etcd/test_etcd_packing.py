@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from rallypoint.etcd.values import Delete, Put
-from rallypoint.rendezvous.journal.etcd.commit import Change, Contents, Packing
+from rallypoint.rendezvous.journal.etcd.commit import Change, Packing, SpaceContents
 from rallypoint.rendezvous.journal.etcd.keys import PART_BYTES, checkpoint_key, entry_key, pack_key
 from rallypoint.rendezvous.journal.journal import Entry, OutOfSequenceError
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.model import Model, random_call
 
 
-def _pack(contents: Contents, entries: Sequence[Entry]) -> list[Change]:
+def _pack(contents: SpaceContents, entries: Sequence[Entry]) -> list[Change]:
     packing = Packing(contents)
     for entry in entries:
         packing.add(entry)
@@ -28,7 +28,7 @@ def _puts(changes: Sequence[Change]) -> list[bytes]:
 
 def test_a_thousand_joins_are_one_key() -> None:
     """What arrives together is packed, run by run."""
-    contents = Contents()
+    contents = SpaceContents()
     changes = _pack(contents, [record(n, run) for n in range(1, 1001) for run in ("a", "b")])
     assert _puts(changes) == [pack_key("a", 0, 1), pack_key("b", 0, 1)]
     assert contents.pack_count == 2
@@ -41,7 +41,7 @@ def test_a_pack_is_no_larger_than_what_fits_under_a_key() -> None:
         record(11, padding=2 * PART_BYTES),
         record(12),
     ]
-    changes = _pack(Contents(), entries)
+    changes = _pack(SpaceContents(), entries)
     assert max(len(each.value) for each in changes if isinstance(each, Put)) <= PART_BYTES + 64
     assert [key for key in _puts(changes) if key == pack_key("run", 0, 12)]
     assert len(_puts(changes)) == 2 + 3 + 1
@@ -57,12 +57,12 @@ def test_what_is_replaced_or_dropped_within_a_commit_is_never_written() -> None:
         checkpoint(1, 2),
         checkpoint(2, 3),
     ]
-    assert _puts(_pack(Contents(), entries)) == [checkpoint_key("run"), entry_key("run", 0, 1, "k")]
+    assert _puts(_pack(SpaceContents(), entries)) == [checkpoint_key("run"), entry_key("run", 0, 1, "k")]
 
 
 def test_a_pack_stays_whole_as_long_as_a_record_of_it_is_kept() -> None:
     """And goes with the last."""
-    contents = Contents()
+    contents = SpaceContents()
     _pack(contents, [record(n) for n in range(1, 6)])
     _pack(contents, [record(n) for n in range(6, 11)])
     assert _pack(contents, [checkpoint(10, 4)])[1:] == []
@@ -78,7 +78,7 @@ def test_a_pack_stays_whole_as_long_as_a_record_of_it_is_kept() -> None:
 
 def test_parts_that_a_smaller_value_does_not_need_are_deleted() -> None:
     """So are those of a value that is deleted."""
-    contents = Contents()
+    contents = SpaceContents()
     _pack(contents, [change("k", b"x" * (3 * PART_BYTES))])
     key = entry_key("run", 0, 1, "k")
     assert Delete(key + b"/0002", key + b"0") in _pack(contents, [change("k", b"x" * (2 * PART_BYTES))])
@@ -88,7 +88,7 @@ def test_parts_that_a_smaller_value_does_not_need_are_deleted() -> None:
 
 def test_to_forget_a_run_is_one_deletion() -> None:
     """However much there was; what comes after it, also in the same commit, stands elsewhere."""
-    contents = Contents()
+    contents = SpaceContents()
     _pack(contents, [record(1), *(change(f"k{n}", b"x") for n in range(500))])
     changes = _pack(contents, [forgotten(1), record(2), change("k0", b"new")])
     assert len([each for each in changes if isinstance(each, Delete)]) == 1
@@ -98,13 +98,13 @@ def test_to_forget_a_run_is_one_deletion() -> None:
 def test_an_entry_out_of_sequence_is_refused() -> None:
     """As by every journal."""
     with pytest.raises(OutOfSequenceError, match="comes where record 1 is due"):
-        _pack(Contents(), [record(2)])
+        _pack(SpaceContents(), [record(2)])
 
 
 def test_no_key_is_touched_twice() -> None:
     """etcd refuses a transaction that puts a key twice, or puts one in a range that it deletes."""
     draw = random.Random(0)
-    model, contents = Model(), Contents()
+    model, contents = Model(), SpaceContents()
     deletions = 0
     for _ in range(400):
         call = random_call(draw, model)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.etcd.values import Delete, Put, Txn, to_txn
-from rallypoint.rendezvous.journal.etcd.commit import CLEAR_STAGING, Change, Cost, Step, cost, plan, unstage
+from rallypoint.rendezvous.journal.etcd.commit import (
+    CLEAR_STAGING,
+    Change,
+    CommitStep,
+    Cost,
+    cost,
+    plan,
+    unstage,
+)
 from rallypoint.rendezvous.journal.etcd.keys import PART_BYTES
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 
@@ -44,8 +52,8 @@ def test_every_step_is_one_that_etcd_takes(changes: list[Change]) -> None:
 
 def test_what_fits_is_one_transaction() -> None:
     """Nothing is staged that need not be; nothing at all is a commit, too, for it says who the owner is."""
-    assert plan(_puts(98, 100)) == [Step(_puts(98, 100))]
-    assert plan([]) == [Step([])]
+    assert plan(_puts(98, 100)) == [CommitStep(_puts(98, 100))]
+    assert plan([]) == [CommitStep([])]
 
 
 def test_what_does_not_fit_is_durable_with_its_last_staged_part() -> None:

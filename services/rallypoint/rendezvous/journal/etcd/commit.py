@@ -43,7 +43,7 @@ Change = Put | Delete
 
 
 @dataclass(slots=True)
-class Contents:
+class SpaceContents:
     """What is in a space, as far as the next commit must know it. No two runs have a key in common.
 
     Attributes:
@@ -63,7 +63,7 @@ class Contents:
 
 
 @dataclass(slots=True)
-class _Run:
+class _RunChanges:
     """What a group does to one run.
 
     Attributes:
@@ -90,10 +90,10 @@ class Packing:
     what comes out is both put and deleted: etcd refuses that, and needs no order this way.
     """
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: SpaceContents) -> None:
         """`contents`: of the space; brought up to date, so that it is of no use any more if the commit fails."""
         self._contents = contents
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _RunChanges] = {}
 
     def add(self, entry: Entry) -> None:
         """Take an entry.
@@ -104,7 +104,7 @@ class Packing:
         span = self._contents.spans.setdefault(entry.run_id, Span())
         run = self._runs.get(entry.run_id)
         if run is None:
-            run = self._runs[entry.run_id] = _Run(span.last)
+            run = self._runs[entry.run_id] = _RunChanges(span.last)
         if isinstance(entry, Record):
             span.add(entry)
             run.records.append(entry)
@@ -130,7 +130,7 @@ class Packing:
         """All of it; call once. The keys are without the prefix of the space."""
         return [change for run_id, run in self._runs.items() for change in self._of_run(run_id, run)]
 
-    def _of_run(self, run_id: str, run: _Run) -> Iterator[Change]:
+    def _of_run(self, run_id: str, run: _RunChanges) -> Iterator[Change]:
         span = self._contents.spans[run_id]
         if run.high_water is not None:
             revision, content = run.high_water
@@ -171,7 +171,7 @@ class Packing:
             del self._contents.parts[key]
         return Delete(prefix, prefix_end(prefix))
 
-    def _drop_packs(self, run_id: str, run: _Run, span: Span) -> Iterator[Change]:
+    def _drop_packs(self, run_id: str, run: _RunChanges, span: Span) -> Iterator[Change]:
         """Delete the packs of which no record is kept; a pack that is kept in part stays whole."""
         packs = self._contents.packs.get(run_id, [])
         dropped = len(packs) if span.first > run.stored else max(0, bisect_right(packs, span.first) - 1)
@@ -236,7 +236,7 @@ CLEAR_STAGING = Delete(STAGED, prefix_end(STAGED))
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CommitStep:
     """One transaction of a commit.
 
     Attributes:
@@ -250,23 +250,25 @@ class Step:
     staged_parts: int = 0
 
 
-def plan(changes: Sequence[Change]) -> list[Step]:
+def plan(changes: Sequence[Change]) -> list[CommitStep]:
     """The steps of a commit."""
     batches = list(_cut(changes, MOST_CHANGES))
     if len(batches) <= 1:
-        return [Step(changes)]
+        return [CommitStep(changes)]
     parts = [_encode(part) for part in _cut(changes, len(changes))]
-    steps = [Step([Put(staged_key(index), part)], durable=False) for index, part in enumerate(parts[:-1])]
+    steps = [
+        CommitStep([Put(staged_key(index), part)], durable=False) for index, part in enumerate(parts[:-1])
+    ]
     last = len(parts) - 1
-    steps.append(Step([Put(staged_key(last), parts[last])], staged_parts=len(parts)))
+    steps.append(CommitStep([Put(staged_key(last), parts[last])], staged_parts=len(parts)))
     return [*steps, *finish(changes, len(parts))]
 
 
-def finish(changes: Sequence[Change], staged_parts: int) -> list[Step]:
+def finish(changes: Sequence[Change], staged_parts: int) -> list[CommitStep]:
     """The steps that put a staged commit in its places."""
     batches = list(_cut(changes, MOST_CHANGES)) or [[]]
-    steps = [Step(batch, staged_parts=staged_parts) for batch in batches[:-1]]
-    return [*steps, Step([*batches[-1], CLEAR_STAGING])]
+    steps = [CommitStep(batch, staged_parts=staged_parts) for batch in batches[:-1]]
+    return [*steps, CommitStep([*batches[-1], CLEAR_STAGING])]
 
 
 def unstage(part: bytes) -> Iterator[Change]:

@@ -10,7 +10,7 @@ from rallypoint.etcd.errors import REMEDIES, EtcdError, EtcdRefused, EtcdUnavail
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, TxnResult
 from rallypoint.rendezvous.journal.etcd.commit import Change
-from rallypoint.rendezvous.journal.etcd.keys import HEAD, OwnedElsewhere, Owner, Place
+from rallypoint.rendezvous.journal.etcd.keys import HEAD, JournalLocation, OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
@@ -46,7 +46,7 @@ class Fence:
         self,
         client: EtcdClient,
         session: Session,
-        place: Place,
+        place: JournalLocation,
         *,
         pool: CommitPool,
         pace: Pace,
@@ -167,7 +167,7 @@ class Fence:
             await self._pace.sleep(backoff.next())
 
 
-def unusable(doing: str, place: Place, error: EtcdError) -> JournalError:
+def unusable(doing: str, place: JournalLocation, error: EtcdError) -> JournalError:
     """The error of a journal that etcd won't let us claim, read or write."""
     if isinstance(error, EtcdRefused) and error.reason is Reason.LEASE_NOT_FOUND:
         return OwnershipLost(f"the journal in etcd under {place} can't be kept: {error}")

@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.etcd.session import Session
-from rallypoint.rendezvous.base.cooperative import Slices
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner
 from rallypoint.rendezvous.journal.etcd.commit import (
     CLEAR_STAGING,
-    Contents,
+    CommitStep,
     Cost,
     Packing,
-    Step,
+    SpaceContents,
     cost,
     finish,
     plan,
 )
 from rallypoint.rendezvous.journal.etcd.fence import Fence, unusable
-from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner, Place
+from rallypoint.rendezvous.journal.etcd.keys import JournalLocation, OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.etcd.reading import (
     VERSION,
@@ -38,10 +38,10 @@ from rallypoint.rpc.backoff import Pace
 __all__ = [
     "CommitPool",
     "EtcdJournal",
+    "JournalLocation",
     "OwnedElsewhere",
     "Owner",
     "OwnershipLost",
-    "Place",
     "SpaceRead",
     "head_revision",
     "read_space",
@@ -64,13 +64,13 @@ class EtcdJournal:
         self,
         client: EtcdClient,
         session: Session,
-        place: Place,
+        place: JournalLocation,
         owner: Owner,
         *,
         pool: CommitPool | None = None,
         pace: Pace | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
-        slices: Slices | None = None,
+        slices: CooperativeRunner | None = None,
     ) -> None:
         """Own nothing yet.
 
@@ -91,8 +91,8 @@ class EtcdJournal:
         self._fence = Fence(
             client, session, place, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
         )
-        self._slices = slices or Slices()
-        self._contents = Contents()
+        self._slices = slices or CooperativeRunner()
+        self._contents = SpaceContents()
         self._head = EtcdHead(version=VERSION)
         self._pending: deque[tuple[Sequence[Entry], asyncio.Future[None]]] = deque()
         self._group: list[asyncio.Future[None]] = []
@@ -123,7 +123,7 @@ class EtcdJournal:
                 for step in finish(space.unfinished, space.head.staged_parts):
                     await self._write(step)
             elif space.abandoned:
-                await self._write(Step([CLEAR_STAGING]))
+                await self._write(CommitStep([CLEAR_STAGING]))
             self._fence.check()
         except EtcdError as error:
             await self._give_up()
@@ -242,7 +242,7 @@ class EtcdJournal:
             if committed:
                 self._settle()
 
-    def _plan(self, calls: Sequence[Sequence[Entry]]) -> list[Step]:
+    def _plan(self, calls: Sequence[Sequence[Entry]]) -> list[CommitStep]:
         try:
             packing = Packing(self._contents)
             for entries in calls:
@@ -252,7 +252,7 @@ class EtcdJournal:
         except ValueError as error:  # out of sequence, or text that has no encoding
             raise JournalError(f"can't write the journal in etcd under {self._place}: {error}") from error
 
-    async def _write(self, step: Step) -> None:
+    async def _write(self, step: CommitStep) -> None:
         self._head.staged_parts = step.staged_parts
         await self._fence.write(step.changes, self._head)
 

@@ -34,7 +34,7 @@ _RUNS = b"runs/"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JournalLocation:
     """Where a journal is.
 
     Attributes:

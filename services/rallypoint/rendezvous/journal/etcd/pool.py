@@ -29,7 +29,7 @@ _FORGOTTEN = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _PendingTransaction:
     """A transaction whose sender waits.
 
     Attributes:
@@ -76,7 +76,7 @@ class CommitPool:
         self._clock = clock
         self._refusal = ""
         self._refused_at = self._say_full_at = float("-inf")
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_PendingTransaction] = deque()
         self._sending: asyncio.Task[None] | None = None
         # Members of one transaction; fewer, once etcd was found to take less than it does by default.
         self._most_members = MOST_OPERATIONS
@@ -91,7 +91,7 @@ class CommitPool:
             EtcdUnavailable: The outcome is unknown, or etcd is full; see `EtcdClient.transact`.
             EtcdError: Nothing was done.
         """
-        waiting = _Waiting(txn, asyncio.get_running_loop().create_future())
+        waiting = _PendingTransaction(txn, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_all())
@@ -110,9 +110,9 @@ class CommitPool:
             _cancel(self._waiting)  # none, unless the process ends
             self._waiting.clear()
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_PendingTransaction]:
         """Those that go together: the first, and more as long as they fit. None whose sender has gone."""
-        members: list[_Waiting] = []
+        members: list[_PendingTransaction] = []
         operations = size = 0
         while self._waiting:
             first = self._waiting[0]
@@ -126,7 +126,7 @@ class CommitPool:
             self._waiting.popleft()
         return members
 
-    async def _send(self, members: Sequence[_Waiting]) -> None:
+    async def _send(self, members: Sequence[_PendingTransaction]) -> None:
         try:
             result = await self._client.transact(merged([member.txn for member in members]))
             self._has_room()
@@ -170,7 +170,7 @@ class CommitPool:
             self._refusal, self._say_full_at = "", float("-inf")
             _log.info("etcd takes writes again")
 
-    def _answer(self, members: Sequence[_Waiting], result: TxnResult) -> None:
+    def _answer(self, members: Sequence[_PendingTransaction], result: TxnResult) -> None:
         kept_out = []
         for member, own in zip(members, split([member.txn for member in members], result), strict=True):
             if own is None:
@@ -215,12 +215,12 @@ def _holds(compare: Compare, pair: KeyValue | None) -> bool:
     return revision == compare.equals
 
 
-def _fail(members: Sequence[_Waiting], error: Exception) -> None:
+def _fail(members: Sequence[_PendingTransaction], error: Exception) -> None:
     for member in members:
         if not member.answer.done():
             member.answer.set_exception(error)
 
 
-def _cancel(members: Iterable[_Waiting]) -> None:
+def _cancel(members: Iterable[_PendingTransaction]) -> None:
     for member in members:
         member.answer.cancel()

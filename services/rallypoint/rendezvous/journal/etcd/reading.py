@@ -9,9 +9,9 @@ from google.protobuf.message import DecodeError
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.values import KeyValue, Put, prefix_end
-from rallypoint.rendezvous.base.cooperative import Slices, Work, finish
+from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work, finish
 from rallypoint.rendezvous.base.entries import StoreChange
-from rallypoint.rendezvous.journal.etcd.commit import Change, Contents, unstage
+from rallypoint.rendezvous.journal.etcd.commit import Change, SpaceContents, unstage
 from rallypoint.rendezvous.journal.etcd.keys import (
     HEAD,
     STAGED,
@@ -54,7 +54,7 @@ class SpaceRead:
 
 
 @dataclass(slots=True)
-class Space:
+class JournalSpace:
     """A journal as its owner sees it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Space:
     """
 
     recovered: Recovered
-    contents: Contents
+    contents: SpaceContents
     head: EtcdHead
     head_revision: int = 0
     unfinished: Sequence[Change] = field(default_factory=tuple)
@@ -91,7 +91,7 @@ async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
     return SpaceRead(found.recovered, found.head_revision)
 
 
-async def read_owned(client: EtcdClient, space: bytes, slices: Slices) -> Space:
+async def read_owned(client: EtcdClient, space: bytes, slices: CooperativeRunner) -> JournalSpace:
     """The same for its owner, made sense of in slices."""
     return await slices.carry_out(interpret(space, await read_pairs(client, space)))
 
@@ -115,7 +115,7 @@ async def head_revision(client: EtcdClient, space: bytes) -> int:
     return snapshot.pairs[0].mod_revision if snapshot.pairs else 0
 
 
-def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Work[Space]:
+def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Work[JournalSpace]:
     """Make sense of all keys of a space, gradually.
 
     Raises:
@@ -131,7 +131,7 @@ def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Work[Space]:
         ) from error
 
 
-def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Space]:
+def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[JournalSpace]:
     values: dict[bytes, bytes] = {}
     staged: dict[bytes, bytes] = {}
     revision = 0
@@ -145,7 +145,9 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Spac
     if content is None:
         if values:
             return (yield from _left_over(values))
-        return Space(Recovered([], [], []), Contents(), EtcdHead(version=VERSION), abandoned=bool(staged))
+        return JournalSpace(
+            Recovered([], [], []), SpaceContents(), EtcdHead(version=VERSION), abandoned=bool(staged)
+        )
     head = EtcdHead.FromString(content)
     if head.version != VERSION:
         raise JournalError(
@@ -156,7 +158,7 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Spac
     for change in unfinished:
         _overlay(values, change)
         yield
-    reader = _Reader(values)
+    reader = _SpaceReader(values)
     recovered = yield from reader.read()
     contents = reader.contents
     for what, found, known in (
@@ -166,10 +168,10 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Spac
         if found != known:
             raise ValueError(f"it has {found} {what}, where its head counts {known}")
     abandoned = bool(staged) and not head.staged_parts
-    return Space(recovered, contents, head, revision, unfinished, abandoned)
+    return JournalSpace(recovered, contents, head, revision, unfinished, abandoned)
 
 
-def _left_over(values: Mapping[bytes, bytes]) -> Work[Space]:
+def _left_over(values: Mapping[bytes, bytes]) -> Work[JournalSpace]:
     """A space of which a lease took all keys but the high-water marks: each is the checkpoint of its run now.
 
     The next owner puts these checkpoints in their places, as it does with what is left of a commit.
@@ -183,12 +185,12 @@ def _left_over(values: Mapping[bytes, bytes]) -> Work[Space]:
             content, _ = unseal(key, values)
             changes += [Put(*each) for each in seal(checkpoint_key(parsed.run_id), content)]
         yield
-    reader = _Reader(
+    reader = _SpaceReader(
         {**values, **{change.key: change.value for change in changes if isinstance(change, Put)}}
     )
     recovered = yield from reader.read()
     head = EtcdHead(version=VERSION, checkpoints=len(reader.contents.checkpoints))
-    return Space(recovered, reader.contents, head, 0, changes)
+    return JournalSpace(recovered, reader.contents, head, 0, changes)
 
 
 def _staged_changes(head: EtcdHead, staged: Mapping[bytes, bytes]) -> Iterator[Change]:
@@ -210,13 +212,13 @@ def _overlay(values: dict[bytes, bytes], change: Change) -> None:
         values.pop(change.key, None)
 
 
-class _Reader:
+class _SpaceReader:
     """Reads checkpoints, records and store entries; every value must be what was written, every run without a gap."""
 
     def __init__(self, values: Mapping[bytes, bytes]) -> None:
         self._values = values
         self._parts = 0
-        self.contents = Contents()
+        self.contents = SpaceContents()
 
     def read(self) -> Work[Recovered]:
         checkpoints: list[Checkpoint] = []
