@@ -73,7 +73,7 @@ class FakeJob:
     def end(self, result: JobResult) -> None:
         """It has ended so."""
         self.result, self.end_time = result, LAUNCHED + 60
-        self.changed.tell()
+        self.changed.notify()
 
 
 def as_job(job: FakeJob) -> Job:

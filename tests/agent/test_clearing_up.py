@@ -108,7 +108,7 @@ def test_the_folders_of_an_agent_that_lives_stay_and_the_next_spawner_has_them(
 async def test_closing_removes_nothing(tmp_path: Path) -> None:
     """An agent that ends in good order removes its folders itself."""
     async with Spawner.start() as spawner:
-        spawner.entrust(tmp_path / "folder")
+        spawner.register_cleanup(tmp_path / "folder")
         (tmp_path / "folder").mkdir()
     assert (tmp_path / "folder").exists()
-    spawner.entrust(tmp_path / "more")  # of no effect on one that is closed, and no error
+    spawner.register_cleanup(tmp_path / "more")  # of no effect on one that is closed, and no error

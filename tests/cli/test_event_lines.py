@@ -33,10 +33,10 @@ def test_lines_have_time_span_kind_and_sentence() -> None:
     """The span is that since the line before; who caused it is said where it was an operator."""
     lines = EventLines()
     shown = [
-        lines.line(event(0, pb.EVENT_KIND_NODE_LOST, "node b was lost: its connection broke")),
-        lines.line(event(0.204, pb.EVENT_KIND_ROUND_ENDED, "round 7 ended: node b was lost")),
-        lines.line(event(3600, pb.EVENT_KIND_EXIT_BARRIER_PASSED, "over")),
-        lines.line(event(3599, pb.EVENT_KIND_NODE_EVICTED, "node a was taken out", "operator ann")),
+        lines.format(event(0, pb.EVENT_KIND_NODE_LOST, "node b was lost: its connection broke")),
+        lines.format(event(0.204, pb.EVENT_KIND_ROUND_ENDED, "round 7 ended: node b was lost")),
+        lines.format(event(3600, pb.EVENT_KIND_EXIT_BARRIER_PASSED, "over")),
+        lines.format(event(3599, pb.EVENT_KIND_NODE_EVICTED, "node a was taken out", "operator ann")),
     ]
     assert shown == [
         "2025-11-20 12:00:00.000             NODE_LOST            node b was lost: its connection broke",
@@ -48,7 +48,7 @@ def test_lines_have_time_span_kind_and_sentence() -> None:
 
 def test_a_name_can_do_nothing_to_a_terminal() -> None:
     """Certificates name operators, and may hold anything."""
-    line = EventLines().line(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "operator \x1b[2Jann\n"))
+    line = EventLines().format(event(0, pb.EVENT_KIND_NODE_EVICTED, "out", "operator \x1b[2Jann\n"))
     assert line.isprintable()
     assert line.endswith("out (operator  [2Jann )")
 
@@ -57,7 +57,7 @@ def test_a_kind_of_a_newer_service_is_still_a_line() -> None:
     """Its sentence says it."""
     newer = event(0, pb.EVENT_KIND_RUN_CLOSED, "something new")
     newer.kind = 99  # type: ignore[assignment]
-    assert EventLines().line(newer).split(maxsplit=2)[2] == "?                    something new"
+    assert EventLines().format(newer).split(maxsplit=2)[2] == "?                    something new"
     assert json.loads(json_line(newer))["kind"] == 99
 
 

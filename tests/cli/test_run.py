@@ -70,7 +70,7 @@ def test_the_defaults_are_torchruns(understood: Understood, script: Path) -> Non
         command=(sys.executable, "-u", str(script)),
         environment=plan.environment,
         run_id=plan.run_id,
-        place=Embedded(),
+        service=Embedded(),
         nodes=(1, 1),
         local_world_size=1,
         max_restarts=0,
@@ -144,7 +144,7 @@ def test_the_environment_sets_flags_too(understood: Understood, script: Path) ->
     }
     plan = understood.of(script, environment=torchrun)
     assert (plan.nodes, plan.local_world_size) == ((2, 4), 3)
-    assert (plan.place, plan.run_id) == (ExternalService("a:1"), "x")
+    assert (plan.service, plan.run_id) == (ExternalService("a:1"), "x")
     assert plan.command == (str(script),)
     assert plan.job["tee"] == Redirect(Streams.BOTH)
     assert plan.job["duplicate_stdout_filters"] == ("a", "b,c")
@@ -229,7 +229,7 @@ def test_the_static_backend_names_this_host_by_its_rank(understood: Understood, 
     """And fixes where workers meet."""
     flags = ["--nnodes=2", "--node-rank=1", "--master-addr=head", "--master-port=29500"]
     plan = understood.of(*flags, script)
-    assert plan.place == Hosted("head:29501", here=False)
+    assert plan.service == Hosted("head:29501", here=False)
     assert (plan.node_id, plan.node_id_is_ours) == ("rank1", True)
     assert plan.job == {"master_address": "head", "master_port": 29500}
 

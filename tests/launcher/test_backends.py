@@ -65,7 +65,7 @@ def replicated(prefix: str) -> Replicated:
 )
 def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
     """The same flags on all hosts lead to the same place."""
-    assert meeting(RequestedRendezvous(**wish)).place == place
+    assert meeting(RequestedRendezvous(**wish)).service == place
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_a_plan_with_etcd_goes_to_another_process() -> None:
     """As that of a launch from Python does, to its agent."""
     place = meeting(
         RequestedRendezvous(endpoint="etcds://me@a,b:1/x", environment={"RALLYPOINT_ETCD_PASSWORD": "p"})
-    ).place
+    ).service
     assert pickle.loads(pickle.dumps(place)) == place  # noqa: S301 (ours)

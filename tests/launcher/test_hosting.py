@@ -151,7 +151,7 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
         assert await answers(host.peer.endpoint, tls)
         assert not await answers(host.peer.endpoint, ClientTLS(files.ca))
         assert not await answers(host.peer.endpoint, None)
-        await asyncio.wait_for(host.see_off(RUN, "done", (), succeeded=True), 20)
+        await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), 20)
 
 
 async def test_what_others_can_reach_in_plaintext_is_said(
@@ -193,7 +193,7 @@ async def test_a_host_that_left_closes_the_run(port: int) -> None:
     async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
-            leaving = asyncio.create_task(host.see_off(RUN, "got SIGTERM", (), succeeded=False))
+            leaving = asyncio.create_task(host.stop_when_over(RUN, "got SIGTERM", (), succeeded=False))
             end = await other.ends()
             assert end.outcome == pb.OUTCOME_CANCELLED
             assert end.detail.endswith("the host that served the run's rendezvous is gone: got SIGTERM")
@@ -205,7 +205,7 @@ async def test_a_host_that_is_done_waits_for_the_others(port: int) -> None:
     async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
-            waiting = asyncio.create_task(host.see_off(RUN, "done", (signal.SIGTERM,), succeeded=True))
+            waiting = asyncio.create_task(host.stop_when_over(RUN, "done", (signal.SIGTERM,), succeeded=True))
             await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the wait to begin")
             assert not waiting.done()
             await close(host)
@@ -219,7 +219,7 @@ async def test_a_signal_ends_that_wait(port: int) -> None:
     async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
         assert host is not None
         async with member(host.peer.endpoint) as other:
-            waiting = asyncio.create_task(host.see_off(RUN, "done", (signal.SIGTERM,), succeeded=True))
+            waiting = asyncio.create_task(host.stop_when_over(RUN, "done", (signal.SIGTERM,), succeeded=True))
             await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the wait to begin")
             signal.raise_signal(signal.SIGTERM)
             assert (await other.ends()).detail.endswith("is gone: got SIGTERM")
@@ -230,8 +230,8 @@ async def test_a_run_that_is_over_or_never_began_holds_nobody_up(port: int) -> N
     """There is nobody to tell."""
     async with rendezvous_at(Hosted(f"localhost:{port}"), None) as host:
         assert host is not None
-        await asyncio.wait_for(host.see_off(RUN, "it failed", (), succeeded=False), 20)
+        await asyncio.wait_for(host.stop_when_over(RUN, "it failed", (), succeeded=False), 20)
         async with member(host.peer.endpoint) as other:
             await close(host)
             await other.ends()
-        await asyncio.wait_for(host.see_off(RUN, "done", (), succeeded=True), 20)
+        await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), 20)

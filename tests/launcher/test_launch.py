@@ -51,7 +51,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
     ("attributes", "told"),
     [
         (
-            {"place": ExternalService("here")},
+            {"service": ExternalService("here")},
             "--rdzv-endpoint: endpoint 'here' has no port, expected",
         ),
         ({"timer_endpoint": "http://a:1"}, "--timer-endpoint: endpoint 'http://a:1' has a scheme"),
@@ -83,7 +83,7 @@ def plan(log_dir: Path, **attributes: Any) -> LaunchPlan:
             "--numa-binding: NUMA node 0 has .* they can't have one each",
         ),
         (
-            {"place": ExternalService("nowhere.invalid:29400")},
+            {"service": ExternalService("nowhere.invalid:29400")},
             "can't find the way to nowhere.invalid:29400: .*asked again for 0.2 s",
         ),
     ],

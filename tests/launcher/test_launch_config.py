@@ -26,7 +26,7 @@ def test_defaults_are_torchs() -> None:
     found = plan()
     assert found.command == ("train",)
     assert (found.nodes, found.local_world_size, found.max_restarts) == ((1, 1), 2, 3)
-    assert isinstance(found.place, Embedded)
+    assert isinstance(found.service, Embedded)
     assert found.job["role"] == "default_role"
     assert found.environment == dict(os.environ)
     assert found.notices == ()
@@ -79,7 +79,7 @@ def test_every_field_reaches_the_plan() -> None:
         metrics_address="127.0.0.1:0",
         options={"rlimit": "core=0", "stop-signal": "USR2"},
     )
-    assert (found.nodes, found.run_id, found.place) == ((2, 4), "run", ExternalService("meet:29400"))
+    assert (found.nodes, found.run_id, found.service) == ((2, 4), "run", ExternalService("meet:29400"))
     assert found.conf == {"join_timeout": "60", "last_call_timeout": "1.5"}
     assert found.max_restarts == 0
     assert (found.local_address, found.node_id, found.environment) == ("10.0.0.1", "me", {"A": "b"})
@@ -151,7 +151,7 @@ def test_torchs_static_backend_has_its_rank_in_the_settings() -> None:
         run_id="run",
         rdzv_configs={"rank": 1, "timeout": 900},
     )
-    assert isinstance(found.place, Hosted)
+    assert isinstance(found.service, Hosted)
     assert found.node_id == "rank1"
     assert found.job["master_address"] == "first"
     assert found.job["master_port"] == 29500

@@ -178,7 +178,7 @@ async def test_a_run_outlives_whoever_serves_it(place: EtcdAddress) -> None:
         other = await stack.enter_async_context(agent(place))
         await seated(place, 2)
         async with member(before) as node:
-            await first.see_off(RUN, "test", [], succeeded=False)
+            await first.stop_when_over(RUN, "test", [], succeeded=False)
             after = await owner(place) or ""
             assert after not in (before, "")
             assert await node.sent_to() == after
@@ -192,7 +192,7 @@ async def test_the_last_one_stays_until_all_have_heard_the_end(place: EtcdAddres
         served_at = await owner(place) or ""
         nodes = [await stack.enter_async_context(member(served_at, node_id=f"node{n}")) for n in range(NODES)]
         await close(served_at)
-        await last.see_off(RUN, "test", [], succeeded=True)
+        await last.stop_when_over(RUN, "test", [], succeeded=True)
         assert [(await node.ends()).detail.endswith("all done") for node in nodes] == [True] * NODES
     assert await owner(place) is None
 
@@ -209,7 +209,7 @@ async def test_the_end_of_a_finished_run_waits_for_no_successor(
             await client.transact(Txn([], [Put(Keys(place.prefix).replica("z"), hanging.encode())]))
             await close(served_at)
             await node.ends()
-            await last.see_off(RUN, "test", [], succeeded=True)
+            await last.stop_when_over(RUN, "test", [], succeeded=True)
     assert [each for each in log_events(caplog.records) if each.level not in ("DEBUG", "INFO")] == []
 
 
@@ -224,7 +224,7 @@ async def test_whoever_still_listens_has_time_to_hear_the_end(place: EtcdAddress
             await listening.read()
             await close(served_at)
             await node.ends()
-            leaving = asyncio.create_task(last.see_off(RUN, "test", [], succeeded=True))
+            leaving = asyncio.create_task(last.stop_when_over(RUN, "test", [], succeeded=True))
             await asyncio.wait({leaving}, timeout=1)
             assert not leaving.done()
             listening.cancel()
@@ -258,7 +258,7 @@ async def test_what_is_over_stays_over(place: EtcdAddress) -> None:
         async with member(served_at) as node:
             await close(served_at)
             await node.ends()
-        await first.see_off(RUN, "test", [], succeeded=True)
+        await first.stop_when_over(RUN, "test", [], succeeded=True)
     async with agent(place):
         assert (await run_at(await owner(place) or "")).phase == pb.PHASE_CLOSED
 
@@ -405,8 +405,8 @@ class Trying(OwnReplica):
         """The pauses between so many of them."""
         self._refused.cancel()  # the launch has begun
         self.begin(EtcdClient(self._etcd))
-        assert self._turns is not None
-        while len(self.slept) < count - 1 and not self._turns.done():  # noqa: ASYNC110 (it sleeps no longer than we let it)
+        assert self._renewals is not None
+        while len(self.slept) < count - 1 and not self._renewals.done():  # noqa: ASYNC110 (it sleeps no longer than we let it)
             await asyncio.sleep(0)
         await self.end()
         return self.slept[: count - 1]

@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "while a command is carried out": (runs, "carry_out", lambda state, *_: state.run_id),
     "while its consequences are found": (runs, "settle", lambda state, *_: state.run_id),
     "while a record is made": (runs, "encode_record", lambda run_id, *_: run_id),
-    "while it is told": (HostedRun, "tell_members", lambda run: run.state.run_id),
+    "while it is told": (HostedRun, "publish_to_members", lambda run: run.state.run_id),
     "while its deadline is found": (HostedRun, "next_deadline", lambda run, *_: run.state.run_id),
 }
 

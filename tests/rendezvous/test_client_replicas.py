@@ -199,7 +199,7 @@ async def test_the_owner_s_refusal_is_the_last_word(fleet: Fleet) -> None:
     async with ReplicaClient(owner) as board, asyncio.timeout(PATIENCE):
         task = fleet.join(owner)
         await fleet.admitted()
-        line = await board.line(board.search())
+        line = await board.connect(board.search())
         await line.stub(pb_grpc.RendezvousServiceStub).CloseRun(pb.CloseRunRequest(run_id="r"))
         line.hang_up()
         await task
@@ -271,7 +271,7 @@ async def test_who_is_told_to_stop_while_a_call_fails_stops(
             await asyncio.get_running_loop().create_future()
         raise ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "connection refused")
 
-    monkeypatch.setattr(ReplicaClient, "line", line)
+    monkeypatch.setattr(ReplicaClient, "connect", line)
     task = fleet.join("127.0.0.1:1,127.0.0.1:2")
     async with asyncio.timeout(PATIENCE):
         await begun.wait()

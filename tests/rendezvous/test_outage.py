@@ -39,9 +39,9 @@ def test_a_replica_that_is_lost_is_named_at_once_and_once(told: pytest.LogCaptur
     """With what broke, not with what others say of it; and again at the next loss."""
     outage = of_several()
     for _ in range(2):
-        outage.goes_on(LOST, admitted=True, at_once=True)
+        outage.attempt_failed(LOST, admitted=True, at_once=True)
         for at_once in (True, False, True, False):
-            outage.goes_on(not_owner("a:1"), admitted=True, at_once=at_once)
+            outage.attempt_failed(not_owner("a:1"), admitted=True, at_once=at_once)
         outage.over("b:1", sought=True)
     lost = ("WARNING", "rendezvous replica lost, looking for the next owner of the run")
     assert lines(told) == [lost, lost]
@@ -53,29 +53,29 @@ def test_a_replica_that_is_lost_is_named_at_once_and_once(told: pytest.LogCaptur
 def test_a_move_in_good_order_is_no_warning(told: pytest.LogCaptureFixture, ended: ServiceError) -> None:
     """But if nobody has the run afterwards, that is one."""
     outage = of_several()
-    outage.goes_on(ended, admitted=True, at_once=True)
+    outage.attempt_failed(ended, admitted=True, at_once=True)
     outage.over("b:1", sought=True)
     assert lines(told) == [("INFO", "the run moves to another replica")]
     told.clear()
-    outage.goes_on(ended, admitted=True, at_once=True)
-    outage.goes_on(NO_ETCD, admitted=True, at_once=True)
-    outage.goes_on(LOST, admitted=True, at_once=False)
+    outage.attempt_failed(ended, admitted=True, at_once=True)
+    outage.attempt_failed(NO_ETCD, admitted=True, at_once=True)
+    outage.attempt_failed(LOST, admitted=True, at_once=False)
     assert [level for level, _ in lines(told)] == ["INFO", "WARNING"]
     assert "no etcd here" in log_events(told.records)[-1].fields["error"]
 
 
 def test_an_owner_that_nobody_follows_is_a_warning(told: pytest.LogCaptureFixture) -> None:
     """It lost the run, and does not know to whom: perhaps to nobody."""
-    of_several().goes_on(not_owner(), admitted=True, at_once=False)
+    of_several().attempt_failed(not_owner(), admitted=True, at_once=False)
     assert [level for level, _ in lines(told)] == ["WARNING"]
 
 
 def test_before_a_node_is_in_only_what_takes_long_is_told(told: pytest.LogCaptureFixture) -> None:
     """To be sent to the owner is how one joins; and one that is there knows best what is wrong."""
     outage = Outage(ALL)
-    outage.goes_on(NO_ETCD, admitted=False, at_once=True)
+    outage.attempt_failed(NO_ETCD, admitted=False, at_once=True)
     assert lines(told) == []
-    outage.goes_on(LOST, admitted=False, at_once=False)
+    outage.attempt_failed(LOST, admitted=False, at_once=False)
     assert lines(told) == [("WARNING", "no answer yet, trying again")]
     assert "no etcd here" in log_events(told.records)[0].fields["error"]
 
@@ -84,5 +84,5 @@ def test_one_service_alone_is_lost_once(told: pytest.LogCaptureFixture) -> None:
     outage = Outage("a:1")
     outage.over("a:1", sought=False)
     for _ in range(3):
-        outage.goes_on(LOST, admitted=True, at_once=False)
+        outage.attempt_failed(LOST, admitted=True, at_once=False)
     assert lines(told) == [("WARNING", "rendezvous service lost, trying to reach it")]

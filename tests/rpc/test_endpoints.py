@@ -53,4 +53,4 @@ def test_no_part_of_a_password_is_told() -> None:
     """Not even where there is a comma in it; sockets may have an @ in their names."""
     with pytest.raises(EndpointError, match=r"endpoint 'me:\*\*\*@a:1' has an @"):
         parse_endpoints("me:hid,den@a:1")
-    assert len(parse_endpoints("unix:/run/a@1,b:2").places) == 2
+    assert len(parse_endpoints("unix:/run/a@1,b:2").endpoints) == 2

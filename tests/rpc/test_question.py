@@ -18,7 +18,7 @@ from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
 async def ask(*places: str, repeatable: bool = True) -> str:
     """Who answers, asking in this order."""
     async with ReplicaClient(",".join(places)) as board, asyncio.timeout(PATIENCE):
-        board._route._start = 0
+        board._selector._start = 0
         answer: bytes = await ask_any(board, Tiny, lambda stub: stub.Ask(b"?"), repeatable=repeatable)
     return answer.decode()
 

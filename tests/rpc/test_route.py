@@ -44,7 +44,7 @@ def test_who_answered_is_asked_again() -> None:
     search.refused(search.next(NOW), NOW)
     search.answered(B)
     assert search.next(NOW) == B
-    assert ReplicaSearch(search.route).next(NOW) == B
+    assert ReplicaSearch(search.selector).next(NOW) == B
 
 
 def test_the_owner_is_asked_at_once() -> None:
@@ -55,7 +55,7 @@ def test_the_owner_is_asked_at_once() -> None:
     assert search.next(NOW) == FAR
     search.answered(FAR)
     search.rest()
-    assert search.next(NOW) == ReplicaSearch(search.route).next(NOW) == FAR
+    assert search.next(NOW) == ReplicaSearch(search.selector).next(NOW) == FAR
 
 
 def test_an_owner_that_just_failed_is_not_asked_at_anybody_s_word() -> None:
@@ -78,10 +78,10 @@ def test_a_silent_owner_is_avoided_for_longer_each_time() -> None:
     avoided = []
     for _ in range(5):
         search.refused(A, NOW, silent=True)
-        avoided.append(next(span for span in range(100) if not search.route.is_doubtful(A, NOW + span)))
+        avoided.append(next(span for span in range(100) if not search.selector.is_doubtful(A, NOW + span)))
     assert avoided == [2, 4, 8, 16, 16]
     search.answered(A)
-    assert not search.route.is_doubtful(A, NOW)
+    assert not search.selector.is_doubtful(A, NOW)
 
 
 def test_replicas_that_point_at_one_another_are_not_followed_in_circles() -> None:
@@ -121,7 +121,7 @@ def test_an_owner_that_is_gone_is_forgotten() -> None:
     search = begin()
     search.pointed(A, FAR, NOW)
     search.refused(FAR, NOW)
-    assert FAR not in search.route.places
+    assert FAR not in search.selector.ordered
     assert search.at_once
     assert search.next(NOW) == B
 
@@ -136,16 +136,16 @@ def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
 
 def test_only_where_there_is_a_choice_patience_ends() -> None:
     """It doubles with each silence of a place, so that one that is slow gets to answer, and begins anew with that."""
-    assert begin(A).route.patience(A, ANSWER_PATIENCE) == math.inf
+    assert begin(A).selector.timeout(A, ANSWER_PATIENCE) == math.inf
     search = begin()
     patience = []
     for _ in range(5):
-        patience.append(search.route.patience(A, ANSWER_PATIENCE))
+        patience.append(search.selector.timeout(A, ANSWER_PATIENCE))
         search.refused(A, NOW, silent=True)
     assert patience == [4.0, 8.0, 16.0, 16.0, 16.0]
-    assert search.route.patience(B, ANSWER_PATIENCE) == ANSWER_PATIENCE
+    assert search.selector.timeout(B, ANSWER_PATIENCE) == ANSWER_PATIENCE
     search.answered(A)
-    assert search.route.patience(A, ANSWER_PATIENCE) == ANSWER_PATIENCE
+    assert search.selector.timeout(A, ANSWER_PATIENCE) == ANSWER_PATIENCE
 
 
 def test_one_place_alone_is_asked_with_a_rest_before_each_time() -> None:
@@ -161,10 +161,10 @@ def test_a_list_that_changed_is_used_from_then_on() -> None:
     """Who answers stays known, wherever it is."""
     search = begin()
     search.answered(A)
-    search.route.renew([B, FAR])
+    search.selector.renew([B, FAR])
     assert search.next(NOW) == A
     search.refused(A, NOW)
-    assert {search.next(NOW), *search.route.places} == {B, FAR}
+    assert {search.next(NOW), *search.selector.ordered} == {B, FAR}
 
 
 @pytest.mark.parametrize("named", ["rdzv.example:1", "10.0.0.1:1"])

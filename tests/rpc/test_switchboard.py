@@ -61,7 +61,7 @@ async def test_one_that_is_not_there_costs_no_rest(
     client = Client(stack, nowhere, here.address)
     assert [await client.ask() for _ in range(2)] == ["b", "b"]
     assert client.pauses == []
-    assert client.board._route.places[0].endpoint.port == int(here.address.rpartition(":")[2])
+    assert client.board._selector.ordered[0].endpoint.port == int(here.address.rpartition(":")[2])
 
 
 async def test_one_that_takes_calls_and_says_nothing_is_left(

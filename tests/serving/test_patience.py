@@ -31,8 +31,8 @@ async def test_who_takes_nothing_is_told_to_come_back(
         subscriber = Subscriber(context, 0.05)
         try:
             for _ in range(taken):
-                await subscriber.tell(b"small")
-            await subscriber.tell(LARGE)
+                await subscriber.send(b"small")
+            await subscriber.send(LARGE)
         finally:
             given_up.set()
 
@@ -61,4 +61,4 @@ async def test_who_has_gone_is_not_slow() -> None:
 
     subscriber: Any = Gone()
     with pytest.raises(asyncio.InvalidStateError):
-        await Subscriber(subscriber, 60.0).tell(b"")
+        await Subscriber(subscriber, 60.0).send(b"")

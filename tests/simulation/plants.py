@@ -347,7 +347,7 @@ def put_failures_to_the_clock_of_leases(patch: pytest.MonkeyPatch) -> None:
 
 def take_commits_for_pauses(patch: pytest.MonkeyPatch) -> None:
     """The engine looks at the clock between its steps only."""
-    look, watch, patience = LeaseClock._look, LeaseClock.watch, LeaseClock.patience
+    look, watch, patience = LeaseClock._check, LeaseClock.watch, LeaseClock.timeout
 
     def between_steps(self: LeaseClock, *, wanted: bool) -> None:
         look(self)
@@ -357,9 +357,9 @@ def take_commits_for_pauses(patch: pytest.MonkeyPatch) -> None:
         seconds = patience(self, deadline)
         return None if seconds is None else min(seconds, self._lag.pulse)
 
-    patch.setattr(LeaseClock, "_look", lambda self: None)
+    patch.setattr(LeaseClock, "_check", lambda self: None)
     patch.setattr(LeaseClock, "watch", between_steps)
-    patch.setattr(LeaseClock, "patience", short)
+    patch.setattr(LeaseClock, "timeout", short)
 
 
 _AGREE = "all live nodes agree on one FINAL round"

@@ -24,7 +24,7 @@ def test_what_all_hosts_say_is_told_once() -> None:
         sentence
         for state in (waiting, first, first, stopping, second, third, done)
         for label in ("a", "b")
-        for sentence in story.tell(label, state)
+        for sentence in story.update(label, state)
     ]
     assert told == [
         "a waits for a round of 2 nodes",
@@ -42,10 +42,10 @@ def test_a_job_that_waits_between_rounds_says_what_for() -> None:
     story = JobStatusLines(max_restarts=3)
     why = "waits for a round of 2 nodes; the round before ended: node b left"
     states = [job(pb.JOB_STATE_RUNNING, 1), job(pb.JOB_STATE_WAITING, 1, why), job(pb.JOB_STATE_RUNNING, 2)]
-    told = [sentence for state in states for label in ("a", "c") for sentence in story.tell(label, state)]
+    told = [sentence for state in states for label in ("a", "c") for sentence in story.update(label, state)]
     assert told == ["round 1 runs: 4 workers", f"a {why}", "round 2 runs: 4 workers"]
-    assert list(story.tell("late", states[1])) == []
-    assert list(story.tell("a", job(pb.JOB_STATE_WAITING, 2, why))) == [f"a {why}"]
+    assert list(story.update("late", states[1])) == []
+    assert list(story.update("a", job(pb.JOB_STATE_WAITING, 2, why))) == [f"a {why}"]
 
 
 def test_hosts_that_go_are_named() -> None:
@@ -53,7 +53,7 @@ def test_hosts_that_go_are_named() -> None:
     story = JobStatusLines(max_restarts=0)
     drained = job(pb.JOB_STATE_DRAINING, 1, "power cut")
     over = job(pb.JOB_STATE_ENDED, 1, "left the run", exit_code=143)
-    told = [sentence for state in (drained, drained, over, over) for sentence in story.tell("a", state)]
+    told = [sentence for state in (drained, drained, over, over) for sentence in story.update("a", state)]
     told += [
         *story.lose("b", "it has not answered for 60 s"),
         *story.lose("b", "it has not answered for 60 s"),

@@ -33,9 +33,9 @@ class Recording:
 def unchosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test is a process that has chosen nothing yet."""
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-    process.table = process.uplink = process.client = None
+    process.table = process.connection = process.client = None
     yield
-    process.table = process.uplink = process.client = None
+    process.table = process.connection = process.client = None
 
 
 @pytest.fixture

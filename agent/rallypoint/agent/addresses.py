@@ -38,7 +38,7 @@ def local_address_towards(endpoint: str) -> str:
         SettingError: The endpoint's own name can't be resolved, or those of all.
     """
     # One on this host alone says nothing of how others see it.
-    *others, last = sorted(parse_endpoints(endpoint).places, key=lambda place: place.loopback)
+    *others, last = sorted(parse_endpoints(endpoint).endpoints, key=lambda place: place.loopback)
     for place in others:
         with suppress(SettingError):
             return _towards(place)

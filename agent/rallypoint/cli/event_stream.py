@@ -80,12 +80,12 @@ class Following:
         self._tls = tls
         self._request = pb.WatchEventsRequest()
         self._request.CopyFrom(request)
-        self._patience = patience
+        self._timeout = patience
         self._on_events = on_events
         self._on_gap = on_gap
         self._jitter = jitter
-        self._asked_at = 0.0
-        self._heard_at: float | None = None  # when the service was last there, once it was
+        self._requested_at = 0.0
+        self._received_at: float | None = None  # when the service was last there, once it was
         # Whether it has been away for too long, and is asked for the last time. It may be this process that was
         # away: stopped on a terminal, or asleep with its machine.
         self._last_time = False
@@ -100,13 +100,13 @@ class Following:
         backoff = _FIRST_BACKOFF
         async with ReplicaClient(self._endpoint, self._tls) as board:
             search = board.search()
-            self._asked_at = loop.time()
+            self._requested_at = loop.time()
             while True:
-                heard_before = self._heard_at
+                heard_before = self._received_at
                 try:
-                    line = await board.line(search, self._patience)
+                    line = await board.connect(search, self._timeout)
                     try:
-                        await self._hear(line, loop)
+                        await self._follow_once(line, loop)
                     finally:
                         line.hang_up()
                     return
@@ -117,11 +117,11 @@ class Following:
                 except TimeoutError:
                     self._bear_silence()
                 board.rest(search)
-                backoff = _FIRST_BACKOFF if self._heard_at != heard_before else backoff
+                backoff = _FIRST_BACKOFF if self._received_at != heard_before else backoff
                 await asyncio.sleep(backoff * (1 - self._jitter() / 2))
                 backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
-    async def _hear(self, line: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
+    async def _follow_once(self, line: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
         """Follow over one connection.
 
         Raises:
@@ -132,7 +132,7 @@ class Following:
         call = stub.WatchEvents(self._request)
         heard = False
         try:
-            async with asyncio.timeout(min(self._patience, line.patience)) as silence:
+            async with asyncio.timeout(min(self._timeout, line.timeout)) as silence:
                 async for response in call:
                     if not heard:
                         line.answered()
@@ -148,21 +148,21 @@ class Following:
         except TimeoutError:
             if line.alone:
                 raise
-            message = f"{line.place} gave no answer within {min(self._patience, line.patience):g} s"
+            message = f"{line.address} gave no answer within {min(self._timeout, line.timeout):g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message)
             line.failed(error)
             raise error from None
         finally:
             if heard:
-                self._heard_at = loop.time()
+                self._received_at = loop.time()
                 self._last_time = False
             call.cancel()
 
     def _bear_silence(self) -> None:
         """Return if it is worth to try again."""
-        if self._heard_at is None or self._last_time:
+        if self._received_at is None or self._last_time:
             raise SettingError(
-                f"no rendezvous service answered at {self._endpoint} within {self._patience:g} s"
+                f"no rendezvous service answered at {self._endpoint} within {self._timeout:g} s"
             ) from None
         self._last_time = True
 
@@ -170,11 +170,15 @@ class Following:
         """Return if it is worth to try again."""
         if self._is_gap(error):
             return
-        if error.code in _RETRYABLE and self._heard_at is not None and not self._last_time:
-            self._last_time = now - self._heard_at >= self._patience
+        if error.code in _RETRYABLE and self._received_at is not None and not self._last_time:
+            self._last_time = now - self._received_at >= self._timeout
             return
         # Nobody owns the run just now, and somebody will.
-        if error.reason == "NOT_OWNER" and self._heard_at is None and now < self._asked_at + self._patience:
+        if (
+            error.reason == "NOT_OWNER"
+            and self._received_at is None
+            and now < self._requested_at + self._timeout
+        ):
             return
         raise refusal(self._endpoint, self._tls, error) from None
 

@@ -108,7 +108,7 @@ def events(
         wanted.since.FromDatetime(since)
     if until is not None:
         wanted.until.FromDatetime(until)
-    line = json_line if as_json else EventLines().line
+    line = json_line if as_json else EventLines().format
 
     def show(these: Sequence[pb.Event]) -> None:
         for event in these:
@@ -153,7 +153,7 @@ class EventLines:
         """Nothing came before the first."""
         self._before: float | None = None
 
-    def line(self, event: pb.Event) -> str:
+    def format(self, event: pb.Event) -> str:
         """When, how long after the line before, what kind, what happened and why."""
         now = unix_seconds(event)
         span = "" if self._before is None else show_span(now - self._before)

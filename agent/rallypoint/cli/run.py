@@ -63,7 +63,7 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
         command=command,
         environment=ENVIRONMENT,
         run_id=where.run_id,
-        place=where.place,
+        service=where.service,
         nodes=where.nodes or flags["nnodes"],
         local_world_size=flags["nproc_per_node"],
         max_restarts=flags["max_restarts"],

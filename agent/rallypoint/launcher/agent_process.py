@@ -42,7 +42,7 @@ class AgentProcess:
         """Use `start` or `fork`."""
         self._process = process
         self._connection = connection
-        self._answer = bytearray()
+        self._reply = bytearray()
 
     @classmethod
     def start(cls, request: LaunchRequest) -> AgentProcess:
@@ -93,11 +93,11 @@ class AgentProcess:
     def wait(self) -> LaunchOutcome:
         """Waits for its end. Interrupted, may be called again."""
         while piece := self._connection.recv(1 << 16):
-            self._answer += piece
+            self._reply += piece
         status = self._process.wait()
         self._connection.close()
-        if self._answer:
-            outcome: LaunchOutcome = pickle.loads(bytes(self._answer))  # noqa: S301 (our own process's)
+        if self._reply:
+            outcome: LaunchOutcome = pickle.loads(bytes(self._reply))  # noqa: S301 (our own process's)
             return outcome
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
         return LaunchOutcome(128 - status if status < 0 else status or 1, f"the agent's process {how}")
@@ -145,7 +145,7 @@ def _carry_out(request: LaunchRequest, make_spawner: Callable[[], Spawner]) -> L
         # First of all: it must be there before gRPC is loaded, and comes up meanwhile.
         spawner = make_spawner()
         if request.folder is not None:
-            spawner.entrust(request.folder)
+            spawner.register_cleanup(request.folder)
         from rallypoint.launcher.requested_job import run_requested_job  # noqa: PLC0415
 
         return run_requested_job(request, spawner)

@@ -147,7 +147,7 @@ class ResolvedRendezvous:
         notices: What was asked for and has no meaning here; each one line.
     """
 
-    place: Place
+    service: Place
     run_id: str
     node_id: str = ""
     nodes: tuple[int, int] | None = None
@@ -203,7 +203,9 @@ def _alone(wish: RequestedRendezvous, notices: tuple[str, ...]) -> ResolvedRende
         raise SettingError("--nnodes: --standalone runs on this host alone: leave --nnodes out")
     conf, more = split_conf(wish.conf, "rallypoint")
     run_id = wish.run_id or f"standalone-{os.urandom(4).hex()}"
-    return ResolvedRendezvous(place=Embedded(), run_id=run_id, conf=conf.settings, notices=(*notices, *more))
+    return ResolvedRendezvous(
+        service=Embedded(), run_id=run_id, conf=conf.settings, notices=(*notices, *more)
+    )
 
 
 def _standing(wish: RequestedRendezvous) -> ResolvedRendezvous:
@@ -219,7 +221,7 @@ def _standing(wish: RequestedRendezvous) -> ResolvedRendezvous:
         )
     conf, notices = split_conf(wish.conf, "rallypoint")
     return ResolvedRendezvous(
-        place=ExternalService(wish.endpoint),
+        service=ExternalService(wish.endpoint),
         run_id=wish.run_id,
         conf=conf.settings,
         notices=(*_unused(wish, "the rallypoint backend"), *notices),
@@ -237,9 +239,9 @@ def _c10d(wish: RequestedRendezvous) -> ResolvedRendezvous:
             raise SettingError(
                 f"--rdzv-endpoint: {wish.endpoint!r} has port 0, which no other host can find; give a port"
             )
-        return ResolvedRendezvous(place=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
+        return ResolvedRendezvous(service=Embedded(), run_id=run_id, conf=conf.settings, notices=notices)
     place = Hosted(_endpoint(host, port), conf.is_host)
-    return ResolvedRendezvous(place=place, run_id=run_id, conf=conf.settings, notices=notices)
+    return ResolvedRendezvous(service=place, run_id=run_id, conf=conf.settings, notices=notices)
 
 
 def _etcd(wish: RequestedRendezvous) -> ResolvedRendezvous:
@@ -263,7 +265,7 @@ def _etcd(wish: RequestedRendezvous) -> ResolvedRendezvous:
         found = of_flags(backend, wish.endpoint, wish.run_id, conf=wish.conf, environment=wish.environment)
     conf, notices = split_conf(found.conf, "etcd")
     return ResolvedRendezvous(
-        place=Replicated(found.address),
+        service=Replicated(found.address),
         run_id=found.run_id,
         nodes=found.nodes,
         conf=conf.settings,
@@ -305,7 +307,7 @@ def _static(wish: RequestedRendezvous) -> ResolvedRendezvous:
             "choose a lower one, or name a place with --rdzv-endpoint"
         )
     return ResolvedRendezvous(
-        place=Hosted(_endpoint(*place), rank == 0) if most > 1 else Embedded(),
+        service=Hosted(_endpoint(*place), rank == 0) if most > 1 else Embedded(),
         run_id=wish.run_id or NO_RUN_ID,
         node_id=f"rank{rank}",
         conf=conf.settings,

@@ -169,7 +169,7 @@ class LaunchConfig:
             command=command,
             environment=dict(os.environ if self.environment is None else self.environment),
             run_id=where.run_id,
-            place=where.place,
+            service=where.service,
             nodes=(self.min_nodes, self.max_nodes),
             local_world_size=self.nproc_per_node,
             max_restarts=self.max_restarts,

@@ -37,7 +37,9 @@ class EmbeddedService:
         self.peer = peer
         self._server = server
 
-    async def see_off(self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool) -> None:
+    async def stop_when_over(
+        self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool
+    ) -> None:
         """Return when the run is over and its nodes know, at the latest soon after.
 
         Without its rendezvous a run can't go on. So where this node is done and others are still at work, they get

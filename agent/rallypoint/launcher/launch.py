@@ -164,7 +164,7 @@ async def launch(
         check_devices(config)
         await _check_bounds(config)
         config = await _with_metrics(plan.metrics_address, config, stack)
-        if plan.node_id_is_ours and not isinstance(plan.place, Embedded):
+        if plan.node_id_is_ours and not isinstance(plan.service, Embedded):
             await refuse_twin(config)
         job = Job(config, spawner)
         on_job(job)
@@ -175,7 +175,7 @@ async def launch(
             raise SettingError(str(error)) from None
         if meeting.host is not None:
             succeeded = result.exit_code == SUCCEEDED
-            await meeting.host.see_off(plan.run_id, result.detail, plan.signals, succeeded=succeeded)
+            await meeting.host.stop_when_over(plan.run_id, result.detail, plan.signals, succeeded=succeeded)
         return result
 
 
@@ -193,7 +193,7 @@ async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -
     async def address(endpoint: str) -> str:
         return plan.local_address or await own_address_towards(endpoint, conf.read_timeout)
 
-    place = plan.place
+    place = plan.service
     if isinstance(place, Embedded):
         peer = Peer(await stack.enter_async_context(embedded_rendezvous()))
         return _LaunchedRendezvous(peer, await address(peer.endpoint))

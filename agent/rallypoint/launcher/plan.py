@@ -91,7 +91,7 @@ class LaunchPlan:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     run_id: str
-    place: Place = field(default_factory=Embedded)
+    service: Place = field(default_factory=Embedded)
     nodes: tuple[int, int] = (1, 1)
     local_world_size: int = 1
     max_restarts: int = 0

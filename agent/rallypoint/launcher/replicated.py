@@ -75,11 +75,11 @@ class OwnReplica:
         # Why it can't be served here, for `begun`.
         self._refused: asyncio.Future[SettingError] = asyncio.get_running_loop().create_future()
         self._leaving = asyncio.Event()
-        self._turns: asyncio.Task[None] | None = None
+        self._renewals: asyncio.Task[None] | None = None
 
     def begin(self, client: EtcdClient) -> None:
         """Serve whenever there is a seat, until `see_off` or `end`."""
-        self._turns = asyncio.create_task(self._take_turns(client))
+        self._renewals = asyncio.create_task(self._renew(client))
 
     async def begun(self, signpost: RedirectingLocator, patience: float) -> None:
         """Wait until the run is served anywhere, for so many seconds at the most.
@@ -97,7 +97,9 @@ class OwnReplica:
             self._refused.cancel()
             served.cancel()
 
-    async def see_off(self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool) -> None:
+    async def stop_when_over(
+        self, run_id: str, reason: str, signals: Sequence[int], *, succeeded: bool
+    ) -> None:
         """Serve no more, in good order: who still needs the run finds it with another agent. Bounded.
 
         Args:
@@ -107,19 +109,19 @@ class OwnReplica:
             succeeded: Whether the workers here did.
         """
         self._leaving.set()
-        if self._turns is None:
+        if self._renewals is None:
             return
         if self._services is None:
-            self._turns.cancel()
-        await asyncio.wait({self._turns})
+            self._renewals.cancel()
+        await asyncio.wait({self._renewals})
 
     async def end(self) -> None:
         """Serve no more, at once."""
-        if self._turns is not None:
-            self._turns.cancel()
-            await asyncio.wait({self._turns})
+        if self._renewals is not None:
+            self._renewals.cancel()
+            await asyncio.wait({self._renewals})
 
-    async def _take_turns(self, client: EtcdClient) -> None:
+    async def _renew(self, client: EtcdClient) -> None:
         backoff, said = self._pace.backoff(_LONGEST_BACKOFF), ""
         while not self._leaving.is_set():
             self._stood = 0.0
@@ -199,7 +201,7 @@ class OwnReplica:
     async def _is_over(self, services: ReplicatedServices) -> bool:
         """Whether the run is served here, and closed."""
         try:
-            engine = services.home.shard(self._run_id).engine
+            engine = services.locator.shard(self._run_id).engine
             async with asyncio.timeout(LAST_WORD):
                 return await engine.read_run(self._run_id, lambda state: state.phase is Phase.CLOSED)
         except Exception as error:

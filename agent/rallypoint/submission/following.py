@@ -83,7 +83,7 @@ class Retries:
 
     def __init__(self, patience: Callable[[], float], pace: Pace) -> None:
         """`patience`: seconds that it may be away before it counts as lost, as things are."""
-        self._patience = patience
+        self._timeout = patience
         self._pace = pace
         self._since: float | None = None
         self._backoff = pace.backoff()
@@ -107,7 +107,7 @@ class Retries:
         now = self._pace.clock()
         if self._since is None:
             self._since = now
-        if (waited := now - self._since) >= self._patience():
+        if (waited := now - self._since) >= self._timeout():
             raise Lost(f"it has not answered for {waited:.0f} s: {why}" if waited >= 1.0 else why)
         await self._pace.sleep(self._backoff.next())
 
@@ -140,7 +140,7 @@ class LogPieces:
         self._stub = stub
         self._request = request
         self._tls = tls
-        self._patience = patience
+        self._timeout = patience
         self._pace = pace or Pace()
         self._cursors: dict[tuple[int, int], pb.LogCursor] = {}
 
@@ -150,7 +150,7 @@ class LogPieces:
         Raises:
             Lost: The agent refuses, or was away for too long.
         """
-        retries = Retries(self._patience, self._pace)
+        retries = Retries(self._timeout, self._pace)
         while True:
             request = pb.StreamLogsRequest()
             request.CopyFrom(self._request)
@@ -207,7 +207,7 @@ class Followed:
         self.lost: str | None = None
         self._launch = launch
         self._tls = tls
-        self._patience = patience
+        self._timeout = patience
         self._note = note
         self._pace = pace or Pace()
 
@@ -218,7 +218,7 @@ class Followed:
 
     async def watch(self, on_change: Callable[[Followed], None]) -> None:
         """Call `on_change` with each new state; returns once `ended`."""
-        retries = Retries(lambda: self._patience, self._pace)
+        retries = Retries(lambda: self._timeout, self._pace)
         try:
             while not self.ended:
                 try:
@@ -267,7 +267,7 @@ class Followed:
     async def follow_logs(self, take: Callable[[Followed, pb.StreamLogsResponse], Awaitable[None]]) -> None:
         """Call `take` with each piece of output, in order and once each; returns at the end of it, or if lost."""
         request = pb.StreamLogsRequest(run_id=self._launch.spec.run_id, follow=True)
-        pieces = LogPieces(self.agent.stub, request, self._tls, self._patience_for_logs, self._pace)
+        pieces = LogPieces(self.agent.stub, request, self._tls, self._log_timeout, self._pace)
         pieces.begun = True  # it has answered the launch
         try:
             async for piece in pieces.read():
@@ -275,8 +275,8 @@ class Followed:
         except Lost as loss:
             self._note(f"{self.agent.label}: the rest of its logs is missing here: {loss}")
 
-    def _patience_for_logs(self) -> float:
-        return min(self._patience, LAST_WORDS) if self.ended else self._patience
+    def _log_timeout(self) -> float:
+        return min(self._timeout, LAST_WORDS) if self.ended else self._timeout
 
     async def stop(self, reason: str, *, now: bool, timeout: float) -> str | None:
         """Have the job stop there; why it could not be told to, if so."""

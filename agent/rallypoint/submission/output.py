@@ -81,12 +81,12 @@ class JobStatusLines:
         self._stopped_round = 0
         self._running_round = 0
         self._restarts = 0
-        self._told: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
 
-    def tell(self, label: str, job: pb.Job) -> Iterator[str]:
+    def update(self, label: str, job: pb.Job) -> Iterator[str]:
         """What is new in the state of the job on a host."""
         match job.state:
-            case pb.JOB_STATE_WAITING if self._is_news(job):
+            case pb.JOB_STATE_WAITING if self._is_new(job):
                 self._waiting = job.round, job.detail
                 yield f"{label} {job.detail}"
             case pb.JOB_STATE_STOPPING if job.round > self._stopped_round:
@@ -109,14 +109,14 @@ class JobStatusLines:
         """A host can't be followed any more."""
         yield from self._once(label, f"{label} is lost: {why}")
 
-    def _is_news(self, job: pb.Job) -> bool:
+    def _is_new(self, job: pb.Job) -> bool:
         """Whether a host that waits does so after the latest round, and for something else than told."""
         latest = max(self._waiting[0], self._running_round)
         return job.round >= latest and (job.round, job.detail) != self._waiting
 
     def _once(self, label: str, sentence: str) -> Iterator[str]:
-        if self._told.get(label) != sentence:
-            self._told[label] = sentence
+        if self._shown.get(label) != sentence:
+            self._shown[label] = sentence
             yield sentence
 
 

@@ -76,7 +76,7 @@ class Submission:
     endpoints: Sequence[str]
     launch: pb.LaunchJobRequest
     tls: ClientTLS | None
-    patience: float
+    timeout: float
     detach: bool = False
 
 
@@ -101,8 +101,8 @@ class SubmissionSession:
         self._submission = submission
         # By whose output it is: an agent, and the rank of a worker there.
         self._lines: Lines[tuple[Followed, int]] = Lines(outputs)
-        self._say = say
-        self._story = JobStatusLines(submission.launch.spec.max_restarts)
+        self._report_line = say
+        self._status_lines = JobStatusLines(submission.launch.spec.max_restarts)
         self._agents: list[RemoteAgent] = []
         self._followed: list[Followed] = []
         self._signals: list[signal.Signals] = []
@@ -128,7 +128,9 @@ class SubmissionSession:
             self.launches = launches
             run_id = self._submission.launch.spec.run_id
             where = ", ".join(agent.label for agent in self._agents)
-            self._say(f"run {run_id} is launched on {where}; rendezvous at {launches[0].rendezvous_endpoint}")
+            self._report_line(
+                f"run {run_id} is launched on {where}; rendezvous at {launches[0].rendezvous_endpoint}"
+            )
             if self._submission.detach:
                 return 0
             await self._follow()
@@ -142,7 +144,7 @@ class SubmissionSession:
         try:
             await asyncio.wait({launching, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if not launching.done():
-                self._say("taking the launch back")
+                self._report_line("taking the launch back")
                 launching.cancel()
                 await asyncio.wait({launching})
             return None if launching.cancelled() else launching.result()
@@ -152,7 +154,9 @@ class SubmissionSession:
     async def _follow(self) -> None:
         submission = self._submission
         self._followed = [
-            Followed(agent, submission.launch, submission.tls, patience=submission.patience, note=self._say)
+            Followed(
+                agent, submission.launch, submission.tls, patience=submission.timeout, note=self._report_line
+            )
             for agent in self._agents
         ]
         watching = [asyncio.create_task(each.watch(self._changed)) for each in self._followed]
@@ -192,7 +196,7 @@ class SubmissionSession:
             self._signalled.clear()
             if not done or len(self._signals) > 2:
                 left = ", ".join(each.agent.label for each in self._followed if not each.ended)
-                self._say(f"not waiting any longer; the job has not ended on {left or 'any host'}")
+                self._report_line(f"not waiting any longer; the job has not ended on {left or 'any host'}")
                 return
             while handled < len(self._signals):
                 handled += 1
@@ -201,9 +205,9 @@ class SubmissionSession:
 
     def _stop(self, number: signal.Signals, *, now: bool) -> None:
         if now:
-            self._say("killing the workers everywhere")
+            self._report_line("killing the workers everywhere")
         else:
-            self._say(
+            self._report_line(
                 f"got {number.name}: stopping the job everywhere; once more, and its workers are killed"
             )
         for followed in self._followed:
@@ -214,22 +218,22 @@ class SubmissionSession:
     async def _stop_one(self, followed: Followed, reason: str, now: bool) -> None:
         why = await followed.stop(reason, now=now, timeout=STOP_TIMEOUT)
         if why is not None:
-            self._say(f"{followed.agent.label}: could not be told to stop: {why}")
+            self._report_line(f"{followed.agent.label}: could not be told to stop: {why}")
 
     def _changed(self, followed: Followed) -> None:
         label = followed.agent.label
         if followed.job is not None and followed.lost is None:
-            for sentence in self._story.tell(label, followed.job):
-                self._say(sentence)
+            for sentence in self._status_lines.update(label, followed.job):
+                self._report_line(sentence)
         if followed.lost is not None:
-            for sentence in self._story.lose(label, followed.lost):
-                self._say(sentence)
+            for sentence in self._status_lines.lose(label, followed.lost):
+                self._report_line(sentence)
 
     async def _print(self, followed: Followed, piece: pb.StreamLogsResponse) -> None:
         prefix = f"[{followed.agent.label} {piece.rank}]: ".encode()
         source = (followed, piece.rank)
         if piece.lost_bytes:
-            self._say(f"{followed.agent.label}: {lost_in_words(piece)}")
+            self._report_line(f"{followed.agent.label}: {lost_in_words(piece)}")
         await self._lines.add(source, piece.cursor.stream, prefix, piece.data)
 
     async def _conclude(self, rendezvous: str) -> int:
@@ -240,15 +244,15 @@ class SubmissionSession:
             for each in self._followed
         ]
         if reports and not self._signals:
-            self._say(f"The failure that ended the run:\n{reports[0]}")
+            self._report_line(f"The failure that ended the run:\n{reports[0]}")
         if self._signals:
             return 128 + self._signals[0]
         succeeded = None
         if any(code != 0 for code in codes):
-            succeeded = await self._ask_outcome(rendezvous)
+            succeeded = await self._request_outcome(rendezvous)
         return exit_code_of(codes, succeeded=succeeded)
 
-    async def _ask_outcome(self, endpoint: str) -> bool | None:
+    async def _request_outcome(self, endpoint: str) -> bool | None:
         """Whether the run succeeded, as its rendezvous service has it; None if that can't be known, or not yet."""
         request = rendezvous_pb.GetRunRequest(run_id=self._submission.launch.spec.run_id)
         async with ReplicaClient(endpoint, self._submission.tls) as board:

@@ -130,12 +130,12 @@ class _AgentSink:
     """Sends to the agent's socket, if there is one."""
 
     def __init__(self) -> None:
-        self._place = os.environ.get(METRICS_VARIABLE, "")
+        self._path = os.environ.get(METRICS_VARIABLE, "")
         self._rank = int(os.environ.get("RANK", "0"))
         self._socket: socket.socket | None = None
 
     def __call__(self, measurement: Measurement) -> None:
-        if not self._place:
+        if not self._path:
             return
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -146,7 +146,7 @@ class _AgentSink:
             "value": measurement.value,
             "rank": self._rank,
         }
-        self._socket.sendto(json.dumps(record).encode(), self._place)
+        self._socket.sendto(json.dumps(record).encode(), self._path)
 
     def close(self) -> None:
         if self._socket is not None:

@@ -108,7 +108,7 @@ async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
         page.limit = sizes.keys
         try:
             # What a member has, it can tell without a leader.
-            response = await members.ask(
+            response = await members.call_repeatedly(
                 "/etcdserverpb.KV/Range",
                 page,
                 kv_pb2.RangeResponse,
@@ -207,7 +207,7 @@ class EtcdClient:
             EtcdRefused: Nothing was done.
         """
         path = "/etcdserverpb.KV/Txn"
-        return from_txn(await self.members.ask_once(path, to_txn(txn), kv_pb2.TxnResponse, timeout=timeout))
+        return from_txn(await self.members.call_once(path, to_txn(txn), kv_pb2.TxnResponse, timeout=timeout))
 
     async def grant(self, ttl: int) -> tuple[int, float]:
         """Make a lease. One of which the answer is lost dies by itself.
@@ -224,7 +224,7 @@ class EtcdClient:
         """
         request = lease_pb2.LeaseGrantRequest(ttl=ttl)
         path = "/etcdserverpb.Lease/LeaseGrant"
-        response = await self.members.ask(path, request, lease_pb2.LeaseGrantResponse)
+        response = await self.members.call_repeatedly(path, request, lease_pb2.LeaseGrantResponse)
         if response.error:
             raise EtcdRefused(Reason.INVALID, response.error)
         return response.id, float(response.ttl)
@@ -257,7 +257,9 @@ class EtcdClient:
         request = kv_pb2.RangeRequest(key=f"{self.address.prefix}/".encode(), count_only=True)
         path, answer = "/etcdserverpb.KV/Range", kv_pb2.RangeResponse
         if at is None:
-            return (await self.members.ask(path, request, answer, timeout=timeout)).header.raft_term
+            return (
+                await self.members.call_repeatedly(path, request, answer, timeout=timeout)
+            ).header.raft_term
         seconds = self.members.request_timeout if timeout is None else timeout
         return (await self.members.call(at, path, request, answer, timeout=seconds)).header.raft_term
 
@@ -274,7 +276,7 @@ class EtcdClient:
         request = lease_pb2.LeaseRevokeRequest(id=lease)
         path = "/etcdserverpb.Lease/LeaseRevoke"
         try:
-            await self.members.ask(path, request, lease_pb2.LeaseRevokeResponse, timeout=timeout)
+            await self.members.call_repeatedly(path, request, lease_pb2.LeaseRevokeResponse, timeout=timeout)
         except EtcdRefused as error:
             if error.reason is not Reason.LEASE_NOT_FOUND:
                 raise
@@ -305,7 +307,7 @@ class EtcdClient:
         """
         request = kv_pb2.CompactionRequest(revision=revision)
         with suppress(Compacted):
-            await self.members.ask("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
+            await self.members.call_repeatedly("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
 
     async def versions(self) -> dict[str, str]:
         """The version of each member that answers, by its endpoint; empty where our user may not ask."""

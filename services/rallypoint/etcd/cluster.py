@@ -224,7 +224,7 @@ class Tokens:
         self._password = password
         # None: to be asked for. Empty: none is needed.
         self._token = None if user else ""
-        self._asking: asyncio.Task[str] | None = None
+        self._request: asyncio.Task[str] | None = None
 
     @property
     def has_user(self) -> bool:
@@ -245,11 +245,11 @@ class Tokens:
         """
         if self._token is not None and (self._token != stale or not self._user):
             return self._token
-        if self._asking is None:
+        if self._request is None:
             # Checking a password takes a server a tenth of a second: once is enough for all that wait.
-            self._asking = asyncio.ensure_future(self._ask(connection, timeout))
-            self._asking.add_done_callback(self._asked)
-        asking = self._asking
+            self._request = asyncio.ensure_future(self._authenticate(connection, timeout))
+            self._request.add_done_callback(self._on_token)
+        asking = self._request
         done, _ = await asyncio.wait({asking}, timeout=timeout)
         if not done or asking.cancelled():
             raise EtcdUnavailable(f"{connection.where}: no token after {timeout:g} s", unsent=True)
@@ -260,7 +260,7 @@ class Tokens:
         except EtcdError as error:
             raise EtcdUnavailable(str(error), unsent=True) from None
 
-    async def _ask(self, connection: EtcdChannel, timeout: float) -> str:
+    async def _authenticate(self, connection: EtcdChannel, timeout: float) -> str:
         request = auth_pb2.AuthenticateRequest(name=self._user, password=self._password)
         try:
             response = await connection.unary(_PATH, request, auth_pb2.AuthenticateResponse, timeout, ())
@@ -271,15 +271,15 @@ class Tokens:
             return ""
         return str(response.token)
 
-    def _asked(self, asking: asyncio.Task[str]) -> None:
-        self._asking = None
+    def _on_token(self, asking: asyncio.Task[str]) -> None:
+        self._request = None
         if not asking.cancelled() and asking.exception() is None:
             self._token = asking.result()
 
     def close(self) -> None:
         """Let go of who waits."""
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._request is not None:
+            self._request.cancel()
 
 
 # ---- The members of a cluster: which of them is called, and when another is tried.
@@ -325,7 +325,7 @@ class Members:
         if self.current is failed:
             self._current = (self._current + 1) % len(self.connections)
 
-    async def ask(
+    async def call_repeatedly(
         self,
         path: str,
         request: Message,
@@ -351,14 +351,14 @@ class Members:
         while True:
             connection = self.current
             try:
-                await connection.ready(attempts.patience())
+                await connection.ready(attempts.timeout())
                 return await self.call(
-                    connection, path, request, answer, timeout=attempts.patience(), leader=leader
+                    connection, path, request, answer, timeout=attempts.timeout(), leader=leader
                 )
             except EtcdUnavailable as error:
                 await attempts.failed(connection, error)
 
-    async def ask_once(
+    async def call_once(
         self, path: str, request: Message, answer: type[_Answer], *, timeout: float | None = None
     ) -> _Answer:
         """Send a request once, to a member that is connected.
@@ -371,8 +371,8 @@ class Members:
         while True:
             connection = self.current
             try:
-                await connection.ready(attempts.patience())
-                return await self.call(connection, path, request, answer, timeout=attempts.patience())
+                await connection.ready(attempts.timeout())
+                return await self.call(connection, path, request, answer, timeout=attempts.timeout())
             except EtcdUnavailable as error:
                 if not error.unsent:
                     self.move_on(connection)
@@ -456,7 +456,7 @@ class MemberAttempts:
         """Seconds until it has taken too long."""
         return max(0.0, self._deadline - self._members.pace.clock())
 
-    def patience(self) -> float:
+    def timeout(self) -> float:
         """Seconds to wait for one member."""
         return min(self.remaining(), self._members.attempt_timeout)
 

@@ -331,12 +331,12 @@ class Credentials:
         self._tls = tls
         self.names = tls.names if tls is not None else FileNames()
         """What the files are called where they were given, for messages."""
-        self._stamp = self._look()
+        self._stamp = self._read()
         self.current: grpc.ChannelCredentials | None = None if tls is None else client_credentials(tls)
 
     def refresh(self) -> None:
         """Read the files again if they were replaced; those that are no good (half written, say) change nothing."""
-        stamp = self._look()
+        stamp = self._read()
         if self._tls is None or stamp == self._stamp:
             return
         self._stamp = stamp
@@ -347,7 +347,7 @@ class Credentials:
                 "TLS files for etcd changed and are unusable; staying with the old ones", cause=str(error)
             )
 
-    def _look(self) -> Stamp:
+    def _read(self) -> Stamp:
         if self._tls is None:
             return ()
         files = (self._tls.ca, self._tls.certificate, self._tls.key)

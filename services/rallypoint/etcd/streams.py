@@ -27,7 +27,7 @@ class _WatchStream:
 
     def __init__(self, connection: EtcdChannel, token: str, members: Members) -> None:
         self._connection = connection
-        self._patience = members.attempt_timeout
+        self._timeout = members.attempt_timeout
         self._call: Any = connection.stream(_PATH, watch_pb2.WatchResponse, members.metadata(token))
         self._reading: asyncio.Task[Any] | None = None
 
@@ -38,7 +38,7 @@ class _WatchStream:
             EtcdUnavailable: The member doesn't take it.
         """
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 await self._connection.outcome(self._call.write(request))
         except TimeoutError:
             raise EtcdUnavailable(f"{self._connection.where}: a watch was not heard") from None
@@ -55,7 +55,7 @@ class _WatchStream:
             self._reading = asyncio.ensure_future(self._connection.outcome(self._call.read()))
         if not await self._arrives(_SILENCE):
             await self.send(watch_pb2.WatchRequest(progress_request=watch_pb2.WatchProgressRequest()))
-            if not await self._arrives(self._patience):
+            if not await self._arrives(self._timeout):
                 raise EtcdUnavailable(f"{self._connection.where}: a watch heard nothing")
         reading, self._reading = self._reading, None
         response = reading.result()

@@ -34,8 +34,8 @@ class Outage:
         self._at = ""
         self._sought = False
         self._begun = False
-        self._told = False
-        self._heard: ServiceError | None = None
+        self._logged = False
+        self._last_error: ServiceError | None = None
 
     def over(self, at: str, *, sought: bool) -> None:
         """The service answered.
@@ -46,10 +46,10 @@ class Outage:
         """
         self._at = at
         self._sought = sought
-        self._begun = self._told = False
-        self._heard = None
+        self._begun = self._logged = False
+        self._last_error = None
 
-    def goes_on(self, error: ServiceError, *, admitted: bool, at_once: bool) -> None:
+    def attempt_failed(self, error: ServiceError, *, admitted: bool, at_once: bool) -> None:
         """A stream ended, or there was none.
 
         Args:
@@ -59,8 +59,8 @@ class Outage:
         """
         first, self._begun = not self._begun, True
         if error.reason not in UNHEARD:
-            self._heard = error
-        if self._told:
+            self._last_error = error
+        if self._logged:
             return
         if admitted and self._sought and first:
             if _is_orderly(error):
@@ -69,8 +69,8 @@ class Outage:
                 return
         elif at_once:
             return  # others are asked first
-        self._told = True
-        reason = _why(error if first else self._heard or error)
+        self._logged = True
+        reason = _why(error if first else self._last_error or error)
         if not admitted:
             _log.warning("no answer yet, trying again", endpoint=self._endpoint, error=reason)
         elif self._sought:
@@ -191,8 +191,8 @@ class Membership:
                 ends with the job, inside the agent of one of its hosts, may not.
             jitter: Randomness of the back-off.
         """
-        self._board = switchboard(where)
-        self._search = self._board.search()
+        self._replicas = switchboard(where)
+        self._search = self._replicas.search()
         self._endpoint = endpoint
         self._request = request
         self._on_event = on_event
@@ -229,7 +229,7 @@ class Membership:
         backoff = _FIRST_BACKOFF
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
         # Who is going and holds nothing to give back must not join for the sake of leaving: it would cost a round.
-        while not self._over and (self._lease or not self._going()):
+        while not self._over and (self._lease or not self._leaving_or_departing()):
             self._progress = False
             error = await self._one_stream(deadline)
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -245,11 +245,11 @@ class Membership:
                 backoff = _FIRST_BACKOFF
             at_once = self._search.at_once and asyncio.get_running_loop().time() < deadline
             if error is not None:
-                self._outage.goes_on(error, admitted=self._ever_admitted, at_once=at_once)
+                self._outage.attempt_failed(error, admitted=self._ever_admitted, at_once=at_once)
             if at_once:
                 _log.debug("asking another replica", endpoint=self._endpoint, error=str(error))
                 continue
-            self._board.rest(self._search)
+            self._replicas.rest(self._search)
             pause = backoff * (1 - self._jitter.random() / 2)
             if error is not None and (
                 error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in MOVED
@@ -263,8 +263,8 @@ class Membership:
 
     def confirm(self, round_: int, master_port: int) -> None:
         """Say that no worker of an earlier round is alive on the node; of no matter for one that is going."""
-        if not self._going():
-            self._say(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
+        if not self._leaving_or_departing():
+            self._queue(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
 
     def report_failure(self, failure: pb.WorkerFailure) -> None:
         """Say that a worker failed; its age, as of now, goes on growing until it is heard."""
@@ -280,18 +280,18 @@ class Membership:
 
     def depart(self, reason: str) -> None:
         """Say that the node stops its workers in order to leave."""
-        self._say(pb.JoinRequest(depart=pb.DepartRun(reason=reason)))
+        self._queue(pb.JoinRequest(depart=pb.DepartRun(reason=reason)))
 
     def leave(self, reason: str) -> None:
         """Give the lease back; `run` returns when the server has taken it."""
-        self._say(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
+        self._queue(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
 
     def report_watchdog(self, trouble: str) -> None:
         """Say why no watchdog guards the node's workers; "": one does."""
         self._watchdog_trouble = trouble
         self._unsaid.set()
 
-    def _say(self, statement: pb.JoinRequest) -> None:
+    def _queue(self, statement: pb.JoinRequest) -> None:
         # The latest is enough: who confirms a round is not leaving, and who leaves has no need to have confirmed.
         self._statement = statement
         self._unsaid.set()
@@ -302,7 +302,7 @@ class Membership:
             raise error  # two agents that join over one another, in turn, would let nobody run
         if error.reason in _LEASE_ENDED and self._lease:
             self._lease = self._revision = 0
-            self._over = self._going()
+            self._over = self._leaving_or_departing()
             self._statement = self._success = None
             self._failures.clear()
             self._on_event(MembershipReset(error.message))
@@ -319,12 +319,12 @@ class Membership:
         """Live through one stream; returns the error that ended it, None for an orderly end."""
         loop = asyncio.get_running_loop()
         try:
-            line = await self._board.line(self._search, max(0.0, deadline - loop.time()))
+            line = await self._replicas.connect(self._search, max(0.0, deadline - loop.time()))
         except ServiceError as no_connection:
             self._last_error = no_connection.message
             return no_connection
         try:
-            error = await self._stream_over(line, min(deadline, loop.time() + line.patience))
+            error = await self._stream_over(line, min(deadline, loop.time() + line.timeout))
             if error is not None:
                 line.failed(error)
             return error
@@ -347,7 +347,7 @@ class Membership:
                 if not first.HasField("lease"):  # the server went away before it got to it
                     raise _ServerDraining
                 line.answered()
-                at = self._endpoint if line.alone else line.place
+                at = self._endpoint if line.alone else line.address
                 self._outage.over(at, sought=not line.alone)
                 await self._live(call, first, line, at)
             self._over = self._over or self._leaving()
@@ -379,7 +379,9 @@ class Membership:
         self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation))
         if self._statements() or self._watchdog_trouble:
             self._unsaid.set()
-        speaker = asyncio.create_task(self._speak(call, lease.keep_alive_interval.ToNanoseconds() / 1e9))
+        speaker = asyncio.create_task(
+            self._send_requests(call, lease.keep_alive_interval.ToNanoseconds() / 1e9)
+        )
         moved: list[Address] = []
         try:
             async with asyncio.timeout(None) as given_up:
@@ -411,7 +413,7 @@ class Membership:
             self._unsaid.set()  # a heartbeat at once: the service waits for a sign of life of each participant
         self._on_event(MembershipUpdate(update))
 
-    async def _speak(self, call: _JoinCall, interval: float) -> None:
+    async def _send_requests(self, call: _JoinCall, interval: float) -> None:
         """Say what is to be said, and, where there is nothing for so long, that the node is alive."""
         said = ""
         while True:
@@ -458,7 +460,7 @@ class Membership:
     def _leaving(self) -> bool:
         return self._statement is not None and self._statement.HasField("leave")
 
-    def _going(self) -> bool:
+    def _leaving_or_departing(self) -> bool:
         return self._leaving() or (self._statement is not None and self._statement.HasField("depart"))
 
 

@@ -58,7 +58,7 @@ async def places_of(endpoints: Endpoints, resolve: Resolve = addresses_of) -> li
         endpoints: The list.
         resolve: Finds addresses; has RESOLVE_TIMEOUT seconds.
     """
-    found = await asyncio.gather(*(_places(endpoint, resolve) for endpoint in endpoints.places))
+    found = await asyncio.gather(*(_places(endpoint, resolve) for endpoint in endpoints.endpoints))
     return list(dict.fromkeys(place for places in found for place in places))
 
 

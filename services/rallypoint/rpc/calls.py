@@ -35,7 +35,7 @@ class Attempts:
             service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
             board: Where the service is; None: always the same place.
         """
-        self._board = board
+        self._replicas = board
         self._search: ReplicaSearch | None = board.search() if board is not None else None
         self._pace = pace
         self._timeout = timeout
@@ -48,15 +48,15 @@ class Attempts:
         """Seconds left for the next attempt."""
         return max(0.0, self._deadline - self._pace.clock())
 
-    async def line(self) -> ReplicaConnection:
+    async def connection(self) -> ReplicaConnection:
         """The way to whom to ask next.
 
         Raises:
-            ServiceError: It could not be had; see ReplicaClient.line.
+            ServiceError: It could not be had; see ReplicaClient.connect.
         """
-        assert self._board is not None, "whom to ask was said"
+        assert self._replicas is not None, "whom to ask was said"
         assert self._search is not None
-        return await self._board.line(self._search, self.remaining())
+        return await self._replicas.connect(self._search, self.remaining())
 
     async def failed(self, error: ServiceError) -> None:
         """Wait until the next attempt, which comes at once where another replica is to be asked.
@@ -71,8 +71,8 @@ class Attempts:
         if self._search is not None and self._search.at_once and self.remaining() > 0:
             return
         pause = (error.retry_after or 0.0) + self._backoff.next()
-        if self._board is not None and self._search is not None:
-            self._board.rest(self._search)
+        if self._replicas is not None and self._search is not None:
+            self._replicas.rest(self._search)
         await self._pace.sleep(min(pause, self.remaining()))
         if self.remaining() <= 0:
             raise ServiceError(
@@ -105,15 +105,15 @@ class RetryingCalls(Generic[_Stub]):
             service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
             pace: How time passes.
         """
-        self._board = board
+        self._replicas = board
         self._stub = stub
         self._service = service
         self._pace = pace
-        self._told = False
+        self._outage_logged = False
 
     def attempts(self, timeout: float) -> Attempts:
         """The attempts at something that begins now and may take so many seconds."""
-        return Attempts(self._pace, timeout, self._service, self._board)
+        return Attempts(self._pace, timeout, self._service, self._replicas)
 
     async def call(
         self,
@@ -141,7 +141,7 @@ class RetryingCalls(Generic[_Stub]):
         while True:
             before_attempt()
             try:
-                line = await attempts.line()
+                line = await attempts.connection()
             except ServiceError as no_connection:
                 error = no_connection
             else:
@@ -149,22 +149,22 @@ class RetryingCalls(Generic[_Stub]):
                 try:
                     response = await self._one(line, pick, request, attempts.remaining(), waits=waits)
                     line.answered()
-                    self._told = False
+                    self._outage_logged = False
                     return response
                 except grpc.aio.AioRpcError as failure:
                     error = decode(failure)
                     ours = error.reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
                     # A call that had less time than that knows nothing: others must not shun the place for it.
-                    if not ours or self._pace.clock() - began_attempt >= line.patience:
+                    if not ours or self._pace.clock() - began_attempt >= line.timeout:
                         line.failed(error)
                 finally:
                     line.hang_up()
-            if not self._told and self._pace.clock() - began >= _TELL_AFTER:
-                self._told = True
+            if not self._outage_logged and self._pace.clock() - began >= _TELL_AFTER:
+                self._outage_logged = True
                 _log.warning(
                     "no answer yet, trying again",
                     service=self._service,
-                    endpoint=str(self._board),
+                    endpoint=str(self._replicas),
                     error=error.message,
                 )
             await attempts.failed(error)
@@ -178,7 +178,7 @@ class RetryingCalls(Generic[_Stub]):
         *,
         waits: bool,
     ) -> _Response:
-        timeout = remaining if waits else min(remaining, line.patience)
+        timeout = remaining if waits else min(remaining, line.timeout)
         return await pick(line.stub(self._stub))(request, timeout=timeout, wait_for_ready=line.alone)
 
 
@@ -220,14 +220,14 @@ async def ask_any(
     said: ServiceError | None = None
     while True:
         try:
-            line = await board.line(search)
+            line = await board.connect(search)
         except ServiceError as no_connection:
             error = no_connection
         else:
             try:
                 if not (repeatable or line.alone or line.connected):
                     raise ServiceError(
-                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.place} takes no connection"
+                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.address} takes no connection"
                     )
                 answer = await _answer(line, line.stub(stub), question, repeatable=repeatable)
                 line.answered()
@@ -241,7 +241,7 @@ async def ask_any(
                     raise ServiceError(
                         error.code,
                         OUTCOME_UNKNOWN,
-                        f"{line.place} was lost before it answered, so it may have been done ({error.message})",
+                        f"{line.address} was lost before it answered, so it may have been done ({error.message})",
                     ) from None
             finally:
                 line.hang_up()
@@ -259,14 +259,14 @@ async def ask_any(
 async def _answer(
     line: ReplicaConnection, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
 ) -> _Answer:
-    patience = line.patience if repeatable else float("inf")
+    patience = line.timeout if repeatable else float("inf")
     try:
         async with asyncio.timeout(patience if patience < float("inf") else None) as bound:
             return await question(stub)
     except TimeoutError:
         if not bound.expired():
             raise
-        message = f"{line.place} gave no answer within {patience:g} s"
+        message = f"{line.address} gave no answer within {patience:g} s"
         raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message) from None
     except grpc.aio.AioRpcError as failure:
         raise decode(failure) from None

@@ -228,15 +228,15 @@ def _host(host: str, text: str) -> str:
 class Endpoints:
     """Places of one service, each once, in the order in which they were given; at least one."""
 
-    places: tuple[Endpoint, ...]
+    endpoints: tuple[Endpoint, ...]
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.places))
+        return ",".join(map(str, self.endpoints))
 
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach any of them."""
-        return all(place.loopback for place in self.places)
+        return all(place.loopback for place in self.endpoints)
 
 
 def parse_endpoints(text: str) -> Endpoints:

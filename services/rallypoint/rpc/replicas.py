@@ -31,10 +31,10 @@ _Stub = TypeVar("_Stub")
 class _CachedChannel:
     """A channel to one place, and the stubs made for it."""
 
-    __slots__ = ("channel", "place", "stubs", "used_at", "users")
+    __slots__ = ("address", "channel", "stubs", "used_at", "users")
 
     def __init__(self, place: Address | None, channel: grpc.aio.Channel) -> None:
-        self.place = place
+        self.address = place
         self.channel = channel
         self.stubs: dict[Callable[[grpc.aio.Channel], Any], Any] = {}
         self.users = 0
@@ -49,7 +49,7 @@ class ReplicaConnection:
         patience: Seconds to wait for an answer that should come at once; without end if `alone`.
     """
 
-    __slots__ = ("_board", "_connection", "_hung_up", "_search", "alone", "patience")
+    __slots__ = ("_client", "_connection", "_hung_up", "_search", "alone", "timeout")
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class ReplicaConnection:
         *,
         alone: bool,
     ) -> None:
-        self._board = board
+        self._client = board
         self._search = search
         self._connection = connection
-        self.patience = patience
+        self.timeout = patience
         self.alone = alone
         self._hung_up: Callable[[], object] = lambda: None
         connection.users += 1
 
     @property
-    def place(self) -> str:
+    def address(self) -> str:
         """Where it leads, for messages."""
-        return str(self._connection.place or self._board)
+        return str(self._connection.address or self._client)
 
     @property
     def connected(self) -> bool:
@@ -87,28 +87,28 @@ class ReplicaConnection:
 
     def answered(self) -> None:
         """It did what it was asked."""
-        if self._connection.place is not None:
-            self._search.answered(self._connection.place)
+        if self._connection.address is not None:
+            self._search.answered(self._connection.address)
 
     def failed(self, error: ServiceError) -> None:
         """It did not; the route learns from it where to go next."""
-        if self._connection.place is not None:
-            self._board.learn(self._search, self._connection.place, error)
+        if self._connection.address is not None:
+            self._client.learn(self._search, self._connection.address, error)
 
     def when_moved(self, tell: Callable[[Address], None]) -> None:
         """Until it is hung up, have `tell` called when another call finds that the owner is elsewhere."""
-        here = self._connection.place
+        here = self._connection.address
 
         def found(owner: Address) -> None:
             if here is not None and owner != here:
                 tell(owner)
 
-        self._hung_up = self._search.route.when_found(found)
+        self._hung_up = self._search.selector.when_found(found)
 
     def hang_up(self) -> None:
         """Nobody uses it any more."""
         self._hung_up()
-        self._board.release(self._connection)
+        self._client.release(self._connection)
 
 
 class ReplicaClient:
@@ -142,8 +142,10 @@ class ReplicaClient:
         self._credentials = credentials_of(tls)
         self._pace = pace or Pace()
         self._resolve = resolve
-        self._named = any(map(has_name, self._endpoints.places))
-        self._route = ReplicaSelector([Address.of(each) for each in self._endpoints.places], self._pace.draw)
+        self._named = any(map(has_name, self._endpoints.endpoints))
+        self._selector = ReplicaSelector(
+            [Address.of(each) for each in self._endpoints.endpoints], self._pace.draw
+        )
         self._connections: dict[Address, _CachedChannel] = {}
         self._fixed: _CachedChannel | None = None
         self._resolving: asyncio.Task[None] | None = None
@@ -188,9 +190,9 @@ class ReplicaClient:
 
     def search(self) -> ReplicaSearch:
         """Begin to look for who answers: for one call, or for one stream after the other."""
-        return ReplicaSearch(self._route)
+        return ReplicaSearch(self._selector)
 
-    async def line(self, search: ReplicaSearch, within: float = float("inf")) -> ReplicaConnection:
+    async def connect(self, search: ReplicaSearch, within: float = float("inf")) -> ReplicaConnection:
         """The way to whom to ask next, connected if there are others to ask.
 
         Args:
@@ -208,13 +210,13 @@ class ReplicaClient:
         connection = self._connections.get(place)
         if connection is None:
             connection = self._connections[place] = _CachedChannel(place, self._open(place))
-        alone = len(self._route.places) <= 1
+        alone = len(self._selector.ordered) <= 1
         line = ReplicaConnection(
-            self, search, connection, self._route.patience(place, ANSWER_PATIENCE), alone=alone
+            self, search, connection, self._selector.timeout(place, ANSWER_PATIENCE), alone=alone
         )
         if alone:
             return line
-        patience = self._route.patience(place, CONNECT_PATIENCE)
+        patience = self._selector.timeout(place, CONNECT_PATIENCE)
         try:
             await _connected(connection.channel, min(patience, within))
         except TimeoutError:
@@ -260,7 +262,7 @@ class ReplicaClient:
 
     def _named_owner(self, address: str) -> Address | None:
         try:
-            return self._route.known_as(Address.of(parse_endpoint(address))) if address else None
+            return self._selector.known_as(Address.of(parse_endpoint(address))) if address else None
         except EndpointError:
             return None
 
@@ -280,7 +282,7 @@ class ReplicaClient:
 
     async def _renew(self) -> None:
         try:
-            self._route.renew(await places_of(self._endpoints, self._resolve))
+            self._selector.renew(await places_of(self._endpoints, self._resolve))
         finally:
             self._resolved_at = self._pace.clock()
             self._resolving = None
@@ -290,7 +292,7 @@ class ReplicaClient:
         self._sweep = None
         now = time.monotonic()
         for place, connection in [*self._connections.items()]:
-            if connection.users or place in (self._route.owner, self._route.good):
+            if connection.users or place in (self._selector.owner, self._selector.good):
                 continue
             if now < connection.used_at + IDLE_TIMEOUT / 2:
                 self._sweep = self._sweep or asyncio.get_running_loop().call_later(

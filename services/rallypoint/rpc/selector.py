@@ -46,30 +46,30 @@ class ReplicaSelector:
         """
         self.owner: Address | None = None
         self.good: Address | None = None
-        self._places = tuple(places)
+        self._addresses = tuple(places)
         self._draw = draw
-        self._start = int(draw() * len(self._places))
+        self._start = int(draw() * len(self._addresses))
         self._doubts: dict[Address, _DoubtedReplica] = {}
         self._finders: set[Callable[[Address], None]] = set()
 
     @property
-    def places(self) -> Sequence[Address]:
+    def ordered(self) -> Sequence[Address]:
         """All that may be asked, the best first: the owner, the one that answered last, the others in turn."""
         known = [place for place in (self.owner, self.good) if place is not None]
-        if not self._places:
+        if not self._addresses:
             return known
-        start = self._start % len(self._places)
-        return tuple(dict.fromkeys((*known, *self._places[start:], *self._places[:start])))
+        start = self._start % len(self._addresses)
+        return tuple(dict.fromkeys((*known, *self._addresses[start:], *self._addresses[:start])))
 
     def renew(self, places: Sequence[Address]) -> None:
         """The list has these places now; an owner or one that answers stays known, wherever it is."""
-        if set(places) != set(self._places):
+        if set(places) != set(self._addresses):
             self._start = int(self._draw() * len(places))
-        self._places = tuple(places)
+        self._addresses = tuple(places)
 
     def known_as(self, endpoint: Address) -> Address:
         """A place that somebody names, as the list has it: with the name that its certificate is asked for."""
-        for place in self._places:
+        for place in self._addresses:
             if place == endpoint or place.listed == endpoint.endpoint:
                 return place
         return endpoint
@@ -79,12 +79,12 @@ class ReplicaSelector:
         doubt = self._doubts.get(place)
         return doubt is not None and now < doubt.until
 
-    def patience(self, place: Address, base: float) -> float:
+    def timeout(self, place: Address, base: float) -> float:
         """Seconds to wait for a place: `base`, doubled with each time that it was silent; without end if it is alone.
 
         Doubled, since one that is busy rather than gone would never be done with a call that is always broken off.
         """
-        if len(self.places) <= 1:
+        if len(self.ordered) <= 1:
             return math.inf
         doubt = self._doubts.get(place)
         return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_PATIENCE)
@@ -123,7 +123,7 @@ class ReplicaSelector:
         for tell in [*self._finders]:
             tell(owner)
 
-    def turn(self) -> None:
+    def rotate(self) -> None:
         """Begin the list with the next place from now on."""
         self._start += 1
 
@@ -133,8 +133,8 @@ class ReplicaSearch:
 
     def __init__(self, route: ReplicaSelector) -> None:
         """`route`: what is known, to which it adds."""
-        self.route = route
-        self._asked: set[Address] = set()
+        self.selector = route
+        self._tried: set[Address] = set()
         self._hops = 0
         self._at_once = False
         # Whom the place that was asked last named as the owner.
@@ -143,8 +143,8 @@ class ReplicaSearch:
     def next(self, now: float) -> Address:
         """Whom to ask: who was not asked since the last rest and is not in doubt, the best first."""
         return min(
-            self.route.places,
-            key=lambda place: (place in self._asked, self.route.is_doubtful(place, now)),
+            self.selector.ordered,
+            key=lambda place: (place in self._tried, self.selector.is_doubtful(place, now)),
         )
 
     @property
@@ -154,44 +154,44 @@ class ReplicaSearch:
 
     def answered(self, place: Address) -> None:
         """A place did what it was asked."""
-        self.route.answered(place)
+        self.selector.answered(place)
         followed = self._followed
-        self._begin_anew()
+        self._begin_again()
         if place == followed:
-            self.route.found(place)
+            self.selector.found(place)
 
     def declined(self, place: Address) -> None:
         """A place answered that it can't just now; nothing is wrong with the way there."""
-        self.route.answered(place)
+        self.selector.answered(place)
         self._at_once = False
 
     def refused(self, place: Address, now: float, *, silent: bool = False) -> None:
         """A place could not be reached, is going away, or gave no answer in time (`silent`)."""
-        self.route.refused(place, now, silent=silent)
+        self.selector.refused(place, now, silent=silent)
         self._followed = None
-        self._asked.add(place)
-        self._at_once = any(other not in self._asked for other in self.route.places)
+        self._tried.add(place)
+        self._at_once = any(other not in self._tried for other in self.selector.ordered)
 
     def pointed(self, place: Address, owner: Address | None, now: float) -> None:
         """A place is not the owner, and names who is; None: nobody just now, which another would say as well."""
-        self.route.pointed(place, owner)
-        self._asked.add(place)
+        self.selector.pointed(place, owner)
+        self._tried.add(place)
         self._hops += 1
         self._at_once = (
             owner is not None
-            and owner not in self._asked
-            and not self.route.is_doubtful(owner, now)
+            and owner not in self._tried
+            and not self.selector.is_doubtful(owner, now)
             and self._hops <= _MOST_HOPS
         )
         self._followed = owner
 
     def rest(self) -> None:
         """A pause comes: everybody may be asked again after it."""
-        self._begin_anew()
-        self.route.turn()
+        self._begin_again()
+        self.selector.rotate()
 
-    def _begin_anew(self) -> None:
-        self._asked.clear()
+    def _begin_again(self) -> None:
+        self._tried.clear()
         self._followed = None
         self._hops = 0
         self._at_once = False

@@ -131,17 +131,17 @@ class _TimedWaits:
             waits.popleft()
         waits.append(wait)
         if self._timer is None:
-            self._timer = self._loop.call_at(wait.deadline, self._look)
+            self._timer = self._loop.call_at(wait.deadline, self._check)
         return wait
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         while self._waits and (self._waits[0].task is None or self._waits[0].deadline <= now):
             wait = self._waits.popleft()
             if wait.task is not None:
                 wait.over = True
                 wait.task.cancel()
-        self._timer = self._loop.call_at(self._waits[0].deadline, self._look) if self._waits else None
+        self._timer = self._loop.call_at(self._waits[0].deadline, self._check) if self._waits else None
 
 
 _waits: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _TimedWaits]] = WeakKeyDictionary()
@@ -268,7 +268,7 @@ class Subscriber:
         self._greeted = True
         await self._context.send_initial_metadata(())
 
-    async def tell(self, message: object) -> None:
+    async def send(self, message: object) -> None:
         """Send an answer.
 
         Raises:

@@ -242,7 +242,7 @@ class Server:
     async def _register(self, server: grpc.aio.Server) -> None:
         for service in self._services:
             service.add(server)
-        await self._tell_health()
+        await self._publish_health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [service.service_name for service in self._services]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -254,9 +254,9 @@ class Server:
         """
         if ready != self._ready:
             self._ready = ready
-            await self._tell_health()
+            await self._publish_health()
 
-    async def _tell_health(self) -> None:
+    async def _publish_health(self) -> None:
         said = health_pb2.HealthCheckResponse
         status = said.SERVING if self._ready else said.NOT_SERVING
         for name in ("", *(service.service_name for service in self._services)):

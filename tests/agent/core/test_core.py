@@ -547,7 +547,7 @@ def test_a_worker_that_outlives_its_kill_is_reported_and_the_node_leaves() -> No
     state, effects = play(joinable(), frozen(2), core.GroupStopped(), state=state)
     assert effects == [core.SendLeave(UNFIT.detail)]
     state, effects = play(core.MembershipEnded(), state=state)
-    assert (effects, state.finished, state.unfit) == ([core.Finish()], True, UNFIT.detail)
+    assert (effects, state.finished, state.unhealthy) == ([core.Finish()], True, UNFIT.detail)
 
 
 def test_what_outlives_an_ordinary_stop_makes_the_node_leave_too() -> None:
@@ -591,7 +591,7 @@ def test_a_node_that_leaves_already_only_remembers_it() -> None:
     """Its exit code tells whoever started it; the run hears one reason."""
     leaving, _ = play(core.StopRequested("got SIGTERM"), state=RUNNING)
     state, effects = play(UNFIT, state=leaving)
-    assert (effects, state.leaving, state.unfit) == ([], "got SIGTERM", UNFIT.detail)
+    assert (effects, state.leaving, state.unhealthy) == ([], "got SIGTERM", UNFIT.detail)
     assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave("got SIGTERM")]
 
 
@@ -599,4 +599,4 @@ def test_out_of_the_run_it_is_only_remembered() -> None:
     """There is nobody to tell any more."""
     out, _ = play(CLOSED, core.MembershipEnded(), state=RUNNING)
     state, effects = play(UNFIT, core.GroupStopped(), state=out)
-    assert (effects, state.unfit) == ([core.Finish()], UNFIT.detail)
+    assert (effects, state.unhealthy) == ([core.Finish()], UNFIT.detail)

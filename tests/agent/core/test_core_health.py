@@ -20,11 +20,11 @@ def test_without_checks_nothing_is_examined() -> None:
 def test_the_first_round_is_confirmed_once_the_host_was_found_healthy() -> None:
     """It is looked at while the node waits for others, and again only if that is long ago."""
     state, effects = play(joinable(), state=CHECKED)
-    assert effects == [core.CheckHealth(anew=False)]
+    assert effects == [core.CheckHealth(fresh=False)]
     state, effects = play(FOUND, joinable(), state=state)
     assert effects == []
     state, effects = play(frozen(1), state=state)
-    assert effects == [core.CheckHealth(anew=False)]
+    assert effects == [core.CheckHealth(fresh=False)]
     assert play(FOUND, state=state)[1] == [core.SendConfirm(1)]
 
 
@@ -47,7 +47,7 @@ def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
     state, effects = play(core.GroupFailed(), joinable(), state=RUNNING)
     assert effects == []
     state, effects = play(core.GroupStopped(), state=state)
-    assert effects == [core.CheckHealth(anew=True)]
+    assert effects == [core.CheckHealth(fresh=True)]
     state, effects = play(frozen(2), state=state)
     assert effects == []
     assert play(FOUND, state=state)[1] == [core.SendConfirm(2)]
@@ -55,27 +55,27 @@ def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
 
 def test_after_a_failure_elsewhere_what_was_found_a_moment_ago_will_do() -> None:
     """The same goes for a round that grows."""
-    assert play(joinable(), core.GroupStopped(), state=RUNNING)[1] == [core.CheckHealth(anew=False)]
+    assert play(joinable(), core.GroupStopped(), state=RUNNING)[1] == [core.CheckHealth(fresh=False)]
 
 
 def test_a_node_that_lost_its_lease_is_looked_at_anew() -> None:
     """Nobody knows why it was not heard of."""
     _, effects = play(core.LeaseEnded("no heartbeat"), core.GroupStopped(), state=RUNNING)
-    assert effects == [core.CheckHealth(anew=True)]
+    assert effects == [core.CheckHealth(fresh=True)]
 
 
 def test_a_spare_is_looked_at_when_it_takes_its_place() -> None:
     """However healthy it was when it began to wait."""
     state, effects = play(joinable(), FOUND, core.RunUpdated(core.Phase.FINAL), joinable(), state=CHECKED)
     assert effects == []
-    assert play(frozen(3), state=state)[1] == [core.CheckHealth(anew=False)]
+    assert play(frozen(3), state=state)[1] == [core.CheckHealth(fresh=False)]
 
 
 def test_a_host_that_is_not_healthy_leaves_with_the_reason() -> None:
     """The others learn it at once, and nothing was started here."""
     state, effects = play(joinable(), FULL, state=CHECKED)
     assert effects == [core.SendDeparture(FULL.detail), core.SendLeave(FULL.detail)]
-    assert state.unfit == FULL.detail
+    assert state.unhealthy == FULL.detail
     assert play(frozen(1), FOUND, state=state)[1] == []
 
 

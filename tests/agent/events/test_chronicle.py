@@ -78,7 +78,7 @@ class Tale:
         self.update(2.0, core.Phase.FROZEN, 1)
         self.update(3.0, core.Phase.FINAL, 1)
         self.started(4.0)
-        assert self.chronicle.standing is GroupState.HEALTHY
+        assert self.chronicle.group_state is GroupState.HEALTHY
 
     def told(self, *names: str) -> list[tuple[str, Any]]:
         """Names and durations of what was told since the last call, or of some names only."""
@@ -185,7 +185,7 @@ def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale
     for local_rank in (0, 1):
         tale.ends(8.0, _exit(local_rank, 8.0))
     tale.hears(8.0, core.GroupSucceeded())
-    assert tale.chronicle.standing is GroupState.SUCCEEDED
+    assert tale.chronicle.group_state is GroupState.SUCCEEDED
     tale.told()
     tale.update(10.0, core.Phase.FROZEN, 2, restart_count=1)
     tale.update(10.5, core.Phase.FINAL, 2, restart_count=1)
@@ -218,7 +218,7 @@ def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
     tale.update(12.0, core.Phase.FINAL, 2)
     tale.update(12.2, core.Phase.JOINABLE)
     tale.started(12.3)
-    assert tale.chronicle.standing is not GroupState.HEALTHY
+    assert tale.chronicle.group_state is not GroupState.HEALTHY
     tale.hears(12.7, core.GroupStopped())
     tale.update(13.0, core.Phase.FROZEN, 3)
     tale.update(13.0, core.Phase.FINAL, 3)
@@ -293,7 +293,7 @@ def test_the_end_of_a_job_says_how_long_all_of_it_took(
     tale.runs()
     tale.told()
     tale.events = tale.chronicle.ended(exit_code, "so it ended", Timestamp(60.0, EPOCH + 60))
-    assert tale.chronicle.standing is standing
+    assert tale.chronicle.group_state is standing
     last = tale.events[-1]
     assert (last.source, last.name, last.duration) == (Source.AGENT, name, 60.0)
     assert last.details == {"exit_code": exit_code, "reason": "so it ended"}
@@ -325,7 +325,7 @@ def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
     tale.hears(10.0, leaving)
     tale.hears(10.5, core.GroupStopped())
     assert tale.told("STOPPED", "RESTARTED") == []
-    assert tale.chronicle.standing is GroupState.STOPPED
+    assert tale.chronicle.group_state is GroupState.STOPPED
 
 
 def test_a_watchdog_that_comes_and_goes_says_how_long_it_was_otherwise(tale: Tale) -> None:

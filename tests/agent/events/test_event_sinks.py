@@ -130,7 +130,7 @@ def test_without_sinks_there_is_no_thread() -> None:
     """Most jobs have none: they must not pay for it."""
     deliver = EventDelivery([])
     deliver(_event("START"))
-    assert (deliver.wanted, deliver.under_way) == (False, False)
+    assert (deliver.has_sinks, deliver.under_way) == (False, False)
     assert deliver.close(0.0)
 
 

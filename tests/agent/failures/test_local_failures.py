@@ -24,13 +24,13 @@ class Told:
     def end(self, rank: int, at: float) -> None:
         """A worker has ended."""
         self.failures.note(failure(rank, at))
-        self.failures.tell()
+        self.failures.report_first()
 
 
 def test_the_first_to_end_is_told_once() -> None:
     """Those that end after it are its consequence."""
     told = Told()
-    told.failures.tell()
+    told.failures.report_first()
     for rank, at in ((2, 5.0), (0, 5.1), (1, 6.0)):
         told.end(rank, at)
     assert (told.first, told.earlier) == ([2], [])
@@ -41,10 +41,10 @@ def test_who_has_raised_before_it_is_the_first_at_once() -> None:
     """Although it has not ended."""
     told = Told()
     told.failures.note(failure(0, 5.05))
-    told.failures.tell([failure(3, 5.0), failure(2, 5.06)])
+    told.failures.report_first([failure(3, 5.0), failure(2, 5.06)])
     assert (told.first, told.earlier) == ([3], [])
     told.end(3, 5.0)  # it has come to its end
-    told.failures.tell([failure(2, 5.06)], stopping=True)
+    told.failures.report_first([failure(2, 5.06)], stopping=True)
     assert (told.first, told.earlier) == ([3], [])
     assert [each.rank for each in told.failures.in_order] == [3, 0, 2]
 
@@ -55,12 +55,12 @@ def test_an_earlier_one_that_comes_to_light_is_told_too() -> None:
     told.end(0, 5.05)
     told.end(1, 5.02)
     told.end(2, 5.03)
-    told.failures.tell([failure(3, 5.0)], stopping=True)
+    told.failures.report_first([failure(3, 5.0)], stopping=True)
     assert (told.first, told.earlier) == ([0], [1, 3])
 
 
 def test_found_while_stopping_it_is_no_reason_to_stop() -> None:
     """It is told as what was before."""
     told = Told()
-    told.failures.tell([failure(3, 5.0)], stopping=True)
+    told.failures.report_first([failure(3, 5.0)], stopping=True)
     assert (told.first, told.earlier) == ([], [3])

@@ -86,11 +86,11 @@ def test_who_has_raised_has_failed_although_it_has_not_ended(scene: Scene) -> No
 
 def test_who_has_raised_has_failed_once_a_worker_elsewhere_has(scene: Scene) -> None:
     """Nothing here has ended; who is asked again says nothing new."""
-    scene.post_mortem.look({0: 100, 1: 101})
+    scene.post_mortem.examine({0: 100, 1: 101})
     assert scene.first == []
     scene.raises(1, time.monotonic())
-    scene.post_mortem.look({0: 100, 1: 101})
-    scene.post_mortem.look({0: 100, 1: 101})
+    scene.post_mortem.examine({0: 100, 1: 101})
+    scene.post_mortem.examine({0: 100, 1: 101})
     scene.post_mortem.stopping({0: 100, 1: 101})
     assert ([each.rank for each in scene.first], scene.earlier) == ([5], [])
     scene.post_mortem.close()

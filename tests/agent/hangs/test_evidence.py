@@ -145,7 +145,7 @@ async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
         )
         evidence = Diagnostics(replace(HANG, pid=child, cpu_seconds=0.0), 2)
         await gather(evidence, asked, pipe, 20.0)
-    assert [look.pid for look in evidence.looks] == [child, worker]
+    assert [look.pid for look in evidence.process_looks] == [child, worker]
     assert "hold_the_gil" in evidence.stacks[child].text
     assert "wait_in_a_lock" in evidence.stacks[worker].text
     assert evidence.gaps == []
@@ -226,7 +226,7 @@ async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytes
         evidence = Diagnostics(replace(HANG, pid=first), 2)
         await gather(evidence, asked, pipe, 3.0)
     assert list(evidence.stacks) == [first]
-    assert len(evidence.looks) == 2
+    assert len(evidence.process_looks) == 2
 
 
 async def test_a_failure_of_ours_is_a_gap_and_no_failure(

@@ -53,7 +53,7 @@ async def ask(pipe: StackPipe, pid: int, *, resume: bool = False) -> str:
     said: list[bytes] = []
     pidfd = os.pidfd_open(pid)
     try:
-        await pipe.ask(pidfd, resume=resume, said=said)
+        await pipe.request_stacks(pidfd, resume=resume, said=said)
     finally:
         os.close(pidfd)
     return b"".join(said).decode()
@@ -135,7 +135,7 @@ async def test_a_process_that_is_gone_says_nothing(pipe: StackPipe) -> None:
     with hung(pipe.path, "lock") as pid:
         pidfd = os.pidfd_open(pid)
     said: list[bytes] = []
-    await pipe.ask(pidfd, resume=False, said=said)
+    await pipe.request_stacks(pidfd, resume=False, said=said)
     assert said == []
     os.close(pidfd)
 

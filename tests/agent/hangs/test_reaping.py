@@ -113,7 +113,7 @@ async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reapin
     text = read(tmp_path / "hang.txt")
     assert text.count("it did not leave 'step' within 2 s") == 2
     assert text.count("in wait_in_a_lock\n") == 2
-    charged = reaping.case.charge(FAILURE)
+    charged = reaping.case.complete_failure(FAILURE)
     assert charged.message == accusation(reaping.hang)
     assert "in wait_in_a_lock\n" in charged.traceback
     assert charged.traceback.endswith(f"All of it: {tmp_path / 'hang.txt'}")
@@ -129,7 +129,7 @@ async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reapi
         await reaping.end(kill)
     assert kill.found_alive
     assert not (tmp_path / "hang.txt").exists()
-    charged = reaping.case.charge(FAILURE)
+    charged = reaping.case.complete_failure(FAILURE)
     assert (charged.message, charged.traceback) == (accusation(reaping.hang), "the last lines")
     assert reaping.case.figures == {"reason": charged.message}
 
@@ -141,9 +141,9 @@ async def test_a_report_holds_the_beginning_of_long_evidence(
     with hung(None, "lock") as pid:
         reaping = make(pid)
         await reaping.examine()
-    assert reaping.case.evidence is not None
-    reaping.case.evidence.gaps.append("é" * MAX_TRACEBACK)
-    text = reaping.case.charge(FAILURE).traceback
+    assert reaping.case.diagnostics is not None
+    reaping.case.diagnostics.gaps.append("é" * MAX_TRACEBACK)
+    text = reaping.case.complete_failure(FAILURE).traceback
     assert len(text.encode()) <= MAX_TRACEBACK
     assert text.startswith("rank 5, process")
     assert text.endswith(f"\n...\n\nAll of it: {tmp_path / 'hang.txt'}")
@@ -169,7 +169,7 @@ async def test_the_chosen_signal_comes_first_and_is_waited_for(
         await reaping.end(kill)
         assert not kill.found_alive
     assert (tmp_path / "heard").exists()
-    assert reaping.case.condemned
+    assert reaping.case.to_be_killed
 
 
 async def test_who_ignores_the_chosen_signal_is_killed(
@@ -217,14 +217,14 @@ async def test_as_the_last_resort_it_says_its_stacks_as_it_dies(
         await until(lambda: _sleeps(process.pid), "it to hang")
         reaping = make(process.pid)
         await reaping.examine()
-        assert reaping.case.evidence is not None
-        assert reaping.case.evidence.stacks == {}
+        assert reaping.case.diagnostics is not None
+        assert reaping.case.diagnostics.stacks == {}
         kill = Kill(process.pid)
         await reaping.end(kill)
         assert not kill.found_alive
         assert process.wait() == -signal.SIGABRT
     assert "in hold_the_gil" in read(tmp_path / "hang.txt")
-    text = reaping.case.charge(FAILURE).traceback
+    text = reaping.case.complete_failure(FAILURE).traceback
     assert text.splitlines()[0].endswith(", in hold_the_gil (program.py:3)")
     assert "as it died of SIGABRT" in text
     assert "long ago" not in text
@@ -268,8 +268,8 @@ async def test_a_number_that_is_anothers_by_now_gets_no_signal(
         look = look_at(stranger)
         assert look is not None
         assert look.main.state != "Z"
-    assert reaping.case.evidence is not None
-    assert reaping.case.evidence.looks == []
+    assert reaping.case.diagnostics is not None
+    assert reaping.case.diagnostics.process_looks == []
 
 
 async def test_a_file_that_cannot_be_written_costs_no_kill(
@@ -287,7 +287,7 @@ async def test_a_file_that_cannot_be_written_costs_no_kill(
         await asyncio.wait_for(stuck.examine(), 20)
     for reaping in (refused, stuck):
         assert reaping.case.file is None
-        assert reaping.case.charge(FAILURE).traceback.startswith("rank 5, process")
+        assert reaping.case.complete_failure(FAILURE).traceback.startswith("rank 5, process")
         assert reaping.case.figures["evidence"] == "could not be written"
     with (tmp_path / "hang.txt").open():
         pass  # lets the thread that waits go

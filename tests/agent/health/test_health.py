@@ -35,9 +35,9 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
     """Nothing is enough for nobody, and everything too little for everybody."""
     for name in ("disk", "memory"):
-        assert parse_health_check(f"{name}:0%").look is not None
+        assert parse_health_check(f"{name}:0%").check is not None
         for amount, healthy in (("0%", True), ("100%", False)):
-            look = parse_health_check(f"{name}:{amount}").look
+            look = parse_health_check(f"{name}:{amount}").check
             assert look is not None
             assert (look(CheckContext((tmp_path,))) is None) is healthy
 
@@ -45,16 +45,16 @@ def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
 def test_a_command_is_split_as_a_shell_does() -> None:
     """And found on the job's PATH."""
     check = parse_health_check("command:sh -c 'exit 0'", os.environ["PATH"])
-    assert (check.program, check.look) == (("sh", "-c", "exit 0"), None)
+    assert (check.program, check.check) == (("sh", "-c", "exit 0"), None)
 
 
 def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
     """All of it, further colons included; nothing without one."""
     for text, why in (("ipmi", "''"), ("ipmi:a:b", "'a:b'")):
-        look = parse_health_check(text).look
+        look = parse_health_check(text).check
         assert look is not None
         assert look(CheckContext()) == f"asked for {why}"
-    look = parse_health_check("ipmi:fine").look
+    look = parse_health_check("ipmi:fine").check
     assert look is not None
     assert look(CheckContext()) is None
 

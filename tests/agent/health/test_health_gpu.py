@@ -129,7 +129,7 @@ def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> 
     """And let go of, whatever was found."""
     nvml = Nvml(Gpu(), Gpu(lost=True))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    look = parse_health_check("gpu").look
+    look = parse_health_check("gpu").check
     assert look is not None
     assert look(CheckContext(visible_gpus="0")) is None
     assert look(CheckContext()) == "GPU 1 does not answer (GPU is lost)"

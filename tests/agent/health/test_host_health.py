@@ -28,7 +28,7 @@ class Host:
 
     def health(self, *checks: HealthCheck, timeout: float = PATIENCE) -> HostHealth:
         """Its health; by default there is one check, which says what `why` is."""
-        checks = checks or (HealthCheck("own", look=self.look),)
+        checks = checks or (HealthCheck("own", check=self.look),)
         return HostHealth(checks, CheckContext(), self._programs, timeout, lambda: self.now)
 
     def look(self, _: CheckContext) -> str | None:
@@ -69,14 +69,14 @@ async def test_all_are_made_at_the_same_time(host: Host) -> None:
         meeting.wait()
         return "bad"
 
-    checks = [HealthCheck("a", look=meet), HealthCheck("b", look=meet), HealthCheck("c", program=("true",))]
+    checks = [HealthCheck("a", check=meet), HealthCheck("b", check=meet), HealthCheck("c", program=("true",))]
     assert await host.health(*checks).examine(anew=True) == "a: bad; b: bad"
 
 
 async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> None:
     """As a look at a disk that is gone does."""
     stop = threading.Event()
-    hangs = HealthCheck("nfs", look=lambda _: str(stop.wait()))
+    hangs = HealthCheck("nfs", check=lambda _: str(stop.wait()))
     try:
         assert await host.health(hangs, timeout=0.1).examine(anew=True) == "nfs: it did not end within 0.1 s"
     finally:
@@ -89,7 +89,7 @@ async def test_one_that_raises_is_not_healthy(host: Host) -> None:
     def fail(_: CheckContext) -> str | None:
         raise OSError(5, "Input/output error")
 
-    told = await host.health(HealthCheck("disk", look=fail)).examine(anew=True)
+    told = await host.health(HealthCheck("disk", check=fail)).examine(anew=True)
     assert told == "disk: it could not be looked at: OSError(5, 'Input/output error')"
 
 

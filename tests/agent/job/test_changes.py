@@ -10,11 +10,11 @@ async def test_many_changes_are_one_wake_up() -> None:
     changes = Notifier()
     with changes.watch() as changed:
         for _ in range(1000):
-            changes.tell()
+            changes.notify()
         await changed.wait()
         changed.clear()
         assert not changed.is_set()
-        changes.tell()
+        changes.notify()
         assert changed.is_set()
 
 
@@ -23,10 +23,10 @@ async def test_each_watcher_is_told_by_itself() -> None:
     changes = Notifier()
     with changes.watch() as first:
         with changes.watch() as second:
-            changes.tell()
+            changes.notify()
             first.clear()
             assert second.is_set()
             second.clear()
-        changes.tell()
+        changes.notify()
         assert first.is_set()
         assert not second.is_set()

@@ -332,8 +332,8 @@ async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> 
     job = bench.job(script, restarts=1)
     running = bench.start(job)
     await bench.has("started.1.1")
-    assert job._crews.spawner.pid is not None
-    os.kill(job._crews.spawner.pid, signal.SIGKILL)
+    assert job._groups.spawner.pid is not None
+    os.kill(job._groups.spawner.pid, signal.SIGKILL)
     assert (await running).exit_code == SUCCEEDED
     await bench.has("started.2.1")
 
@@ -399,7 +399,7 @@ async def test_what_can_not_be_set_up_leaves_no_spawner_behind(
     job = bench.job("exit 0", **more)
     with pytest.raises(error):
         await bench.run(job)
-    assert job._crews.spawner.dead
+    assert job._groups.spawner.dead
 
 
 async def test_one_request_that_arrives_twice_is_one(bench: Bench) -> None:
@@ -459,7 +459,7 @@ async def test_success_stays_success_whatever_it_left_behind(bench: Bench, survi
     job = bench.job("exit 0")
     result = await bench.run(job)
     assert (result.exit_code, result.detail) == (SUCCEEDED, "all 2 workers of round 1 succeeded")
-    assert f"outlived SIGKILL: {survivor}" in (job.state.unfit or "")
+    assert f"outlived SIGKILL: {survivor}" in (job.state.unhealthy or "")
 
 
 async def test_without_a_place_for_temporary_files_nothing_is_joined(

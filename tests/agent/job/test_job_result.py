@@ -51,10 +51,10 @@ def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OU
         (AgentState(), {"run_end": run_end(FIRST)}, FAILED, "here"),
         (AgentState(), {"run_end": run_end(None, pb.OUTCOME_CANCELLED)}, FAILED, "here"),
         (AgentState(), {"run_end": run_end(replace(FIRST, permanent=True))}, PERMANENT, "never"),
-        (AgentState(unfit="it hangs"), {"run_end": run_end(FIRST)}, UNFIT, "elsewhere"),
+        (AgentState(unhealthy="it hangs"), {"run_end": run_end(FIRST)}, UNFIT, "elsewhere"),
         # Elsewhere it would fail as well.
         (
-            AgentState(unfit="it hangs"),
+            AgentState(unhealthy="it hangs"),
             {"run_end": run_end(replace(FIRST, permanent=True))},
             PERMANENT,
             "never",

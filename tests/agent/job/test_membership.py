@@ -67,7 +67,7 @@ async def test_a_membership_that_is_given_up_before_it_began_is_over_too(bench: 
     """Asked to stop twice in its first moment, a job would wait for ever for an end that nobody tells."""
     told: list[core.Event] = []
     job = bench.job("exit 0")
-    await job._crews.close(unfit=False)
+    await job._groups.close(unfit=False)
     config = job.config
     async with open_channel(config.rendezvous.endpoint) as channel:
         membership = NodeMembership(config, channel, told.append, ran=lambda: False, going=lambda: True)

@@ -203,7 +203,7 @@ async def test_what_was_written_before_a_process_was_known_comes_first(host: Hos
     await eventually(lambda: len(host.fifo._waiting) == 1)
     host.worker = known
     host.write(host.release(), line(scope_id="b"))
-    host.fifo.look()
+    host.fifo.read_requests()
     host.fifo.introduce()
     assert host.timers.scopes() == ["b"]
 
@@ -325,12 +325,12 @@ async def test_before_anybody_is_judged_the_pipe_is_read(
     if not watched:
         monkeypatch.setattr(os, "pidfd_open", _fail)
     host.write(line(scope_id="a"), line(scope_id="b"), line(pid=child.pid))
-    host.fifo.look()
+    host.fifo.read_requests()
     assert host.timers.scopes() == ["a", "b", "train.py#12"]
     host.write(host.release(scope_id="a"))
     child.kill()
     await child.wait()
-    host.fifo.look()
+    host.fifo.read_requests()
     assert host.timers.scopes() == ["b"]
 
 
@@ -343,7 +343,7 @@ async def test_processes_with_timers_are_bounded(host: Host, monkeypatch: pytest
     monkeypatch.setattr(host.holders, "limits", TimerLimits(connections=1, introduction=0.0))
     child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE)
     host.write(line(), line(pid=child.pid))
-    host.fifo.look()
+    host.fifo.read_requests()
     assert host.timers.scopes() == ["train.py#12"]
     child.kill()
     await child.wait()

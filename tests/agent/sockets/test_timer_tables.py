@@ -133,10 +133,10 @@ async def test_what_is_in_the_table_is_held(host: Host, process: Process) -> Non
     process.table.release(first)
     process.acquire(b"a", after=6.0)
     process.acquire(b"b")
-    assert table.look()
+    assert table.read_changes()
     assert host.timers.scopes() == ["a", "b"]
     assert host.timers.held["0@1", "a"] == (2, 6.0, 999.0)
-    assert not table.look()
+    assert not table.read_changes()
     table.close()
     assert host.timers.scopes() == []
 
@@ -147,7 +147,7 @@ async def test_equal_scopes_are_timers_of_their_own(host: Host, process: Process
     table = host.tables.open(host.holder(), process.descriptor)
     assert host.timers.scopes() == ["s", "s~2", "s~3"]
     process.table.release(slots[0])
-    table.look()
+    table.read_changes()
     assert host.timers.scopes() == ["s~2", "s~3"]
     table.close()
 
@@ -169,7 +169,7 @@ async def test_a_process_that_connected_again_is_looked_at_as_was_promised(
     again = host.tables.open(host.holder(), process.descriptor)
     former.close()
     assert process.listening() == pytest.approx(1002.0)
-    assert again.attend()
+    assert again.poll()
     again.close()
 
 
@@ -181,18 +181,18 @@ async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
     assert process.listening() == pytest.approx(1002.0)
     host.clock.now = 1001.5
     process.acquire(b"a")
-    assert table.attend()
+    assert table.poll()
     assert process.listening() == pytest.approx(1003.5)
     # At the very moment, a process may just have read the clock, and not rung.
     host.clock.now = 1003.5
-    assert table.attend()
+    assert table.poll()
     process.acquire(b"b")
     host.clock.now = 1003.6
-    assert table.attend()
+    assert table.poll()
     assert host.timers.scopes() == ["a", "b"]
     assert process.listening() == pytest.approx(1005.6)
     host.clock.now = 1005.7
-    assert not table.attend()
+    assert not table.poll()
     assert process.listening() == 0, "who ends a timer now has to ring"
     host.clock.now = 1100.0
     table.wake()
@@ -229,7 +229,7 @@ async def test_completions_are_told_once(host: Host, process: Process) -> None:
     process.leave(b"s", 0.5)
     table.close()
     table = host.tables.open(host.holder(), process.descriptor)
-    assert not table.look()
+    assert not table.read_changes()
     assert host.timers.observed == [("s", 2, 2.0), ("s", 1, 2.0)]
     table.close()
 
@@ -244,7 +244,7 @@ async def test_what_is_to_be_forgotten_does_not_come_back(host: Host, process: P
     assert host.timers.observed[-1] == ("s", 1, 9.0)
     process.leave(b"s", 1.0)
     process.leave(b"other", 1.0)
-    table.look()
+    table.read_changes()
     assert host.timers.observed[-2:] == [("s", 1, 1.0), ("other", 1, 8.0)]
     table.close()
 
@@ -253,11 +253,11 @@ async def test_progress_is_told_when_it_changes(host: Host, process: Process) ->
     """Under the worker's global rank."""
     table = host.tables.open(host.holder(), process.descriptor)
     process.table.progress(7, 999_000 * MILLISECOND)
-    table.look()
+    table.read_changes()
     process.acquire(b"s")
-    table.look()
+    table.read_changes()
     process.table.progress(8, 999_500 * MILLISECOND)
-    table.look()
+    table.read_changes()
     assert host.timers.steps == [("0@1", 4, 7, 999.0), ("0@1", 4, 8, 999.5)]
     table.close()
 
@@ -270,7 +270,7 @@ async def test_timers_that_found_no_slot_are_told_of_once(
         process.acquire(b"s%d" % number)
     table = host.tables.open(host.holder(), process.descriptor)
     process.acquire(b"s")
-    table.look()
+    table.read_changes()
     assert len(host.timers.held) == SLOTS
     assert caplog.text.count("too many timers") == 1
     table.close()
@@ -288,7 +288,7 @@ async def test_bounds_of_a_worker_hold_for_its_tables(
     table = Tables(Clock()).open(holders.open("0@1", os.getpid()), process.descriptor)
     assert timers.scopes() == ["a", "b"]
     process.table.release(first)
-    table.look()
+    table.read_changes()
     assert timers.scopes() == ["b", "c"]
     assert caplog.text.count("too many timers") == 1
     table.close()
@@ -309,7 +309,7 @@ async def test_what_is_no_timer_is_not_taken_for_one(host: Host, process: Proces
     assert host.timers.held["0@1", "future"][2] == 1000.0
     assert host.timers.observed == [("ages", 1, LONGEST)]
     process.view[16:SIZE] = b"\xff" * (SIZE - 16)
-    table.look()
+    table.read_changes()
     table.close()
     assert host.timers.scopes() == []
 
@@ -439,7 +439,7 @@ async def test_nobody_is_judged_unseen(
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
         await agent.timers.until(lambda: agent.timers.scopes() == ["s"])
         with monkeypatch.context() as blind:
-            blind.setattr(OpenTable, "look", Mock(side_effect=RuntimeError("a bug")))
+            blind.setattr(OpenTable, "read_changes", Mock(side_effect=RuntimeError("a bug")))
             assert await agent.timers.tell(agent.timers.expired("0@1", "s")) is False
         assert agent.expired == []
         assert "a bug" in caplog.text
@@ -516,9 +516,9 @@ async def test_processor_time_is_read_once_per_look(
     process.acquire(b"a")
     process.acquire(b"b")
     table = host.tables.open(host.holder(), process.descriptor)
-    table.look()
+    table.read_changes()
     process.acquire(b"c")
-    table.look()
+    table.read_changes()
     timers = [host.holders.find("0@1", scope) for scope in ("a", "b", "c")]
     assert [timer.cpu_seconds for timer in timers if timer is not None] == [1.0, 1.0, 2.0]
     table.close()

@@ -35,7 +35,7 @@ class LoggingJob(FakeJob):
             (folder / "stdout.log").touch()
             (folder / "stderr.log").touch()
         self.base_ranks[number] = base_rank
-        self.changed.tell()
+        self.changed.notify()
         return number
 
     def file(self, local_rank: int = 0, name: str = "stdout.log", attempt: int | None = None) -> Path:

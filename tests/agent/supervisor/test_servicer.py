@@ -87,10 +87,10 @@ async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> 
     assert (await next_state(states)).state == pb.JOB_STATE_WAITING
     for restarts in range(100):
         job.state = AgentState(workers=Workers.RUNNING, started=1, restart_count=restarts)
-        job.changed.tell()
+        job.changed.notify()
     told = await next_state(states)
     assert (told.state, told.restart_count) == (pb.JOB_STATE_RUNNING, 99)
-    job.changed.tell()  # nothing that could be seen
+    job.changed.notify()  # nothing that could be seen
     await stub.GetJob(
         pb.GetJobRequest()
     )  # by its answer the watcher's turn has come, and would have been used

@@ -38,7 +38,7 @@ async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
     nothing: Any = lambda *_: None  # noqa: E731
     callbacks = Callbacks(told.append, nothing, nothing, nothing, nothing, background.begin)
     crews, crew = WorkerGroups(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
-    crews.crew = crew  # type: ignore[assignment]
+    crews.group = crew  # type: ignore[assignment]
     sweeping = background.begin(crews._sweep(crew))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     crews.stop("a new round is being formed", signal.SIGTERM, 1.0)

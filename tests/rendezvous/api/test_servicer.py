@@ -390,7 +390,7 @@ async def test_a_stream_without_a_word_is_refused(served: Served, monkeypatch: p
     stream = served.stream()
     await stream.call.done_writing()
     assert field_of(await stream.ended()) == "message"
-    monkeypatch.setattr(served.servicer._openings, "_seconds", 0.05)
+    monkeypatch.setattr(served.servicer._unopened, "_seconds", 0.05)
     error = await served.stream().ended()
     assert error is not None
     assert (error.code, error.reason) == (Code.UNAVAILABLE, "FIRST_MESSAGE_LATE")

@@ -116,7 +116,9 @@ async def test_watchers_are_told_nothing() -> None:
         run = scene.shard.engine._runs[RUN]
         for lost in (OSError("the session is lost"), None):
             scene.lost = lost
-            run._told = 0  # as if it were a large run, which is told to watchers only now and then
+            run._published_revision = (
+                0  # as if it were a large run, which is told to watchers only now and then
+            )
             scene.shard.engine._schedule.put(RUN, scene.now)
             (reading,) = await begun(scene.shard.engine.get_run(RUN))
             assert isinstance(reading.exception(), NotOwner) == (lost is not None)

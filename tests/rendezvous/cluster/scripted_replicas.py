@@ -148,11 +148,11 @@ class World:
         decision = decide(standing, self.now, self.moves)
         for action in decision.actions:
             self._begin(replica, action)
-        if decision.look_again is not None:
-            assert decision.look_again > self.now
-            if replica.next_look <= self.now or decision.look_again < replica.next_look:
-                replica.next_look = decision.look_again
-                self.at(decision.look_again - self.now, lambda: self._look(replica))
+        if decision.decide_again_at is not None:
+            assert decision.decide_again_at > self.now
+            if replica.next_look <= self.now or decision.decide_again_at < replica.next_look:
+                replica.next_look = decision.decide_again_at
+                self.at(decision.decide_again_at - self.now, lambda: self._look(replica))
 
     def _begin(self, replica: Scripted, action: Claim | HandOver | DeleteOwnerKey) -> None:
         shard = action.shard

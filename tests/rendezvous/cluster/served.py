@@ -33,7 +33,7 @@ PATIENCE = 40.0
 
 SHARDS = 8
 TTL = 6.0
-QUICK = MoveSettings(settle=0.3, turn=1.0)
+QUICK = MoveSettings(settle=0.3, claim_interval=1.0)
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Served:
     @property
     def serving(self) -> set[int]:
         """The shards that it serves."""
-        hosting = self.services.replica.hosting
+        hosting = self.services.replica.shard_manager
         return set(hosting.serving) if hosting is not None else set()
 
     @property

@@ -74,7 +74,7 @@ async def filled(tmp_path: Path) -> AsyncIterator[Filled]:
 
 def _known_full(replica: Served) -> bool:
     try:
-        replica.services.home.writer(run_in(0))
+        replica.services.locator.writer(run_in(0))
     except EtcdFull:
         return True
     return False
@@ -109,7 +109,7 @@ async def test_who_asks_for_a_run_that_nobody_can_own_is_told_why(filled: Filled
     replica = filled.replica
     await filled.fill()
     await filled.client.transact(Txn([], [Delete(Keys(filled.client.address.prefix).owner(3))]))
-    hosting = replica.services.replica.hosting
+    hosting = replica.services.replica.shard_manager
     assert hosting is not None
     await until(lambda: hosting.obstacle(3) != "", "a claim to be refused")
     error = await refusal(replica.set_state(run_in(3), b"more"))

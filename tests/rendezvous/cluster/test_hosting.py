@@ -67,7 +67,7 @@ async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() ->
         assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
         broken.pop()(JournalError("etcd refuses"))
         assert await news.until(lambda: hosting.empty, 30.0)
-        return hosting.standing().not_before[_SHARD] - now
+        return hosting.state().not_before[_SHARD] - now
 
     pauses = []
     for _ in range(7):
@@ -126,7 +126,7 @@ async def _serving(cluster: Cluster, news: ChangeNotifier) -> ShardManager:
     )
     hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
     assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
-    hosting.tell()
+    hosting.flush_log()
     return hosting
 
 
@@ -143,9 +143,9 @@ async def test_a_successor_that_leaves_as_well_is_not_waited_for(
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert not await news.until(lambda: hosting.empty, 0.1)
     cluster.read([], 1.0)
-    news.tell()
+    news.notify()
     assert await news.until(lambda: hosting.empty, 30.0)
-    hosting.tell()
+    hosting.flush_log()
     (line,) = log_events(caplog.records)
     assert (line.name, line.level) == ("gave shards up, no other replica is there", "INFO")
 
@@ -160,7 +160,7 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
     cluster.read([_registered(_OTHER)], 0.0)
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
     assert await news.until(lambda: hosting.empty, 30.0)
-    hosting.tell()
+    hosting.flush_log()
     (line,) = log_events(caplog.records)
     assert (line.name, line.level) == ("gave shards up, and nobody took them yet", "WARNING")
 
@@ -176,9 +176,9 @@ async def test_what_is_finished_needs_no_successor(
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()
     hosting.draining = hosting.finished = True
-    (action,) = decide(hosting.standing(), 0.0, MoveSettings()).actions
+    (action,) = decide(hosting.state(), 0.0, MoveSettings()).actions
     assert isinstance(action, HandOver)
     hosting.begin(action)
     assert await news.until(lambda: hosting.empty, 30.0)
-    hosting.tell()
+    hosting.flush_log()
     assert caplog.records == []

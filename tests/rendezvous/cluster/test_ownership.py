@@ -19,7 +19,7 @@ from rallypoint.rendezvous.cluster.ownership import (
 )
 
 NAMES = ("a", "b", "c")
-MOVES = MoveSettings(settle=10, turn=3, claims=4, balancing=2, draining=3)
+MOVES = MoveSettings(settle=10, claim_interval=3, claims=4, balancing=2, draining=3)
 # A shard that a prefers, then b, then c; and one that b prefers.
 OF_A = next(shard for shard in range(999) if by_preference(shard, NAMES) == ["a", "b", "c"])
 OF_B = next(shard for shard in range(999) if by_preference(shard, NAMES)[0] == "b")
@@ -33,7 +33,7 @@ def test_a_free_shard_is_claimed_at_once_by_the_preferred_replica() -> None:
     """Nobody waits for a bound to pass when the one who should have a shard is there."""
     decision = decide(_standing("a", free={OF_A: 100.0}), 100.0, MOVES)
     assert decision.actions == [Claim(OF_A, MoveReason.PREFERRED)]
-    assert decision.look_again is None
+    assert decision.decide_again_at is None
 
 
 @pytest.mark.parametrize(("name", "wait"), [("b", 3.0), ("c", 6.0)])
@@ -42,7 +42,7 @@ def test_a_shard_that_the_preferred_replica_does_not_claim_goes_to_the_next(name
     standing = _standing(name, free={OF_A: 100.0})
     waiting = decide(standing, 100.0 + wait - 0.1, MOVES)
     assert waiting.actions == []
-    assert waiting.look_again == 100.0 + wait
+    assert waiting.decide_again_at == 100.0 + wait
     assert decide(standing, 100.0 + wait, MOVES).actions == [Claim(OF_A, MoveReason.NOBODY_CAME)]
 
 
@@ -69,7 +69,7 @@ def test_after_a_failed_claim_the_next_try_waits() -> None:
     """A shard that can't be opened must not be hammered."""
     standing = _standing("a", free={OF_A: 0.0}, not_before={OF_A: 50.0})
     assert decide(standing, 49.0, MOVES).actions == []
-    assert decide(standing, 49.0, MOVES).look_again == 50.0
+    assert decide(standing, 49.0, MOVES).decide_again_at == 50.0
     assert decide(standing, 50.0, MOVES).actions == [Claim(OF_A, MoveReason.PREFERRED)]
 
 
@@ -78,7 +78,7 @@ def test_a_shard_moves_to_who_is_preferred_only_when_who_is_live_has_settled() -
     standing = _standing("a", owned=(OF_B,), serving=(OF_B,), live_since=100.0)
     waiting = decide(standing, 109.9, MOVES)
     assert waiting.actions == []
-    assert waiting.look_again == 110.0
+    assert waiting.decide_again_at == 110.0
     assert decide(standing, 110.0, MOVES).actions == [HandOver(OF_B, "b", MoveReason.BALANCE)]
 
 

@@ -21,7 +21,7 @@ from rendezvous.cut_proxy import CutProxy
 pytestmark = NEEDS_ETCD
 
 # Nothing is spread evenly while a test looks.
-_STAYING = MoveSettings(settle=3600.0, turn=1.0)
+_STAYING = MoveSettings(settle=3600.0, claim_interval=1.0)
 
 
 class _Told:

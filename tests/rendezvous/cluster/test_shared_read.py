@@ -32,9 +32,9 @@ async def test_who_asks_while_a_read_is_under_way_shares_the_next_one() -> None:
     """The one under way may have looked before they asked: it would be stale for them."""
     source = _Source()
     shared = SharedRead(source.read)
-    first = asyncio.create_task(shared.ask())
+    first = asyncio.create_task(shared.read())
     await _turns()
-    later = [asyncio.create_task(shared.ask()) for _ in range(5)]
+    later = [asyncio.create_task(shared.read()) for _ in range(5)]
     await _turns()
     assert source.begun == 1
     source.ends[1].set_result(1)
@@ -50,7 +50,7 @@ async def test_who_gives_up_takes_nothing_from_the_others() -> None:
     """A caller's deadline is its own."""
     source = _Source()
     shared = SharedRead(source.read)
-    impatient, patient = (asyncio.create_task(shared.ask()) for _ in range(2))
+    impatient, patient = (asyncio.create_task(shared.read()) for _ in range(2))
     await _turns()
     impatient.cancel()
     await _turns()
@@ -62,9 +62,9 @@ async def test_a_read_that_fails_fails_for_those_who_share_it_only() -> None:
     """The next one is another try."""
     source = _Source()
     shared = SharedRead(source.read)
-    failing = [asyncio.create_task(shared.ask()) for _ in range(2)]
+    failing = [asyncio.create_task(shared.read()) for _ in range(2)]
     await _turns()
-    next_one = asyncio.create_task(shared.ask())
+    next_one = asyncio.create_task(shared.read())
     source.ends[1].set_exception(OSError("away"))
     for task in failing:
         with pytest.raises(OSError, match="away"):

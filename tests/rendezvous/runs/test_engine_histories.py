@@ -218,7 +218,7 @@ class Story:
         run = self.stage.engine._runs.get(run_id)
         if not slot.ended:
             assert run is not None, "a watcher of nothing"
-            assert seen == run.state.revision or run._tell_at > self.stage.now
+            assert seen == run.state.revision or run._publish_at > self.stage.now
         return run_id, slot, seen
 
     async def play(self) -> None:

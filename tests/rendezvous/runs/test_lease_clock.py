@@ -81,4 +81,4 @@ async def test_stopped_it_stands_still(world: World) -> None:
     assert shown == pytest.approx(100.0, abs=1.1)
     world.now += 20.0
     assert world.clock.now() == shown
-    assert world.clock.patience(shown + 1) is None
+    assert world.clock.timeout(shown + 1) is None

@@ -28,14 +28,14 @@ def test_a_waiter_is_told_when_all_its_keys_are_there_at_once(
         (present.add if is_set else present.discard)(key)
         told: list[int] = []
         if is_set:
-            told = [waiter.told for waiter in waiting.key_set(key)]
+            told = [waiter.reply for waiter in waiting.key_set(key)]
         else:
             waiting.key_deleted(key)
         expected = [number for number, keys in open_waits.items() if keys <= present]
         for number in expected:
             del open_waits[number]
         assert told == expected
-        assert {waiter.told: waiter.missing for waiter in waiting} == {
+        assert {waiter.reply: waiter.missing for waiter in waiting} == {
             number: keys - present for number, keys in open_waits.items()
         }
 

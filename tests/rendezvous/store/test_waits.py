@@ -137,7 +137,7 @@ async def test_who_goes_in_the_moment_of_the_write_hurts_nobody() -> None:
     gone.cancel()
     step = [StoreChange(RUN, 1, "k", b"1")]
     run.spaces.apply(step[0])
-    run.waits.tell(run.spaces, step)
+    run.waits.settle(run.spaces, step)
     assert await stays == b"1"
     await asyncio.wait([gone])
     assert gone.cancelled()
@@ -163,7 +163,7 @@ async def test_who_has_waited_long_enough_is_told_what_was_missing_then(
     run = store._runs[RUN]
     step = [StoreChange(RUN, 1, "k", b"1")]
     run.spaces.apply(step[0])
-    run.waits.tell(run.spaces, step)
+    run.waits.settle(run.spaces, step)
     with pytest.raises(KeyWaitTimedOut, match="key 'k' was not set"):
         await waiting
 

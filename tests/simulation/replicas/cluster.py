@@ -57,7 +57,7 @@ class ReplicaCluster(Cluster):
         self.wanted = Replicas(
             lease_ttl=draw.choice([3.0, 6.0, 10.0]),
             shards=self.shards,
-            moves=MoveSettings(settle=draw.choice([2.0, 10.0]), turn=1.0, declined=5.0),
+            moves=MoveSettings(settle=draw.choice([2.0, 10.0]), claim_interval=1.0, declined=5.0),
         )
         super().__init__(plan)
 
@@ -196,8 +196,8 @@ class ReplicaCluster(Cluster):
             for index, each in enumerate(self.replicas)
             if each is not None
             and each.services is not None
-            and each.services.replica.hosting is not None
-            and number in each.services.replica.hosting.serving
+            and each.services.replica.shard_manager is not None
+            and number in each.services.replica.shard_manager.serving
         ]
 
     @property

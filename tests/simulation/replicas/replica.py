@@ -77,7 +77,7 @@ class ReplicaServer:
         """The round of a run whose workers may write, if this replica serves it."""
         if self.services is None or not self.process.alive or self.process.paused:
             return None
-        for shard in self.services.home.shards():
+        for shard in self.services.locator.shards():
             if (round_ := shard.engine.writable_round(run_id)) is not None:
                 return round_
         return None
@@ -85,7 +85,7 @@ class ReplicaServer:
     @property
     def serves(self) -> bool:
         """Whether it serves a shard."""
-        return self.services is not None and bool(self.services.home.shards())
+        return self.services is not None and bool(self.services.locator.shards())
 
     async def _main(self) -> None:
         process, clockwork = self.process, self._clockwork

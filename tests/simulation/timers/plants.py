@@ -50,14 +50,14 @@ def send_no_elapsed(patch: pytest.MonkeyPatch) -> None:
 
 def measure_elapsed_before_connecting(patch: pytest.MonkeyPatch) -> None:
     """What has passed of a timer is what had passed when the attempt to connect began."""
-    tell, now = NodeTimers._tell, NodeTimers._changes
+    tell, now = NodeTimers._send, NodeTimers._changes
 
     async def hasty(self: NodeTimers, call: Any) -> None:
         early = [now(self)]
         self._changes = lambda: early.pop() if early else now(self)  # type: ignore[method-assign]
         await tell(self, call)
 
-    patch.setattr(NodeTimers, "_tell", hasty)
+    patch.setattr(NodeTimers, "_send", hasty)
 
 
 def obey_an_expiry_that_crossed_a_release(patch: pytest.MonkeyPatch) -> None:
@@ -93,8 +93,8 @@ def acknowledge_before_it_is_dealt_with(patch: pytest.MonkeyPatch) -> None:
 
     async def rash(self: NodeTimers, expired: ExpiredTimer) -> None:
         key = (expired.worker_id, expired.scope, expired.sequence)
-        self._ledger.settle(*key, self._dealing[key])
-        self._news.note()
+        self._mirror.settle(*key, self._dealing[key])
+        self._batching.note()
         await deal(self, expired)
 
     deal = NodeTimers._deal
@@ -176,8 +176,8 @@ def skip_the_last_look(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: OpenTable) -> bool:
         return self._tables.clock() <= self._until and attend(self)
 
-    attend = OpenTable.attend
-    patch.setattr(OpenTable, "attend", hasty)
+    attend = OpenTable.poll
+    patch.setattr(OpenTable, "poll", hasty)
 
 
 def count_a_table_again_after_a_reconnect(patch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def go_by_what_was_learned_first(patch: pytest.MonkeyPatch) -> None:
 
 def compare_leases_of_all_lives(patch: pytest.MonkeyPatch) -> None:
     """A lease is superseded by any higher number, of whichever life of the run."""
-    patch.setattr(TimerNode, "began_anew", lambda self, incarnation: False)
+    patch.setattr(TimerNode, "began_again", lambda self, incarnation: False)
 
 
 def give_up_when_refused(patch: pytest.MonkeyPatch) -> None:

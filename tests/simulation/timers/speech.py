@@ -94,8 +94,8 @@ class ByTable:
         self._connect = connect
         self._guards: dict[int, Guard] = {}
         self._timers = Timers()
-        self._timers.uplink = AgentConnection(name, PATIENCE, clock)
-        self._timers.table = self._timers.uplink.table()
+        self._timers.connection = AgentConnection(name, PATIENCE, clock)
+        self._timers.table = self._timers.connection.table()
         _speakers[name] = self
 
     def open(self, opened_at: int) -> Link:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 
 # Where the clock is the test's own, it leaps: that is no pause of the agent, unless the test says so.
 SETTINGS = ClientSettings(
-    linger=0.001, back_off=0.01, back_off_most=0.05, patience=0.1, lag=LagSettings(tolerance=1e9)
+    linger=0.001, back_off=0.01, back_off_most=0.05, attempt_timeout=0.1, lag=LagSettings(tolerance=1e9)
 )
 
 

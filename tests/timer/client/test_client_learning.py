@@ -20,7 +20,7 @@ from timer.scripted import Scripted, listen, serving
 pytestmark = pytest.mark.integration
 
 SETTINGS = ClientSettings(
-    linger=0.001, back_off=0.01, back_off_most=0.05, patience=5.0, lag=LagSettings(tolerance=1e9)
+    linger=0.001, back_off=0.01, back_off_most=0.05, attempt_timeout=5.0, lag=LagSettings(tolerance=1e9)
 )
 
 
@@ -227,7 +227,7 @@ async def test_a_hang_is_found_by_what_was_learned(service: Service) -> None:
     assert (expired.scope, expired.learned_from) == ("s", 3)
     assert expired.after == pytest.approx(0.2)
     await eventually(lambda: len(service.watchdog.table) == 0)
-    await eventually(lambda: bool(node.client._ledger._lessons))
+    await eventually(lambda: bool(node.client._mirror._lessons))
 
     await service.server.stop()
     await service.start(settings)

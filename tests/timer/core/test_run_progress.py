@@ -28,10 +28,10 @@ class Board:
         self.board.registered(RUN, node_id, self.now)
 
     def tell(self, worker: int, step: int, elapsed: float = 0.0, node_id: str = "a") -> bool:
-        taken = self.board.tell(
+        taken = self.board.report(
             RUN, node_id, f"{worker}@1", self.now, rank=worker, step=step, elapsed=elapsed
         )
-        self.news += self.board.take_news()
+        self.news += self.board.take_new_stalls()
         return taken
 
     def wait(self, seconds: float) -> None:
@@ -41,7 +41,7 @@ class Board:
             self.now = max(self.now, due)
             self.board.judge(self.now)
         self.now = end
-        self.news += self.board.take_news()
+        self.news += self.board.take_new_stalls()
 
     def told(self) -> list[tuple[bool, int, float, int]]:
         """What was told since: whether it is over, whose rank was first, for how long, how many at its step."""
@@ -287,7 +287,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert board.tell(2, 5)
     board.board.subscribe("other", "a", None, board.now)
     told = [
-        board.board.tell("other", "a", f"{rank}@1", board.now, rank=rank, step=1, elapsed=0)
+        board.board.report("other", "a", f"{rank}@1", board.now, rank=rank, step=1, elapsed=0)
         for rank in range(3)
     ]
     assert told == [True, False, False]
@@ -313,7 +313,7 @@ def test_what_is_malformed_is_refused_and_changes_nothing(
     arguments: dict[str, object] = {"worker_id": "w", "rank": 0, "elapsed": 0.0, **changes}
     worker_id = str(arguments.pop("worker_id"))
     with pytest.raises(InvalidField) as caught:
-        board.board.tell(RUN, "a", worker_id, board.now, step=1, **arguments)  # type: ignore[arg-type]
+        board.board.report(RUN, "a", worker_id, board.now, step=1, **arguments)  # type: ignore[arg-type]
     assert caught.value.field == field
     assert len(board.board) == 0
 
@@ -324,12 +324,12 @@ def test_many_runs_that_stall_at_once_are_judged_in_portions() -> None:
     for run in range(30):
         board.subscribe(f"run-{run}", "a", None, 0.0)
         for rank in range(5000):
-            board.tell(f"run-{run}", "a", f"{rank}@1", 0.0, rank=rank, step=1, elapsed=0.0)
+            board.report(f"run-{run}", "a", f"{rank}@1", 0.0, rank=rank, step=1, elapsed=0.0)
         board.registered(f"run-{run}", "a", 0.0)
     portions = []
     while (due := board.next_due()) is not None and due <= 2.0:
         board.judge(2.0)
-        portions.append(len(board.take_news()))
+        portions.append(len(board.take_new_stalls()))
     assert sum(portions) == 30
     assert max(portions) < 30
 

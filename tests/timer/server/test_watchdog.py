@@ -109,7 +109,7 @@ async def test_a_watchdog_without_timers_sleeps() -> None:
 def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Subscription, Outbox]:
     """A node with one worker, which has just come to a step."""
     subscription, mailbox = watchdog.subscribe("run", node_id, 0)
-    watchdog.tell_progress(subscription, "0@1", rank=0, step=step, elapsed=0)
+    watchdog.report_progress(subscription, "0@1", rank=0, step=step, elapsed=0)
     watchdog.registered(subscription)
     watchdog.arm()
     return subscription, mailbox
@@ -130,14 +130,14 @@ async def test_a_stall_is_told_to_all_agents_of_the_run_and_logged_once(
         stall = (await mail_of(mailbox)).stall
         assert stall is not None
         assert (stall.over, stall.first.node_id, stall.workers, stall.at_same_step) == (False, "a", 2, 1)
-    watchdog.tell_progress(a, "0@1", rank=0, step=8, elapsed=0)
+    watchdog.report_progress(a, "0@1", rank=0, step=8, elapsed=0)
     watchdog.arm()
     assert caplog.text.count("the run stalls no more") == 1
     for mailbox in (first, second):
         stall = (await mail_of(mailbox)).stall
         assert stall is not None
         assert (stall.over, round(stall.idle)) == (True, 200)
-    assert not foreign._news.is_set()
+    assert not foreign._changed.is_set()
     watchdog.drain()
 
 
@@ -161,9 +161,9 @@ async def test_a_watchdog_that_was_paused_reports_nobody_for_it(clock: Clock) ->
     clock.now += 3600
     watchdog.ring()
     pass_time(watchdog, clock, 25)
-    assert not mailbox._news.is_set()
+    assert not mailbox._changed.is_set()
     pass_time(watchdog, clock, 15)
-    assert mailbox._news.is_set()
+    assert mailbox._changed.is_set()
     watchdog.drain()
 
 
@@ -181,7 +181,7 @@ async def test_an_older_stream_tells_no_progress(clock: Clock) -> None:
     older, _ = standing(watchdog)
     standing(watchdog, step=9)
     with pytest.raises(StreamReplaced):
-        watchdog.tell_progress(older, "0@1", rank=0, step=8, elapsed=0)
+        watchdog.report_progress(older, "0@1", rank=0, step=8, elapsed=0)
     watchdog.unsubscribe(older)
     assert watchdog.progress_of("run", 1).lowest_step == 9
     watchdog.drain()
@@ -192,7 +192,7 @@ async def test_workers_that_are_gone_have_no_progress(clock: Clock) -> None:
     watchdog = Watchdog(clock=clock)
     subscription, _ = standing(watchdog)
     for worker in ("1@1", "2@1"):
-        watchdog.tell_progress(subscription, worker, rank=1, step=8, elapsed=0)
+        watchdog.report_progress(subscription, worker, rank=1, step=8, elapsed=0)
     watchdog.clear(subscription, "0@1")
     watchdog.clear_worker("run", "a", "1@1", None)
     assert watchdog.progress_of("run", 1).workers == 1
@@ -219,7 +219,7 @@ async def test_what_is_learned_is_told_to_all_agents_of_the_run(clock: Clock) ->
     watchdog.arm()
     for mailbox in (one, two, late):
         assert (await mail_of(mailbox)).learned == [Learned("step", 0, 0.0)]
-    assert not foreign._news.is_set()
+    assert not foreign._changed.is_set()
     assert heard == [False, True]
     watchdog.drain()
 

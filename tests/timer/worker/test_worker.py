@@ -66,11 +66,11 @@ class Watched:
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTimers]:
     """Each test is a process that has chosen nothing yet."""
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-    process.table = process.uplink = process.client = None
+    process.table = process.connection = process.client = None
     yield process
-    if process.uplink is not None:
-        process.uplink.close()
-    process.table = process.uplink = process.client = None
+    if process.connection is not None:
+        process.connection.close()
+    process.table = process.connection = process.client = None
 
 
 @pytest.fixture
@@ -430,8 +430,8 @@ def test_under_an_agent_the_environment_is_enough(
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "gone"))
     with expires(60):
         progress(1)
-    assert isinstance(chosen.uplink, AgentConnection)
-    assert chosen.uplink._path == str(tmp_path / "gone")
+    assert isinstance(chosen.connection, AgentConnection)
+    assert chosen.connection._path == str(tmp_path / "gone")
 
 
 def test_threads_choose_one_uplink(
@@ -444,7 +444,7 @@ def test_threads_choose_one_uplink(
     def enter() -> None:
         gate.wait()
         with expires(60) as _:
-            seen.add((id(chosen.uplink), id(chosen.table)))
+            seen.add((id(chosen.connection), id(chosen.table)))
 
     threads = [threading.Thread(target=enter) for _ in range(8)]
     for thread in threads:

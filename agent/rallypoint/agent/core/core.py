@@ -104,7 +104,7 @@ class AgentState:
     # The last round for which the host was found healthy.
     fit_for: int = 0
     # Why this host can't run another round, once it can't.
-    unfit: str | None = None
+    unhealthy: str | None = None
     # Why this node is to leave as soon as its workers are done or have saved their state, once it is.
     draining: str | None = None
     # Why this node is to leave, once it is.
@@ -215,9 +215,9 @@ def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
 
 
 def _note_unfit(state: AgentState, event: NodeUnhealthy) -> tuple[AgentState, list[Effect]]:
-    if state.unfit is not None:
+    if state.unhealthy is not None:
         return state, []
-    unfit = replace(state, unfit=event.detail)
+    unfit = replace(state, unhealthy=event.detail)
     if _goes(state):
         return unfit, []
     if state.workers is Workers.ABSENT and state.succeeded and state.succeeded == state.started:
@@ -247,7 +247,7 @@ def _next_step(state: AgentState) -> tuple[AgentState, Effect] | None:
 
 def _is_to_go(state: AgentState) -> bool:
     """Whether this node, without workers, is on its way out of the run."""
-    unfit = state.unfit is not None and not _stands_by_success(state)
+    unfit = state.unhealthy is not None and not _stands_by_success(state)
     seat = state.assignment
     let_go = state.exit_barrier_passed or state.draining is not None
     done = let_go and seat is not None and state.succeeded == seat.round
@@ -258,8 +258,8 @@ def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
     gone = replace(state, left=True)
     if state.leaving is not None:
         return gone, SendLeave(state.leaving)
-    if state.unfit is not None and not _stands_by_success(state):
-        return replace(state, leaving=state.unfit), SendDeparture(state.unfit)
+    if state.unhealthy is not None and not _stands_by_success(state):
+        return replace(state, leaving=state.unhealthy), SendDeparture(state.unhealthy)
     # The round does without those that have done their part.
     why = "the exit barrier is over" if state.exit_barrier_passed else f"{state.draining}"
     return gone, SendLeave(f"its workers succeeded, and {why}")
@@ -268,7 +268,7 @@ def _step_out(state: AgentState) -> tuple[AgentState, Effect]:
 def _step_in(state: AgentState) -> tuple[AgentState, Effect] | None:
     """The next step towards workers that run."""
     if state.checks and not state.examining and _is_to_be_examined(state):
-        return replace(state, examining=True), CheckHealth(anew=state.health is Health.SUSPECT)
+        return replace(state, examining=True), CheckHealth(fresh=state.health is Health.SUSPECT)
     seat = state.assignment
     if seat is None:
         return None

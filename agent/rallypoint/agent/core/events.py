@@ -166,7 +166,7 @@ class WarnWorkers:
 class CheckHealth:
     """Look into the host's health; Examined or NodeUnhealthy follows. `anew`: what was found earlier will not do."""
 
-    anew: bool
+    fresh: bool
 
 
 @dataclass(frozen=True, slots=True)

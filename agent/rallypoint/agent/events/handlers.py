@@ -149,7 +149,7 @@ class EventDelivery:
                 _log.warning("events are lost: their sinks are too slow", waiting=_WAITING)
 
     @property
-    def wanted(self) -> bool:
+    def has_sinks(self) -> bool:
         """Whether there are sinks."""
         return bool(self._sinks)
 

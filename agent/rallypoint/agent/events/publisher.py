@@ -68,17 +68,17 @@ class JobEvents:
             deliver = EventDelivery([*([log] if log is not None else []), *sinks])
         self._clock = clock
         self._deliver = deliver
-        self._chronicle = EventRecorder(subject, clock())
+        self._recorder = EventRecorder(subject, clock())
 
     @property
-    def wanted(self) -> bool:
+    def has_sinks(self) -> bool:
         """Whether anybody gets them."""
-        return self._deliver.wanted
+        return self._deliver.has_sinks
 
     @property
-    def standing(self) -> GroupState:
+    def group_state(self) -> GroupState:
         """State of the group of workers, in torch's terms."""
-        return self._chronicle.standing
+        return self._recorder.group_state
 
     def decided(
         self,
@@ -88,24 +88,24 @@ class JobEvents:
         effects: Sequence[core.Effect],
     ) -> None:
         """The core took an event, and came from one state to another."""
-        self._tell(self._chronicle.decided(event, before, after, effects, self._clock()))
+        self._emit(self._recorder.decided(event, before, after, effects, self._clock()))
 
     def workers_started(self, workers: Mapping[int, tuple[int, int]]) -> None:
         """All workers of a round run; `workers`: rank and pid by local rank."""
-        self._tell(self._chronicle.workers_started(workers, self._clock()))
+        self._emit(self._recorder.workers_started(workers, self._clock()))
 
     def worker_ended(self, rank: int, how: WorkerExit) -> None:
         """A worker has ended with success, or because it was stopped."""
-        self._tell(self._chronicle.worker_ended(rank, how, self._clock()))
+        self._emit(self._recorder.worker_ended(rank, how, self._clock()))
 
     def worker_failed(self, failure: WorkerFailure, how: WorkerExit | None) -> None:
         """A worker has failed by itself; `how` it ended, None if it never started, or does not end."""
         rank, kind, reason, at = failure.rank, failure.kind.value, failure.message, self._clock()
         if how is None:
             pid = failure.pid
-            self._tell(self._chronicle.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))
+            self._emit(self._recorder.worker_lost(rank, failure.local_rank, pid, reason, at, kind=kind))
         else:
-            self._tell(self._chronicle.worker_failed(rank, how, kind, reason, at))
+            self._emit(self._recorder.worker_failed(rank, how, kind, reason, at))
 
     def record(self, name: str, duration: float | None = None, **details: Any) -> None:
         """Something else happened, as that the host is drained.
@@ -115,20 +115,20 @@ class JobEvents:
             duration: Seconds that it took, if it took any.
             details: What belongs to it; values that JSON has.
         """
-        self._tell([self._chronicle.happened(name, self._clock(), duration, **details)])
+        self._emit([self._recorder.happened(name, self._clock(), duration, **details)])
 
     def watchdog(self, up: bool, trouble: str) -> None:
         """The watchdog of the workers here came, or went; `trouble`: why."""
-        self._tell([self._chronicle.watchdog(up, trouble, self._clock())])
+        self._emit([self._recorder.watchdog(up, trouble, self._clock())])
 
     def measured(self, measurement: Measurement, rank: int) -> None:
         """A worker measured something of its own."""
         details = {"name": measurement.name, "value": measurement.value, "raised": measurement.raised or None}
-        self._tell([self._chronicle.measured(measurement.seconds, self._clock(), rank=rank, **details)])
+        self._emit([self._recorder.measured(measurement.seconds, self._clock(), rank=rank, **details)])
 
     def ended(self, exit_code: int, detail: str) -> None:
         """The job is over on this host."""
-        self._tell(self._chronicle.ended(exit_code, detail, self._clock()))
+        self._emit(self._recorder.ended(exit_code, detail, self._clock()))
 
     async def close(self) -> None:
         """Deliver what is left, in some seconds at most, and close the sinks. May be called again."""
@@ -138,7 +138,7 @@ class JobEvents:
         elif not await asyncio.to_thread(deliver.close, _LAST_EVENTS):
             _log.warning("the last events are lost: their sinks are too slow", timeout=_LAST_EVENTS)
 
-    def _tell(self, events: Iterable[AgentEvent]) -> None:
+    def _emit(self, events: Iterable[AgentEvent]) -> None:
         for event in events:
             if event.name == "RESTARTED":
                 _log.info(restart_line(event), round=event.round)

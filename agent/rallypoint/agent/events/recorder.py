@@ -126,13 +126,13 @@ class EventRecorder:
 
     def __init__(self, subject: JobIdentity, begun: Timestamp) -> None:
         """`begun`: when the job began to join."""
-        self.standing = GroupState.UNKNOWN
+        self.group_state = GroupState.UNKNOWN
         self._subject = subject
         self._begun = begun.monotonic
         self._stands_since = begun.monotonic
         self._waits_since = begun.monotonic
         self._ranked_at = begun.monotonic
-        self._asked_to_start = begun.monotonic
+        self._start_requested = begun.monotonic
         self._examined_since = begun.monotonic
         self._watchdog_since = begun.monotonic
         self._stopping = False
@@ -153,14 +153,14 @@ class EventRecorder:
         """The core took an event, and came from one state to another."""
         told = []
         self._restart_count = after.restart_count
-        if isinstance(event, core.RunUpdated) and self.standing is GroupState.UNKNOWN:
+        if isinstance(event, core.RunUpdated) and self.group_state is GroupState.UNKNOWN:
             told += self._stand(GroupState.INIT, at)
         stops = next((effect for effect in effects if isinstance(effect, core.StopWorkers)), None)
         if stops is not None:
             self._stopping = True
         if _is_spare(before) and not _is_spare(after):
             self._waits_since = at.monotonic
-        told += self._look_at_host(event, before, after, at)
+        told += self._record_health_check(event, before, after, at)
         told += self._follow_restart(event, before, after, stops, at)
         if isinstance(event, core.GroupStopped):
             told += self._stand(GroupState.STOPPED, at)
@@ -177,12 +177,12 @@ class EventRecorder:
             return self._ranks_known(effect.assignment, at)
         return []
 
-    def _look_at_host(
+    def _record_health_check(
         self, event: core.Event, before: core.AgentState, after: core.AgentState, at: Timestamp
     ) -> list[AgentEvent]:
         """What the host itself is up to, whatever its workers do."""
         told = []
-        if isinstance(event, core.NodeUnhealthy) and before.unfit is None:
+        if isinstance(event, core.NodeUnhealthy) and before.unhealthy is None:
             told += self._stand(GroupState.UNHEALTHY, at, unfit=True, reason=event.detail)
         if after.draining is not None and before.draining is None:
             told.append(self._event("DRAINING", at, None, reason=after.draining))
@@ -232,7 +232,7 @@ class EventRecorder:
         since = self._waits_since
         if restart is not None:
             since = restart.stopped if restart.stopped is not None else restart.known
-        self._round, self._asked_to_start = seat.round, now
+        self._round, self._start_requested = seat.round, now
         self._stopping, self._failed_at = False, None
         self._started_at.clear()
         place: dict[str, Any] = {
@@ -259,7 +259,7 @@ class EventRecorder:
         told += self._stand(GroupState.HEALTHY, at)
         restart, self._restart = self._restart, None
         if restart is not None:
-            seconds = at.monotonic - self._asked_to_start
+            seconds = at.monotonic - self._start_requested
             restart.add("started", seconds)
             told.append(self._event("STARTED", at, seconds))
             parts = {part: round(restart.parts[part], 6) for part in PARTS if part in restart.parts}
@@ -319,10 +319,10 @@ class EventRecorder:
         return [*told, self._event(name, at, seconds, exit_code=exit_code, reason=detail)]
 
     def _stand(self, standing: GroupState, at: Timestamp, **details: Any) -> list[AgentEvent]:
-        if standing is self.standing:
+        if standing is self.group_state:
             return []
-        previous, since = self.standing, self._stands_since
-        self.standing, self._stands_since = standing, at.monotonic
+        previous, since = self.group_state, self._stands_since
+        self.group_state, self._stands_since = standing, at.monotonic
         change: dict[str, Any] = {"state": standing.value, "previous": previous.value}
         return [self._event("AGENT_STATE", at, at.monotonic - since, **change, **details)]
 
@@ -331,7 +331,7 @@ class EventRecorder:
             return []
         self._started_at[local_rank] = at.monotonic
         who: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "pid": pid}
-        return [self._event("START", at, at.monotonic - self._asked_to_start, Source.WORKER, **who)]
+        return [self._event("START", at, at.monotonic - self._start_requested, Source.WORKER, **who)]
 
     def _ended(
         self, name: str, rank: int, how: WorkerExit, at: Timestamp, **details: Any
@@ -387,7 +387,7 @@ def _goes_on(state: core.AgentState) -> bool:
     """Whether workers are to run here again, as far as is known."""
     if state.leaving is not None or state.left or state.out:
         return False
-    if state.unfit is not None or state.draining is not None:
+    if state.unhealthy is not None or state.draining is not None:
         return False
     return state.phase is not core.Phase.CLOSED and not _is_spare(state)
 

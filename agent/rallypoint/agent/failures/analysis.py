@@ -42,7 +42,7 @@ class LocalFailures:
         self._on_first = on_first
         self._on_earlier = on_earlier
         self._known: dict[int, WorkerFailure] = {}
-        self._told: WorkerFailure | None = None
+        self._reported: WorkerFailure | None = None
 
     @property
     def in_order(self) -> list[WorkerFailure]:
@@ -53,7 +53,7 @@ class LocalFailures:
         """Take a failure of a worker that has ended, or never began; nothing is told yet."""
         self._known[failure.local_rank] = failure
 
-    def tell(self, under_way: Iterable[WorkerFailure] = (), *, stopping: bool = False) -> None:
+    def report_first(self, under_way: Iterable[WorkerFailure] = (), *, stopping: bool = False) -> None:
         """Tell of the first failure, if it is not what was told already.
 
         Args:
@@ -66,13 +66,13 @@ class LocalFailures:
         first = earliest(self._known.values())
         if first is None:
             return
-        told, self._told = self._told, first
+        told, self._reported = self._reported, first
         if told is None:
             (self._on_earlier if stopping else self._on_first)(first)
         elif (first.at or 0.0) < (told.at or 0.0) and first.local_rank != told.local_rank:
             self._on_earlier(first)
         else:
-            self._told = told
+            self._reported = told
 
 
 # Seconds by which the time of a file may be too early: the kernel takes it from a clock that ticks a hundred times a
@@ -153,25 +153,25 @@ class PostMortem:
             others: process ids of the workers that have not ended by themselves, by local rank.
         """
         self._failures.note(failure)
-        self._tell(others)
+        self._report(others)
 
-    def look(self, others: Mapping[int, int]) -> None:
+    def examine(self, others: Mapping[int, int]) -> None:
         """A worker elsewhere has failed: whoever has raised here has failed too, and may have before. See `note`."""
-        self._tell(others)
+        self._report(others)
 
     def stopping(self, others: Mapping[int, int]) -> None:
         """Workers are about to be stopped, or have been: whoever had raised before that, had failed. See `note`."""
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
-        self._tell(others)
+        self._report(others)
 
     def close(self) -> None:
         """All are gone: watch no more."""
         if self._memory is not None:
             self._memory.close()
 
-    def _tell(self, others: Mapping[int, int]) -> None:
-        self._failures.tell(self._under_way(others), stopping=self._stopped_at is not None)
+    def _report(self, others: Mapping[int, int]) -> None:
+        self._failures.report_first(self._under_way(others), stopping=self._stopped_at is not None)
 
     def _under_way(self, others: Mapping[int, int]) -> Iterable[WorkerFailure]:
         now, clock_time = time.monotonic(), time.time()

@@ -60,14 +60,14 @@ class Diagnostics:
 
     hang: HungWorker
     rank: int
-    looks: list[ProcessLook] = field(default_factory=list)
+    process_looks: list[ProcessLook] = field(default_factory=list)
     stacks: dict[int, PythonStacks] = field(default_factory=dict)
     gaps: list[str] = field(default_factory=list)
 
     @property
     def cpu_used(self) -> float | None:
         """Seconds of processor time that the holder has used since it began; None if that was not noted."""
-        holder = next((look for look in self.looks if look.pid == self.hang.pid), None)
+        holder = next((look for look in self.process_looks if look.pid == self.hang.pid), None)
         if self.hang.cpu_seconds is None or holder is None:
             return None
         return max(0.0, holder.cpu_seconds - self.hang.cpu_seconds)
@@ -76,13 +76,13 @@ class Diagnostics:
     def summary(self) -> str:
         """One line that says who hangs where, and whether it waits or computes."""
         hang = self.hang
-        pid = self.looks[0].pid if self.looks else hang.pid
+        pid = self.process_looks[0].pid if self.process_looks else hang.pid
         process = f", process {pid}," if pid else ""
         told = [f"rank {self.rank}{process} hangs in {hang.scope!r}, which may take {hang.after:g} s"]
-        if hang.asked:
+        if hang.requested:
             told = [f"rank {self.rank}{process.rstrip(',')}"]
-        if self.looks:
-            told.append(_state_of(self.looks[0], self._business()))
+        if self.process_looks:
+            told.append(_state_of(self.process_looks[0], self._business()))
         if self.stacks and (frame := innermost(next(iter(self.stacks.values())).text)):
             told[-1] += f", in {frame}"
         line = ": ".join(told)
@@ -98,7 +98,7 @@ class Diagnostics:
             parts.append(f"Python stacks of process {pid} ({stacks.source}):\n\n{stacks.text}")
         if self.gaps:
             parts.append("Missing: " + "; ".join(self.gaps) + ".")
-        for look in self.looks:
+        for look in self.process_looks:
             what = f"{look.thread_count} thread{'s' * (look.thread_count != 1)}"
             parts.append(f"What the kernel says of process {look.pid}, {what}:\n\n{render_threads(look)}")
         return "\n\n".join(parts)
@@ -147,7 +147,7 @@ async def gather(
     try:
         async with asyncio.timeout(timeout):
             await _look(evidence, suspects)
-            for suspect, look in zip(suspects, list(evidence.looks), strict=False):
+            for suspect, look in zip(suspects, list(evidence.process_looks), strict=False):
                 await _ask_for_stacks(evidence, suspect, look, pipe)
     except TimeoutError:
         evidence.gaps.append(f"whatever takes longer than {timeout:g} s to find out")
@@ -160,7 +160,7 @@ async def _look(evidence: Diagnostics, suspects: Sequence[InspectedProcess]) -> 
     for suspect in suspects:
         look = await in_background(partial(look_at, suspect.pid))
         if look is not None:
-            evidence.looks.append(look)
+            evidence.process_looks.append(look)
 
 
 async def _ask_for_stacks(
@@ -171,7 +171,7 @@ async def _ask_for_stacks(
     if pipe is not None and STACK_SIGNAL in look.catches and hears:
         said: list[bytes] = []
         try:
-            await pipe.ask(suspect.pidfd, resume=look.stopped and not spare, said=said)
+            await pipe.request_stacks(suspect.pidfd, resume=look.stopped and not spare, said=said)
         finally:
             text = b"".join(said).decode("utf-8", "replace")
             if looks_like_stacks(text):

@@ -30,4 +30,4 @@ class HungWorker:
     signal: int | None = 0
     cpu_seconds: float | None = None
     learned_from: int = 0
-    asked: str = ""
+    requested: str = ""

@@ -45,7 +45,7 @@ class StackPipe:
         """Use `StackPipe.make`."""
         self.path = path
         self._descriptor = descriptor
-        self._asking = 0
+        self._requests = 0
         self._closed = False
 
     @classmethod
@@ -72,10 +72,10 @@ class StackPipe:
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._closed and not self._asking:
+        if self._closed and not self._requests:
             os.close(self._descriptor)
 
-    async def ask(self, pidfd: int, *, resume: bool, said: list[bytes]) -> None:
+    async def request_stacks(self, pidfd: int, *, resume: bool, said: list[bytes]) -> None:
         """Has a process write its stacks, and reads them until it is quiet. One at a time.
 
         Call it only for a process that catches STACK_SIGNAL: it would kill any other.
@@ -106,7 +106,7 @@ class StackPipe:
                 if not left:
                     loop.remove_reader(self._descriptor)
 
-        self._asking += 1
+        self._requests += 1
         loop.add_reader(self._descriptor, read)
         try:
             signal.pidfd_send_signal(pidfd, STACK_SIGNAL)
@@ -118,7 +118,7 @@ class StackPipe:
         finally:
             silence.cancel()
             loop.remove_reader(self._descriptor)
-            self._asking -= 1
+            self._requests -= 1
             self._let_go()
 
 

@@ -46,8 +46,8 @@ _log = get_logger("rallypoint.agent")
 
 def accusation(hang: HungWorker) -> str:
     """One sentence that says what a worker has done, or rather not done."""
-    if hang.asked:
-        return hang.asked
+    if hang.requested:
+        return hang.requested
     learned = f", as learned from {hang.learned_from} completions" if hang.learned_from else ""
     return (
         f"it did not leave {hang.scope!r} within {hang.after:g} s{learned} (found {hang.late_by:.3f} s later)"
@@ -70,40 +70,46 @@ class HangReport:
     """
 
     message: str
-    evidence: Diagnostics | None = None
+    diagnostics: Diagnostics | None = None
     file: Path | None = None
     stderr: Path | None = None
     dump_from: int | None = None
-    condemned: bool = False
-    spoke: bool = False
+    to_be_killed: bool = False
+    has_responded: bool = False
 
     @property
     def figures(self) -> dict[str, str]:
         """What is known so far, for a line of the log."""
-        if self.evidence is None:
+        if self.diagnostics is None:
             return {"reason": self.message}
         file = str(self.file) if self.file is not None else "could not be written"
-        return {"reason": self.message, "evidence": file, "summary": self.evidence.summary}
+        return {"reason": self.message, "evidence": file, "summary": self.diagnostics.summary}
 
-    def take_last_words(self) -> None:
+    def read_last_output(self) -> None:
         """Adds the stacks that it has written as it died, if any. Once it is dead."""
-        if self.dump_from is None or self.evidence is None or self.stderr is None:
+        if self.dump_from is None or self.diagnostics is None or self.stderr is None:
             return
         dump, self.dump_from = last_dump(self.stderr, self.dump_from), None
         if dump:
-            pid = self.evidence.looks[-1].pid if self.evidence.looks else self.evidence.hang.pid
-            ordered = in_order(dump, self.evidence.hang.scope)
-            self.evidence.stacks[pid] = PythonStacks(ordered, "as it died of SIGABRT")
-            self.evidence.gaps = [gap for gap in self.evidence.gaps if not gap.startswith("Python stacks of")]
-            self.spoke = True
+            pid = (
+                self.diagnostics.process_looks[-1].pid
+                if self.diagnostics.process_looks
+                else self.diagnostics.hang.pid
+            )
+            ordered = in_order(dump, self.diagnostics.hang.scope)
+            self.diagnostics.stacks[pid] = PythonStacks(ordered, "as it died of SIGABRT")
+            self.diagnostics.gaps = [
+                gap for gap in self.diagnostics.gaps if not gap.startswith("Python stacks of")
+            ]
+            self.has_responded = True
 
-    def charge(self, failure: WorkerFailure) -> WorkerFailure:
+    def complete_failure(self, failure: WorkerFailure) -> WorkerFailure:
         """The failure as it is reported: what it was killed for, and what it was doing."""
-        self.take_last_words()
+        self.read_last_output()
         told = replace(failure, message=self.message, kind=FailureKind.HUNG)
-        if self.evidence is None:
+        if self.diagnostics is None:
             return told
-        return replace(told, traceback=_bounded(self.evidence.text, self.file))
+        return replace(told, traceback=_bounded(self.diagnostics.text, self.file))
 
 
 def _bounded(text: str, file: Path | None) -> str:
@@ -142,36 +148,36 @@ class Reaping:
     """One worker is examined, and then ended unless it is to live."""
 
     hang: HungWorker
-    victim: HungProcess
+    process: HungProcess
     evidence_timeout: float
     case: HangReport = field(init=False)
-    _evidence_left: float = field(init=False)
+    _diagnostics_left: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._evidence_left = self.evidence_timeout
-        self.case = HangReport(accusation(self.hang), stderr=self.victim.stderr)
+        self._diagnostics_left = self.evidence_timeout
+        self.case = HangReport(accusation(self.hang), stderr=self.process.stderr)
 
     async def examine(self) -> None:
         """Gathers evidence, and puts it into the worker's file. Bounded."""
-        if self._evidence_left <= 0:
+        if self._diagnostics_left <= 0:
             return
         began = time.monotonic()
-        evidence = self.case.evidence = Diagnostics(self.hang, self.victim.rank)
-        await self._gather(evidence)
+        evidence = self.case.diagnostics = Diagnostics(self.hang, self.process.rank)
+        await self._collect(evidence)
         left = self.evidence_timeout - (time.monotonic() - began)
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
         await self._write(f"{when}: {self.case.message}\n\n{evidence.text}\n", min(left, LOOK_TIMEOUT))
-        self._evidence_left = self.evidence_timeout - (time.monotonic() - began)
+        self._diagnostics_left = self.evidence_timeout - (time.monotonic() - began)
 
-    async def look(self) -> Diagnostics:
+    async def diagnose(self) -> Diagnostics:
         """What the worker is doing; nothing is written down. Bounded."""
-        evidence = Diagnostics(self.hang, self.victim.rank)
-        await self._gather(evidence)
+        evidence = Diagnostics(self.hang, self.process.rank)
+        await self._collect(evidence)
         return evidence
 
-    async def _gather(self, evidence: Diagnostics) -> None:
+    async def _collect(self, evidence: Diagnostics) -> None:
         with self._suspects() as suspects:
-            await gather(evidence, suspects, self.victim.pipe, _GATHERING * self.evidence_timeout)
+            await gather(evidence, suspects, self.process.pipe, _GATHERING * self.evidence_timeout)
 
     async def end(self, kill: Callable[[], Awaitable[KillResult]]) -> KillResult:
         """Ends the worker and everything below it; see the module. Bounded, as `kill` is.
@@ -180,20 +186,24 @@ class Reaping:
             kill: sends SIGKILL to all of its tree; returns when that is dead, or has outlived it.
         """
         number = self.hang.signal or signal.SIGKILL
-        self.case.condemned = True
+        self.case.to_be_killed = True
         if number != signal.SIGKILL:
             await self._end_by(number, SIGNAL_PATIENCE)
-        if self.case.evidence is not None and not self.case.evidence.stacks and self._evidence_left > 0:
-            await self._have_last_words()
+        if (
+            self.case.diagnostics is not None
+            and not self.case.diagnostics.stacks
+            and self._diagnostics_left > 0
+        ):
+            await self._request_last_output()
         killed = await kill()
-        self.case.take_last_words()
-        if self.case.spoke and self.case.evidence is not None:
-            stacks = next(iter(self.case.evidence.stacks.values()))
+        self.case.read_last_output()
+        if self.case.has_responded and self.case.diagnostics is not None:
+            stacks = next(iter(self.case.diagnostics.stacks.values()))
             await self._write(f"\nPython stacks, {stacks.source}:\n\n{stacks.text}\n", LOOK_TIMEOUT)
         return killed
 
     async def _end_by(self, number: int, patience: float) -> None:
-        with self._pinned(self.victim.pid) as pidfd:
+        with self._pinned(self.process.pid) as pidfd:
             if pidfd is None:
                 return
             try:
@@ -204,13 +214,13 @@ class Reaping:
                 return
             await _exit_of(pidfd, patience)
 
-    async def _have_last_words(self) -> None:
+    async def _request_last_output(self) -> None:
         """The last resort: Python's fault handler writes the stacks when SIGABRT ends a process."""
-        pid, evidence = self.victim.pid, self.case.evidence
+        pid, evidence = self.process.pid, self.case.diagnostics
         if signal.SIGABRT not in caught_signals(pid):
             return
         if evidence is not None and any(
-            look.pid == pid and look.main.state == "D" for look in evidence.looks
+            look.pid == pid and look.main.state == "D" for look in evidence.process_looks
         ):
             return  # it hears nothing
         try:
@@ -218,15 +228,15 @@ class Reaping:
             # Not 0: where cores are piped into a program, that would not be taken for a limit, and 1 is.
             least = 1 if most == resource.RLIM_INFINITY else min(1, most)
             resource.prlimit(pid, resource.RLIMIT_CORE, (least, most))
-            async with asyncio.timeout(min(self._evidence_left, LOOK_TIMEOUT)):
-                self.case.dump_from = (await in_background(self.victim.stderr.stat)).st_size
+            async with asyncio.timeout(min(self._diagnostics_left, LOOK_TIMEOUT)):
+                self.case.dump_from = (await in_background(self.process.stderr.stat)).st_size
         except (OSError, TimeoutError):
             return  # a core of some hundred gigabytes is no price for stacks
-        await self._end_by(signal.SIGABRT, self._evidence_left)
+        await self._end_by(signal.SIGABRT, self._diagnostics_left)
 
     async def _write(self, text: str, timeout: float) -> None:
         """Adds to the worker's file. Logs may be on a file system that hangs, as the worker may because of it."""
-        path = self.victim.file
+        path = self.process.file
 
         def append() -> None:
             with open(path, "a", encoding="utf-8") as file:
@@ -245,7 +255,7 @@ class Reaping:
     def _suspects(self) -> Iterator[Sequence[InspectedProcess]]:
         """The holder of the timer and, if that is another process, the worker."""
         with ExitStack() as stack:
-            pids = dict.fromkeys((self.hang.pid or self.victim.pid, self.victim.pid))
+            pids = dict.fromkeys((self.hang.pid or self.process.pid, self.process.pid))
             pinned = {pid: stack.enter_context(self._pinned(pid)) for pid in pids}
             yield [InspectedProcess(pid, pidfd) for pid, pidfd in pinned.items() if pidfd is not None]
 
@@ -258,7 +268,7 @@ class Reaping:
             yield None
             return
         try:
-            yield pidfd if self.victim.is_ours(pid) else None
+            yield pidfd if self.process.is_ours(pid) else None
         finally:
             os.close(pidfd)
 

@@ -59,7 +59,7 @@ class HealthCheck:
     """
 
     name: str
-    look: Look | None = None
+    check: Look | None = None
     program: tuple[str, ...] | None = None
 
 
@@ -79,7 +79,7 @@ def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
             example = "disk:2% or disk:10GiB" if name == "disk" else "memory:5% or memory:1GiB"
             least = _amount(text, argument, example)
             look = look_at_disks if name == "disk" else look_at_memory
-            return HealthCheck(text, look=lambda where: look(where, least))
+            return HealthCheck(text, check=lambda where: look(where, least))
         case "gpu" if not colon:
             from rallypoint.agent.health.gpu import (  # noqa: PLC0415
                 GpuLibraryError,
@@ -91,10 +91,10 @@ def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
                 nvml = gpu_library()
             except GpuLibraryError as error:
                 raise HealthCheckError(f"health check 'gpu': {error}") from None
-            return HealthCheck(text, look=lambda where: look_at_gpus(nvml, where.visible_gpus))
+            return HealthCheck(text, check=lambda where: look_at_gpus(nvml, where.visible_gpus))
         case "command":
             return HealthCheck(text, program=_command(text, argument, path))
-    return HealthCheck(text, look=_plug_in(text, name, argument))
+    return HealthCheck(text, check=_plug_in(text, name, argument))
 
 
 def _amount(text: str, argument: str, example: str) -> Quantity:

@@ -59,7 +59,7 @@ class HostMonitor:
         if config.environment.get(_STUCK_VARIABLE):
             self._stuck = _stuck(config, pids)
 
-    def mind(
+    def start(
         self,
         begin: Callable[[Coroutine[Any, Any, None]], object],
         drain: Callable[[str], None],
@@ -174,7 +174,7 @@ class HostHealth:
             clock: Monotonic, in seconds.
         """
         self._checks = checks
-        self._surroundings = surroundings
+        self._context = surroundings
         self._programs = programs
         self._timeout = timeout
         self._clock = clock
@@ -207,10 +207,10 @@ class HostHealth:
         try:
             if check.program is not None:
                 return await self._run(check.program)
-            assert check.look is not None, "a check is a program or a look"
-            look = check.look
+            assert check.check is not None, "a check is a program or a look"
+            look = check.check
             async with asyncio.timeout(self._timeout):
-                return await in_background(lambda: look(self._surroundings))
+                return await in_background(lambda: look(self._context))
         except TimeoutError:
             return f"it did not end within {self._timeout:g} s"
         except (

@@ -132,18 +132,18 @@ class _OutputPipe:
         os.mkfifo(path, 0o600)
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor, self._hear)
+        self._loop.add_reader(self._descriptor, self._read)
         self._beginning = b""
         self._end = b""
 
     @property
     def first_line(self) -> str:
-        self._hear()
+        self._read()
         return _words(next(iter(self._beginning.strip().splitlines()), b""))
 
     @property
     def last_line(self) -> str:
-        self._hear()
+        self._read()
         return _words(next(reversed(self._end.strip().splitlines()), b""))
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class _OutputPipe:
         os.close(self._descriptor)
         self.path.unlink(missing_ok=True)
 
-    def _hear(self) -> None:
+    def _read(self) -> None:
         with suppress(BlockingIOError):
             data = os.read(self._descriptor, _CHUNK)
             self._beginning = (self._beginning + data)[:MOST_KEPT]

@@ -76,9 +76,9 @@ class PreemptionNotice:
             os.mkfifo(self._pipe, 0o600)
         # For writing too: with no writer left, a pipe that is only read would be at its end for ever.
         self._descriptor = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._hear, self._descriptor)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._receive, self._descriptor)
 
-    def _hear(self, descriptor: int) -> None:
+    def _receive(self, descriptor: int) -> None:
         try:
             said = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -143,8 +143,8 @@ class Drain:
     def __init__(self, tell: Callable[[core.Event], None]) -> None:
         """Set up. `tell` is called with what the core must know."""
         self.now: DrainNotice | None = None
-        self._tell = tell
-        self._board: PreemptionNotice | None = None
+        self._publish = tell
+        self._notice: PreemptionNotice | None = None
         self._saved: set[int] = set()
         self._workers: Callable[[], Sequence[_WorkerState]] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -155,8 +155,8 @@ class Drain:
         Returns:
             The variable that tells them where to look for a notice.
         """
-        self._board = PreemptionNotice(folder, self._has_saved)
-        return self._board.environment
+        self._notice = PreemptionNotice(folder, self._has_saved)
+        return self._notice.environment
 
     def begin(self, grace: float, reason: str) -> None:
         """Drain this host. While it is being drained already, only an earlier end of the grace changes anything.
@@ -176,9 +176,9 @@ class Drain:
         if self._timer is not None:
             self._timer.cancel()
         over = core.DrainOver(f"they had {grace:g} s to save their state")
-        self._timer = asyncio.get_running_loop().call_later(grace, self._tell, over)
+        self._timer = asyncio.get_running_loop().call_later(grace, self._publish, over)
         if first:
-            self._tell(core.DrainRequested(f"drained: {reason}"))
+            self._publish(core.DrainRequested(f"drained: {reason}"))
         elif self._workers is not None:
             self._post(self.now)
 
@@ -192,22 +192,22 @@ class Drain:
         self._workers = workers
         self._post(self.now)
 
-    def look(self) -> None:
+    def check_workers(self) -> None:
         """A worker has ended: those that are left may all have saved their state."""
         if self._workers is not None and all_saved(self._workers(), self._saved):
-            self._tell(core.DrainOver("its workers saved their state"))
+            self._publish(core.DrainOver("its workers saved their state"))
 
     def close(self) -> None:
         """It is over, however it ended."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._board is not None:
-            self._board.close()
+        if self._notice is not None:
+            self._notice.close()
 
     def _post(self, draining: DrainNotice) -> None:
-        assert self._board is not None, "set up before workers are started"
+        assert self._notice is not None, "set up before workers are started"
         try:
-            self._board.post(draining.reason, draining.monotonic, draining.deadline)
+            self._notice.post(draining.reason, draining.monotonic, draining.deadline)
         except OSError as error:
             _log.error("workers can't be told that they are drained", reason=error.strerror)
 
@@ -215,4 +215,4 @@ class Drain:
         if rank not in self._saved:
             _log.info("a worker saved its state", rank=rank)
             self._saved.add(rank)
-            self.look()
+            self.check_workers()

@@ -53,14 +53,14 @@ class Job:
         # What the core is to hear; a result is for the loop in `run`, and ends the job whatever the core thinks.
         self._events: asyncio.Queue[core.Event | JobResult] = asyncio.Queue()
         self._background = Background(self._break)
-        self._crews = WorkerGroups(
+        self._groups = WorkerGroups(
             config,
             spawner,
             Callbacks(
-                tell=self._events.put_nowait,
+                publish=self._events.put_nowait,
                 on_failure=self._on_failure,
                 on_earlier=self._on_earlier_failure,
-                on_unfit=self._on_unfit,
+                on_unhealthy=self._on_unhealthy,
                 on_change=self._on_change,
                 begin=self._background.begin,
             ),
@@ -70,7 +70,7 @@ class Job:
         self._failure: WorkerFailure | None = None
         self._broken: JobResult | None = None
         self._stop_signal: int | None = None
-        self._asked_at: float | None = None
+        self._stop_requested_at: float | None = None
         self._hurried = False
         self.result: JobResult | None = None
         self.changed = Notifier()
@@ -80,9 +80,9 @@ class Job:
         self._log_directory: LogDirectory | None = None
         self._sockets: WorkerSockets
         self._history: JobEvents
-        self._care: HostMonitor
+        self._host_monitor: HostMonitor
         most = config.watchdog_timeout if config.require_watchdog else None
-        self._watchdog = HostWatchdog(most, self._on_watchdog, self._on_unfit)
+        self._watchdog = HostWatchdog(most, self._on_watchdog, self._on_unhealthy)
 
     @property
     def config(self) -> JobConfig:
@@ -95,29 +95,29 @@ class Job:
         return self._state
 
     @property
-    def crew(self) -> WorkerGroup | None:
+    def group(self) -> WorkerGroup | None:
         """The workers of the latest round; None if there was none yet."""
-        return self._crews.crew
+        return self._groups.group
 
     @property
     def spawner_pid(self) -> int:
         """The process below which all workers are."""
-        return self._crews.spawner.pid or 0
+        return self._groups.spawner.pid or 0
 
     @property
     def workers(self) -> list[Worker]:
         """The workers that run, or ran last, by local rank."""
-        return self._crews.workers
+        return self._groups.workers
 
     @property
     def base_ranks(self) -> dict[int, int]:
         """Global rank of the first worker here, by the number of the attempt in the log directory."""
-        return self._crews.base_ranks
+        return self._groups.base_ranks
 
     @property
     def stop_reason(self) -> str:
         """Why workers were stopped last; empty if they never were."""
-        return self._crews.stop_reason
+        return self._groups.stop_reason
 
     @property
     def draining(self) -> DrainNotice | None:
@@ -137,7 +137,7 @@ class Job:
     @property
     def stopping(self) -> bool:
         """Whether it was asked to leave, or is out of its run."""
-        return self._asked_at is not None or self._state.out
+        return self._stop_requested_at is not None or self._state.out
 
     async def run(self) -> JobResult:
         """Run the job to its end. Whatever happens, no process of it is left then.
@@ -150,7 +150,7 @@ class Job:
         config = self._config
         async with AsyncExitStack() as stack:
             stack.callback(self._master_port.close)
-            stack.push_async_callback(lambda: self._crews.close(unfit=self._state.unfit is not None))
+            stack.push_async_callback(lambda: self._groups.close(unfit=self._state.unhealthy is not None))
             subject = JobIdentity(config.run_id, config.node_id, config.role, config.max_restarts)
             self._history = JobEvents(subject, event_log=config.event_log, sinks=config.event_sinks)
             stack.push_async_callback(self._history.close)
@@ -166,64 +166,66 @@ class Job:
                     config,
                     rendezvous,
                     self._watchdog,
-                    worker_of=self._crews.worker_of,
-                    rank_of=self._crews.rank_of,
-                    on_hung=self._crews.reap,
-                    worker_at=self._crews.worker_at,
-                    entrust=self._crews.spawner.entrust,
+                    worker_of=self._groups.worker_of,
+                    rank_of=self._groups.rank_of,
+                    on_hung=self._groups.reap,
+                    worker_at=self._groups.worker_at,
+                    entrust=self._groups.spawner.register_cleanup,
                 )
             )
             environment = await self._listen_for_measurements(stack)
             folder = Path(stack.enter_context(_temporary_folder()))
-            self._crews.spawner.entrust(folder)
+            self._groups.spawner.register_cleanup(folder)
             environment |= self._drain.set_up(folder)
             stack.callback(self._drain.close)
-            self._care = HostMonitor(config, folder, logs.path, self._pids)
-            stack.push_async_callback(self._care.close)
-            self._crews.equipment = GroupSettings(
+            self._host_monitor = HostMonitor(config, folder, logs.path, self._pids)
+            stack.push_async_callback(self._host_monitor.close)
+            self._groups.equipment = GroupSettings(
                 console, logs, self._sockets, environment, folder, self._history
             )
             self._membership = NodeMembership(
                 config,
                 rendezvous,
                 self._events.put_nowait,
-                ran=lambda: self._crews.crew is not None,
+                ran=lambda: self._groups.group is not None,
                 going=lambda: self.stopping or self._state.leaving is not None,
             )
             stack.callback(self._watchdog.close)
             self._membership.join(self._background.begin)
             stack.push_async_callback(self._end_all)
-            self._care.mind(self._background.begin, lambda reason: self.drain(None, reason), self._on_unfit)
+            self._host_monitor.start(
+                self._background.begin, lambda reason: self.drain(None, reason), self._on_unhealthy
+            )
             _log.info("joining", run_id=config.run_id, node_id=config.node_id, logs=str(logs.path))
             while not self._state.finished:
                 event = await self._events.get()
                 if isinstance(event, JobResult):
                     break
                 self._take(event)
-        result = self._verdict()
+        result = self._result()
         self._leave_failure_file(result)
         return self.conclude(result)
 
     async def _listen_for_measurements(self, stack: AsyncExitStack) -> dict[str, str]:
         """The variables that tell workers where to; none if nobody wants to know."""
-        if not self._history.wanted:
+        if not self._history.has_sinks:
             return {}
         from rallypoint.agent.sockets.metrics import MeasurementSocket  # noqa: PLC0415 (for some jobs only)
 
         opened = await stack.enter_async_context(MeasurementSocket(self._history.measured))
         for path in opened.environment.values():
-            self._crews.spawner.entrust(Path(path).parent)
+            self._groups.spawner.register_cleanup(Path(path).parent)
         return opened.environment
 
     def conclude(self, result: JobResult) -> JobResult:
         """It has ended so; returns that. Called by `run`, or by whom that has raised something at."""
         self.result, self.end_time = result, time.time()
-        self.changed.tell()
+        self.changed.notify()
         return result
 
     def progress_of(self, worker: Worker) -> tuple[int, float] | None:
         """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
-        name = self.crew.name_of(worker.local_rank) if self.crew is not None else ""
+        name = self.group.name_of(worker.local_rank) if self.group is not None else ""
         return self._sockets.progress_of(name)
 
     def request_stop(self, detail: str, received: int = signal.SIGTERM, *, at_once: bool = False) -> None:
@@ -238,15 +240,15 @@ class Job:
         now = asyncio.get_running_loop().time()
         if not self.stopping:
             _log.warning("leaving the run", reason=detail)
-            self._stop_signal, self._asked_at = received, now
+            self._stop_signal, self._stop_requested_at = received, now
             self._hurried = at_once
             self._events.put_nowait(core.StopRequested(detail))
         elif not self._hurried and (
-            at_once or self._asked_at is None or now >= self._asked_at + _ONE_REQUEST
+            at_once or self._stop_requested_at is None or now >= self._stop_requested_at + _ONE_REQUEST
         ):
             _log.warning("stopping at once", reason=detail)
             self._hurried = True
-            self._crews.kill()
+            self._groups.kill()
             self._membership.hurry()
             if self._state.left:
                 self._membership.abandon()
@@ -263,12 +265,12 @@ class Job:
         if self.stopping or self._state.leaving is not None or self.result is not None:
             return
         self._drain.begin(self._config.drain_grace if grace is None else grace, reason)
-        self.changed.tell()
+        self.changed.notify()
 
     def pass_on(self, number: int) -> None:
         """Send a user's signal to the workers, to their processes alone; see `WorkerGroup.pass_on`."""
-        if self.crew is not None:
-            self.crew.pass_on(number)
+        if self.group is not None:
+            self.group.pass_on(number)
 
     def _take(self, event: core.Event) -> None:
         before = self._state
@@ -276,7 +278,7 @@ class Job:
         self._history.decided(event, before, self._state, effects)
         for effect in effects:
             self._carry_out(effect)
-        self.changed.tell()
+        self.changed.notify()
 
     @singledispatchmethod
     def _carry_out(self, effect: object) -> None:
@@ -286,7 +288,7 @@ class Job:
     def _start_workers(self, effect: core.StartWorkers) -> None:
         self._master_port.hand_over()
         lease, incarnation = self._membership.lease, self._membership.incarnation
-        self._crews.start(effect.assignment, effect.restart_count, lease, incarnation)
+        self._groups.start(effect.assignment, effect.restart_count, lease, incarnation)
 
     @_carry_out.register
     def _stop_workers(self, effect: core.StopWorkers) -> None:
@@ -295,12 +297,12 @@ class Job:
         if self._hurried:
             number, timeout = signal.SIGKILL, 0.0
         goes = self._state.leaving is not None and not self._hurried
-        self._crews.stop(effect.detail, number, timeout, self._membership.round_over if goes else None)
+        self._groups.stop(effect.detail, number, timeout, self._membership.round_over if goes else None)
 
     @_carry_out.register
-    def _look_for_failures(self, effect: core.CollectFailures) -> None:
-        if self.crew is not None:
-            self.crew.look_for_failures()
+    def _collect_failures(self, effect: core.CollectFailures) -> None:
+        if self.group is not None:
+            self.group.collect_failures()
 
     @_carry_out.register
     def _warn_workers(self, effect: core.WarnWorkers) -> None:
@@ -311,7 +313,9 @@ class Job:
 
     @_carry_out.register
     def _examine(self, effect: core.CheckHealth) -> None:
-        self._background.begin(self._care.examine(effect.anew, self._events.put_nowait, self._on_unfit))
+        self._background.begin(
+            self._host_monitor.examine(effect.fresh, self._events.put_nowait, self._on_unhealthy)
+        )
 
     @_carry_out.register
     def _confirm(self, effect: core.SendConfirm) -> None:
@@ -350,8 +354,8 @@ class Job:
         return {worker.rank: worker.pid for worker in self.workers if running and worker.exit is None}
 
     def _on_change(self) -> None:
-        self._drain.look()
-        self.changed.tell()
+        self._drain.check_workers()
+        self.changed.notify()
 
     def _on_failure(self, failure: WorkerFailure) -> None:
         _log.error("worker failed", rank=failure.rank, pid=failure.pid, reason=failure.message)
@@ -362,18 +366,18 @@ class Job:
         _log.error("it had failed before", rank=failure.rank, pid=failure.pid, reason=failure.message)
         self._failure = failure
         # Who was asked to go stops workers for no failure of theirs, and must not cost the others a restart.
-        if self.crew is not None and not self.stopping and self.draining is None:
-            self._membership.report_failure(failure, self.crew.assignment.round)
+        if self.group is not None and not self.stopping and self.draining is None:
+            self._membership.report_failure(failure, self.group.assignment.round)
 
-    def _on_unfit(self, detail: str) -> None:
-        if self._state.unfit is None:
+    def _on_unhealthy(self, detail: str) -> None:
+        if self._state.unhealthy is None:
             _log.error("this host can't run another round", reason=detail)
         self._events.put_nowait(core.NodeUnhealthy(detail))
 
     def _on_watchdog(self, up: bool, trouble: str) -> None:
         self._membership.report_watchdog(trouble)
         self._history.watchdog(up, trouble)
-        self.changed.tell()
+        self.changed.notify()
 
     def _break(self, error: BaseException) -> None:
         """What goes wrong unforeseen in the background must end the job: a job that hangs is the worst failure."""
@@ -384,20 +388,20 @@ class Job:
     async def _end_all(self) -> None:
         """Whatever was going on: when this returns, no worker is left."""
         self._membership.abandon()
-        await self._crews.end()
+        await self._groups.end()
         await self._background.end()
-        result = self._verdict()
+        result = self._result()
         self._history.ended(result.exit_code, result.detail)
 
-    def _verdict(self) -> JobResult:
+    def _result(self) -> JobResult:
         return self._broken or verdict(
             self._state,
             run_end=self._membership.run_end,
             failure=self._failure,
             refusal=self._membership.refusal,
             stop_signal=self._stop_signal,
-            ran=self.crew is not None,
-            local_failures=self.crew.failures if self.crew is not None else (),
+            ran=self.group is not None,
+            local_failures=self.group.failures if self.group is not None else (),
         )
 
     def _leave_failure_file(self, result: JobResult) -> None:
@@ -406,10 +410,10 @@ class Job:
         document = failure_document(
             self._config,
             result,
-            round_=self.crew.assignment.round if self.crew is not None else 0,
+            round_=self.group.assignment.round if self.group is not None else 0,
             restart_count=self._state.restart_count,
             run_end=self._membership.run_end,
-            local_failures=self.crew.failures if self.crew is not None else (),
+            local_failures=self.group.failures if self.group is not None else (),
             host=socket.gethostname(),
             log_dir=self.log_dir,
             time=time.time(),

@@ -58,9 +58,9 @@ class NodeMembership:
         self.run_end: pb.RunEnd | None = None
         self.refusal: str | None = None
         self._config = config
-        self._tell = tell
+        self._publish = tell
         self._ran = ran
-        self._going = going
+        self._leaving = going
         self._being_member: asyncio.Task[None] | None = None
         # Whether the run need not be waited for any more: its round has ended, or this node is out.
         self._round_over = asyncio.Event()
@@ -81,7 +81,7 @@ class NodeMembership:
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         self._round_over.set()
-        self._tell(core.MembershipEnded(self.refusal or ""))
+        self._publish(core.MembershipEnded(self.refusal or ""))
 
     def abandon(self) -> None:
         """Be a member no longer, without telling anybody: the lease ends by itself."""
@@ -104,7 +104,7 @@ class NodeMembership:
                 self.refusal = refusal_of(self._config.rendezvous.endpoint, error)
                 if error.reason == "NODE_EVICTED" and error.metadata.get("by") == "service":
                     # Its workers failed too often, and those of other nodes did not: elsewhere they may do better.
-                    self._tell(core.NodeUnhealthy(self.refusal))
+                    self._publish(core.NodeUnhealthy(self.refusal))
 
     def confirm(self, round_: int, master_port: int) -> None:
         """Say that no worker of an earlier round is alive here, and at which port of this host workers may meet."""
@@ -163,15 +163,15 @@ class NodeMembership:
                 if event.resumed:
                     _log.info("resumed", lease=event.lease, at=event.at)
                 else:
-                    _log.info("joined", lease=event.lease, **self._nodes_wanted())
+                    _log.info("joined", lease=event.lease, **self._min_nodes())
                 self.lease, self.incarnation = event.lease, event.incarnation
             case MembershipReset():
                 _log.warning("lease lost, joining anew", reason=event.reason)
-                self._tell(core.LeaseEnded(event.reason))
+                self._publish(core.LeaseEnded(event.reason))
             case _:
                 self._on_update(event.update)
 
-    def _nodes_wanted(self) -> dict[str, int]:
+    def _min_nodes(self) -> dict[str, int]:
         settings = self._config.settings
         return {"min_nodes": settings.min_nodes, "max_nodes": settings.max_nodes}
 
@@ -183,17 +183,17 @@ class NodeMembership:
         if update.HasField("run_end"):
             self.run_end = update.run_end
         # Where no worker runs, whoever looks must find out what for.
-        elif update.phase == pb.PHASE_JOINABLE and update.HasField("held_back") and not self._going():
+        elif update.phase == pb.PHASE_JOINABLE and update.HasField("held_back") and not self._leaving():
             seconds = update.held_back.ToNanoseconds() / 1e9
             detail = update.last_round_end.detail
             _log.warning(
                 "rounds fail soon one after the other: the restart waits", seconds=seconds, reason=detail
             )
-        elif update.phase == pb.PHASE_JOINABLE and not self._going():
-            _log.info("waiting for nodes", **self._nodes_wanted())
+        elif update.phase == pb.PHASE_JOINABLE and not self._leaving():
+            _log.info("waiting for nodes", **self._min_nodes())
         elif update.phase == pb.PHASE_FINAL and not update.HasField("assignment"):
             _log.info("waiting for a place in the next round")
-        self._tell(
+        self._publish(
             core.RunUpdated(
                 phase=phase_value(update.phase),
                 assignment=assignment_value(update.assignment) if update.HasField("assignment") else None,

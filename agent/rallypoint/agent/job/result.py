@@ -165,8 +165,8 @@ def verdict(
     if failure is not None and failure.permanent and not succeeded and state.leaving is None:
         detail = run_end.detail if run_end is not None else refusal or failure.message
         return JobResult(PERMANENT, detail, failure, others)
-    if state.unfit is not None and not succeeded:
-        detail = f"this host is not fit to run workers: {state.unfit}; look into it, or restart it"
+    if state.unhealthy is not None and not succeeded:
+        detail = f"this host is not fit to run workers: {state.unhealthy}; look into it, or restart it"
         return JobResult(UNFIT, detail, failure, others)
     if run_end is not None:
         return JobResult(SUCCEEDED if succeeded else FAILED, run_end.detail, failure, others)

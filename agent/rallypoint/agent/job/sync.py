@@ -46,7 +46,7 @@ class Notifier:
         """Nobody watches yet."""
         self._watchers: set[asyncio.Event] = set()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Something has changed."""
         for watcher in self._watchers:
             watcher.set()

@@ -83,7 +83,7 @@ class _PipeCopy:
         self._path = path
         self._max_bytes = max_bytes
         self._keep_files = keep_files
-        self._news = news
+        self._notifier = news
         self._lost = 0
         self._can_splice = True
         self._open()
@@ -99,7 +99,7 @@ class _PipeCopy:
             begin = rotated[-1] + last.st_size
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(last, os.stat(self._path)):
-                    self._begin_anew()  # a copier before us died in the middle of a rotation
+                    self._begin_file()  # a copier before us died in the middle of a rotation
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._size = os.fstat(self._file).st_size
         self._begin = begin
@@ -112,7 +112,7 @@ class _PipeCopy:
     def _name(self, begin: int) -> str:
         return f"{self._path}.{begin:0{_DIGITS}}"
 
-    def _begin_anew(self) -> None:
+    def _begin_file(self) -> None:
         """Puts an empty file in the place of the one being written, which has another name by now."""
         fresh = f"{self._path}.new"
         os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
@@ -125,7 +125,7 @@ class _PipeCopy:
                 os.link(self._path, name)  # so that at no moment there is no file of the well-known name
             except OSError:
                 os.rename(self._path, name)  # a file system without links
-            self._begin_anew()
+            self._begin_file()
             fresh = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return  # no room for another file: this one goes on, and it is tried again
@@ -194,7 +194,7 @@ class _PipeCopy:
                 raise
             dropped = len(os.read(self.fd, count))
             if not self._lost:
-                self._news.say(stream=self.number, lost=dropped, error=os.strerror(error.errno))
+                self._notifier.notify(stream=self.number, lost=dropped, error=os.strerror(error.errno))
             self._lost += dropped
             return dropped
         self._size += moved
@@ -224,7 +224,7 @@ class _PipeCopy:
             os.ftruncate(self._file, self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(text)
-        self._news.say(stream=self.number, lost=self._lost, error="")
+        self._notifier.notify(stream=self.number, lost=self._lost, error="")
         self._lost = 0
 
     def ended(self) -> bool:
@@ -242,7 +242,7 @@ class _PipeCopy:
             with contextlib.suppress(OSError):
                 self._confess()
         if self._lost:
-            self._news.say(stream=self.number, lost=self._lost, error="")
+            self._notifier.notify(stream=self.number, lost=self._lost, error="")
         os.close(self._file)
         os.close(self.fd)
 
@@ -260,7 +260,7 @@ class _AgentNotifier:
     def __init__(self) -> None:
         os.set_blocking(1, False)
 
-    def say(self, **news: Any) -> None:
+    def notify(self, **news: Any) -> None:
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(news).encode() + b"\n")
 
@@ -270,7 +270,7 @@ class _CopierLoop:
 
     def __init__(self, orders: bytes, inbox: bytes) -> None:
         task = json.loads(orders)
-        self._news = _AgentNotifier()
+        self._notifier = _AgentNotifier()
         self._inbox = inbox
         self._agent_lives = True
         self._agent_poll = select.poll()
@@ -284,7 +284,7 @@ class _CopierLoop:
                 number,
                 stream["fd"],
                 stream["path"],
-                self._news,
+                self._notifier,
                 max_bytes=task["max_bytes"],
                 keep_files=task["keep_files"],
             )
@@ -300,7 +300,7 @@ class _CopierLoop:
             began, most = time.monotonic(), 0
             for fd, events in ready:
                 if fd == 0:
-                    self._hear()
+                    self._receive()
                 elif (stream := self._streams.get(fd)) is not None:
                     most = max(most, self._move(stream, hung_up=not events & select.EPOLLIN))
             if 0 < most < _FILLING and self._agent_lives and not self._flushes:
@@ -326,10 +326,10 @@ class _CopierLoop:
             if left > 0 and of.fd in self._streams:
                 rest.append((number, of, left))
             else:
-                self._news.say(flushed=number)
+                self._notifier.notify(flushed=number)
         self._flushes = rest
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         data = os.read(0, 1 << 16)
         if not data:
             self._agent_lives = False
@@ -354,7 +354,7 @@ class _CopierLoop:
             if due:
                 self._flushes.append((request["flush"], stream, due))
             else:
-                self._news.say(flushed=request["flush"])
+                self._notifier.notify(flushed=request["flush"])
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ class Rotation:
                 number = next(self._numbers)
                 answer = copier.flushes[number] = self._loop.create_future()
                 answers.append(answer)
-                self._say(copier, {"flush": number, "stream": index})
+                self._send(copier, {"flush": number, "stream": index})
         if answers:
             await asyncio.wait(answers)
         return not any(answer.cancelled() for answer in answers)
@@ -181,13 +181,13 @@ class Rotation:
         copier = self._copier = _CopierProcess(process, os.pidfd_open(process.pid), self._loop.time())
         assert process.stdout is not None, "it is a pipe"
         os.set_blocking(process.stdout.fileno(), False)
-        self._loop.add_reader(process.stdout.fileno(), self._hear, copier)
+        self._loop.add_reader(process.stdout.fileno(), self._receive, copier)
         self._loop.add_reader(copier.pidfd, self._gone, copier)
         streams = [{"fd": pipe.fd, "path": os.fsdecode(pipe.file)} for pipe in self._pipes]
-        self._say(copier, {"max_bytes": self._max_bytes, "keep_files": self._keep_files, "streams": streams})
+        self._send(copier, {"max_bytes": self._max_bytes, "keep_files": self._keep_files, "streams": streams})
         return copier
 
-    def _say(self, copier: _CopierProcess, request: Mapping[str, object]) -> bool:
+    def _send(self, copier: _CopierProcess, request: Mapping[str, object]) -> bool:
         assert copier.process.stdin is not None, "it is a pipe"
         try:
             copier.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -196,7 +196,7 @@ class Rotation:
             return False  # it is gone, or finishing
         return True
 
-    def _hear(self, copier: _CopierProcess) -> None:
+    def _receive(self, copier: _CopierProcess) -> None:
         assert copier.process.stdout is not None, "it is a pipe"
         try:
             data = os.read(copier.process.stdout.fileno(), 1 << 16)
@@ -228,7 +228,7 @@ class Rotation:
     def _gone(self, copier: _CopierProcess) -> None:
         self._loop.remove_reader(copier.pidfd)
         os.close(copier.pidfd)
-        self._hear(copier)
+        self._receive(copier)
         assert copier.process.stdout is not None, "it is a pipe"
         self._loop.remove_reader(copier.process.stdout.fileno())
         code = copier.process.wait()

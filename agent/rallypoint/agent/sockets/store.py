@@ -137,7 +137,7 @@ class _WorkerConnection(asyncio.Protocol):
                 }
             )
             return
-        self._answering = asyncio.get_running_loop().create_task(self._answer(*frame))
+        self._answering = asyncio.get_running_loop().create_task(self._reply(*frame))
 
     async def end(self) -> None:
         """End the call that is under way, and the connection."""
@@ -146,7 +146,7 @@ class _WorkerConnection(asyncio.Protocol):
             self._answering.cancel()
             await asyncio.wait([self._answering])
 
-    async def _answer(self, header: bytes, body: bytes) -> None:
+    async def _reply(self, header: bytes, body: bytes) -> None:
         try:
             answer = await carry_out(self._client, header, body)
         except ServiceError as error:

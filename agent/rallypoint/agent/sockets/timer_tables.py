@@ -160,7 +160,7 @@ class Holder:
         """The keys of its timers."""
         return list(self._held)
 
-    def begin_look(self) -> None:
+    def begin_pass(self) -> None:
         """News of the process are about to be taken: what was read in /proc for earlier ones is outdated."""
         self._reading.clear()
 
@@ -332,7 +332,7 @@ class OpenTable:
             self._view.release()
             raise
         # Completions of which was told, by scope; the same object for all tables of one memory.
-        self.told = told
+        self.reported = told
         self._step: tuple[int, int] | None = None
         self._dropped = 0
         self._until = 0.0
@@ -340,17 +340,17 @@ class OpenTable:
     def wake(self) -> None:
         """Its process has rung: looks, and goes on looking."""
         now = self._tables.clock()
-        self.look()
+        self.read_changes()
         self._promise(now)
         self._tables.watch(self)
 
-    def attend(self) -> bool:
+    def poll(self) -> bool:
         """Looks, as was promised. Whether to come again; if not, the process rings."""
         now = self._tables.clock()
         last = now > self._until + _LATER
         if last:
             self._reader.listen_until(0)
-        if not self.look():
+        if not self.read_changes():
             return not last
         self._promise(now)
         return True
@@ -359,12 +359,12 @@ class OpenTable:
         self._until = now + _ATTENTION
         self._reader.listen_until(int(self._until * _BILLION))
 
-    def look(self) -> bool:
+    def read_changes(self) -> bool:
         """Takes what has changed; whether anything has."""
         reader, holder = self._reader, self._holder
         if not reader.changed():
             return False
-        holder.begin_look()
+        holder.begin_pass()
         slots = {slot.token: slot for slot in reader.slots()}
         # First what ended: its name is free again for what began.
         for token in holder.keys:
@@ -397,14 +397,14 @@ class OpenTable:
 
     def _observe(self) -> None:
         for seen in self._reader.observations():
-            more = seen.completions - self.told.get(seen.scope, 0)
-            self.told[seen.scope] = seen.completions
+            more = seen.completions - self.reported.get(seen.scope, 0)
+            self.reported[seen.scope] = seen.completions
             if more > 0:
                 self._holder.observe(_text(seen.scope), more, seen.longest / _BILLION)
 
     def forget(self, scope: str) -> None:
         """What was learned of a scope until now counts no more."""
-        self.look()
+        self.read_changes()
         for seen in self._reader.observations():
             if _text(seen.scope) == scope:
                 self._reader.forget(seen.scope)
@@ -434,7 +434,7 @@ class Tables:
         self._alarm: asyncio.TimerHandle | None = None
         # A process whose connection broke brings the same table with the next: what it has told must not be told
         # twice. By worker and identity of the memory.
-        self._told: dict[str, dict[Identity, dict[bytes, int]]] = {}
+        self._reported: dict[str, dict[Identity, dict[bytes, int]]] = {}
 
     def open(self, holder: Holder, descriptor: int) -> OpenTable:
         """Takes the table of a process, and looks at it.
@@ -462,7 +462,7 @@ class Tables:
         return table
 
     def _remember(self, worker_id: str, identity: Identity) -> dict[bytes, int]:
-        tables = self._told.setdefault(worker_id, {})
+        tables = self._reported.setdefault(worker_id, {})
         told = tables.pop(identity, {})
         if len(tables) >= _MOST_REMEMBERED:
             del tables[next(iter(tables))]
@@ -481,7 +481,7 @@ class Tables:
 
     def clear(self, worker_id: str) -> None:
         """A worker is gone."""
-        self._told.pop(worker_id, None)
+        self._reported.pop(worker_id, None)
 
     def closed(self, table: OpenTable) -> None:
         """What Table.close does."""
@@ -489,7 +489,7 @@ class Tables:
         self._watched.pop(table, None)
         for other in self._open:
             # Its process has connected again with the same memory, where the one who left has promised to look.
-            if other.told is table.told:
+            if other.reported is table.reported:
                 other.wake()
         if not self._watched and self._alarm is not None:
             self._alarm.cancel()
@@ -502,7 +502,7 @@ class Tables:
     def _ring(self) -> None:
         self._alarm = None
         try:
-            self._watched = {table: None for table in list(self._watched) if table.attend()}
+            self._watched = {table: None for table in list(self._watched) if table.poll()}
         finally:
             # Whatever goes wrong: what was promised to the others holds.
             self._arm()

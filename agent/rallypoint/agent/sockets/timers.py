@@ -264,10 +264,10 @@ class TimerSocket:
 
     def _take(self, connection: _TimerConnection, most: int) -> bool:
         """Takes messages that wait, at most so many. Whether there may be more."""
-        connection.holder.begin_look()
+        connection.holder.begin_pass()
         connection.rung = False
         try:
-            more = self._hear(connection, most)
+            more = self._receive(connection, most)
         except OSError:
             self._close(connection)
             return False
@@ -284,7 +284,7 @@ class TimerSocket:
             connection.table.wake()
         return more
 
-    def _hear(self, connection: _TimerConnection, most: int) -> bool:
+    def _receive(self, connection: _TimerConnection, most: int) -> bool:
         for _ in range(most):
             try:
                 message, descriptors = _receive(connection.socket)
@@ -365,7 +365,7 @@ class TimerSocket:
         lock = self._judging.setdefault(worker_id, asyncio.Lock())
         async with lock:
             try:
-                self._look_at(worker_id)
+                self._poll_table(worker_id)
             except Exception:
                 log.exception("could not look what a worker holds", worker_id=worker_id)
                 return False
@@ -373,14 +373,14 @@ class TimerSocket:
                 return None
             return await self._on_expired(self._hang(expired))
 
-    def _look_at(self, worker_id: str) -> None:
+    def _poll_table(self, worker_id: str) -> None:
         """Takes what the worker has written or sent until now."""
         for connection in list(self._connections.get(worker_id, ())):
             self._take(connection, _MOST_QUEUED)
             if connection.table is not None:
-                connection.table.look()
+                connection.table.read_changes()
         for fifo in self._fifos:
-            fifo.look()
+            fifo.read_requests()
 
     def _hang(self, expired: ExpiredTimer) -> HungWorker:
         timer = self._holders.find(expired.worker_id, expired.scope) if expired.sequence else None

@@ -151,11 +151,11 @@ class TimerFifo:
         # By the numbers that they know themselves by.
         self._processes: dict[int, _ClientProcess] = {}
         # Processes of the worker in other pid namespaces, by their numbers there, and when that was last looked up.
-        self._elsewhere: dict[int, list[int]] = {}
+        self._foreign_pids: dict[int, list[int]] = {}
         self._looked_at = -math.inf
         # What processes that nobody knows yet have written, with the end of its waiting.
         self._waiting: list[tuple[float, TimerRequest]] = []
-        self._patience: asyncio.TimerHandle | None = None
+        self._line_timeout: asyncio.TimerHandle | None = None
         self._complaints = 0
 
     def start(self) -> None:
@@ -177,8 +177,8 @@ class TimerFifo:
         """Ends all timers and removes the pipe."""
         for process in list(self._processes.values()):
             self._end(process)
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._line_timeout is not None:
+            self._line_timeout.cancel()
         if self._resting is not None:
             self._resting.cancel()
             self._resting = None
@@ -200,7 +200,7 @@ class TimerFifo:
             if process.holder.worker_id == worker_id:
                 self._end(process)
 
-    def look(self) -> None:
+    def read_requests(self) -> None:
         """Takes all that was written and ends the timers of processes that are gone, before anybody is judged."""
         if self._pipe >= 0:
             self._drain()
@@ -220,7 +220,7 @@ class TimerFifo:
 
     def _drain(self) -> None:
         for process in self._processes.values():
-            process.holder.begin_look()
+            process.holder.begin_pass()
         for _ in range(_TURN):
             try:
                 read = os.read(self._pipe, _READ)
@@ -303,9 +303,9 @@ class TimerFifo:
             return worker_id, number
         now = self._holders.clock()
         if now >= self._looked_at + _BETWEEN_LOOKS:
-            self._looked_at, self._elsewhere = now, _numbers_elsewhere(root)
+            self._looked_at, self._foreign_pids = now, _numbers_elsewhere(root)
         # Of two that have the same number, in two namespaces, it can't be known which of them wrote.
-        pids = self._elsewhere.get(number, [])
+        pids = self._foreign_pids.get(number, [])
         if len(pids) != 1:
             return None
         return (worker_id, pids[0]) if self._is(pids[0], number, worker_id) else None
@@ -327,11 +327,11 @@ class TimerFifo:
             self._complain(reason, worker_id=worker_id, pid=request.pid)
             return
         self._waiting.append((until, request))
-        if self._patience is None:
-            self._patience = asyncio.get_running_loop().call_later(until - now, self._forget)
+        if self._line_timeout is None:
+            self._line_timeout = asyncio.get_running_loop().call_later(until - now, self._forget)
 
     def _forget(self) -> None:
-        self._patience = None
+        self._line_timeout = None
         self.introduce()
 
     def _complain(self, reason: str, **about: object) -> None:

@@ -30,7 +30,7 @@ class HostWatchdog:
         self.trouble = ""
         self._most = most
         self._on_change = on_change
-        self._on_unfit = on_unfit
+        self._on_unhealthy = on_unfit
         self._there = asyncio.Event()
         self._giving_up: asyncio.TimerHandle | None = None
 
@@ -61,6 +61,6 @@ class HostWatchdog:
             self._giving_up = None
 
     def _give_up(self, seconds: float) -> None:
-        self._on_unfit(
+        self._on_unhealthy(
             f"no watchdog has guarded its workers for {seconds:g} s, and the job requires one: {self.trouble}"
         )

@@ -65,7 +65,7 @@ class WorkerSockets:
         self._rank_of = rank_of
         self._on_hung = on_hung
         self._worker_at = worker_at
-        self._entrust = entrust
+        self._register_cleanup = entrust
         self._stack = AsyncExitStack()
         self._folder = Path()
         self._timers: NodeTimers | None = None
@@ -92,7 +92,7 @@ class WorkerSockets:
     async def _stand_up(self, stack: AsyncExitStack) -> None:
         folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=roomy_folder())
         self._folder = Path(stack.enter_context(folder))
-        self._entrust(self._folder)
+        self._register_cleanup(self._folder)
         self.environment = {
             "RALLYPOINT_STORE_SOCKET": str(self._folder / "store"),
             "RALLYPOINT_TIMER_SOCKET": str(self._folder / "timer"),

@@ -129,13 +129,13 @@ class Spawner:
         """
         try:
             # Not when the loop runs: with no descriptor left by then, its end could not be waited for.
-            self._guard_pidfd = os.pidfd_open(process.guard.pid)
+            self._handle_pidfd = os.pidfd_open(process.handle.pid)
         except OSError as error:
             process.connection.close()  # which ends it
             raise SpawnError(f"cannot watch the spawner process: {error.strerror}") from error
-        self._guards.add(process.guard.pid)
+        self._guards.add(process.handle.pid)
         self._process = process
-        self._guard = process.guard
+        self._handle = process.handle
         self._socket = process.connection
         self._entrusted: list[Path] = []
         self._on_death = on_death
@@ -145,7 +145,7 @@ class Spawner:
         self._numbers = itertools.count(1)
         self._requests = itertools.count(1)
         self._workers: dict[int, WorkerProcess] = {}
-        self._answers: dict[int, asyncio.Future[KillResult]] = {}
+        self._replies: dict[int, asyncio.Future[KillResult]] = {}
         self._dead = False
         self._closing = False
         self._owner: object | None = None
@@ -154,7 +154,7 @@ class Spawner:
         self._attached = False
         self._ready: asyncio.Future[None]
         self._loop: asyncio.AbstractEventLoop
-        self._guard_gone: asyncio.Future[None]
+        self._handle_exited: asyncio.Future[None]
         # Set with _dead.
         self._burial: asyncio.Task[KillResult]
 
@@ -185,10 +185,10 @@ class Spawner:
         """
         another = type(self)(self._process.another(), self._on_death, self._spare)
         for folder in self._entrusted:
-            another.entrust(folder)
+            another.register_cleanup(folder)
         return another
 
-    def entrust(self, folder: Path) -> None:
+    def register_cleanup(self, folder: Path) -> None:
         """Has a temporary folder removed by the helper process, should this process die before it does so itself."""
         self._entrusted.append(folder)
         if not self._dead:
@@ -265,7 +265,7 @@ class Spawner:
         """
         if self._process.preloads:
             await asyncio.wait(
-                [self._ready, self._guard_gone], timeout=PRELOAD_TIMEOUT, return_when="FIRST_COMPLETED"
+                [self._ready, self._handle_exited], timeout=PRELOAD_TIMEOUT, return_when="FIRST_COMPLETED"
             )
         if workers:
             await asyncio.wait([worker.started for worker in workers], timeout=timeout)
@@ -296,11 +296,11 @@ class Spawner:
 
         Returns when all are dead, or after `timeout` seconds.
         """
-        return await self._ask(timeout, op="kill", worker=worker.number)
+        return await self._request(timeout, op="kill", worker=worker.number)
 
     async def sweep(self, timeout: float = SWEEP_TIMEOUT) -> KillResult:
         """Kills every process below the spawner. Exits are reported before this returns."""
-        return await self._ask(timeout, op="sweep")
+        return await self._request(timeout, op="sweep")
 
     async def close(self, timeout: float = SWEEP_TIMEOUT) -> None:
         """Ends the helper process and all below it; returns when they are gone. May be called again."""
@@ -325,8 +325,8 @@ class Spawner:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket, self._receive)
             self._ready = self._loop.create_future()
-            self._guard_gone = self._loop.create_future()
-            self._loop.add_reader(self._guard_pidfd, self._guard_has_gone)
+            self._handle_exited = self._loop.create_future()
+            self._loop.add_reader(self._handle_pidfd, self._on_handle_exit)
 
     # -- the socket
 
@@ -374,7 +374,7 @@ class Spawner:
             self._ready.set_result(None)
             return
         if kind == "killed":
-            answer = self._answers.get(event["request"])
+            answer = self._replies.get(event["request"])
             if answer is not None and not answer.done():
                 answer.set_result(KillResult(event["count"], tuple(event["left"])))
             return
@@ -398,12 +398,12 @@ class Spawner:
             message = f"on_exit of worker {worker.spec.local_rank} raised"
             self._loop.call_exception_handler({"message": message, "exception": error})
 
-    async def _ask(self, timeout: float, **request: Any) -> KillResult:
+    async def _request(self, timeout: float, **request: Any) -> KillResult:
         self.attach()
         if self._dead:
             return await self._buried()
         number = next(self._requests)
-        answer = self._answers[number] = self._loop.create_future()
+        answer = self._replies[number] = self._loop.create_future()
         self._send(**request, request=number, timeout=timeout)
         try:
             return await asyncio.wait_for(answer, timeout + ANSWER_MARGIN)
@@ -413,14 +413,14 @@ class Spawner:
         except _LostError:
             return await self._buried()
         finally:
-            del self._answers[number]
+            del self._replies[number]
 
     # -- its death
 
-    def _guard_has_gone(self) -> None:
-        self._loop.remove_reader(self._guard_pidfd)
-        os.close(self._guard_pidfd)
-        self._guard_gone.set_result(None)
+    def _on_handle_exit(self) -> None:
+        self._loop.remove_reader(self._handle_pidfd)
+        os.close(self._handle_pidfd)
+        self._handle_exited.set_result(None)
         while not self._dead and self._receive():
             pass  # what it said last comes first
         self._lose()
@@ -436,8 +436,8 @@ class Spawner:
         with contextlib.suppress(OSError):  # nobody is left to hear it
             os.write(self._process.folders, b"\0")  # we live, and remove our folders ourselves
         os.close(self._process.folders)
-        self._burial = self._loop.create_task(self._bury(timeout))
-        for answer in self._answers.values():
+        self._burial = self._loop.create_task(self._on_spawner_death(timeout))
+        for answer in self._replies.values():
             if not answer.done():
                 answer.set_exception(_LostError())
         if self._on_death is not None and not self._closing:
@@ -446,16 +446,16 @@ class Spawner:
     async def _buried(self) -> KillResult:
         return await asyncio.shield(self._burial)
 
-    async def _bury(self, timeout: float) -> KillResult:
+    async def _on_spawner_death(self, timeout: float) -> KillResult:
         """Waits for the guard, kills what it may have left to us, and tells every worker's fate."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._guard_gone), timeout)
-        if not self._guard_gone.done():
-            self._guard.kill()
-            await self._guard_gone
+            await asyncio.wait_for(asyncio.shield(self._handle_exited), timeout)
+        if not self._handle_exited.done():
+            self._handle.kill()
+            await self._handle_exited
         left: list[int] = []
-        self._guards.discard(self._guard.pid)
-        if self._guard.wait() != 0:  # it did not get to finish: its children are ours now
+        self._guards.discard(self._handle.pid)
+        if self._handle.wait() != 0:  # it did not get to finish: its children are ours now
             left = await asyncio.to_thread(program.kill_descendants, timeout, self._spares())
         for worker in list(self._workers.values()):
             if worker.pid is None:

@@ -285,14 +285,14 @@ class _Child:
 class _KillRequest:
     """A request to kill until nothing is left: of one worker, or of all."""
 
-    __slots__ = ("deadline", "request", "struck", "vain_looks", "worker")
+    __slots__ = ("deadline", "request", "struck", "vain_scans", "worker")
 
     def __init__(self, request: int, worker: int | None, deadline: float) -> None:
         self.request = request
         self.worker = worker
         self.deadline = deadline
         self.struck: set[int] = set()
-        self.vain_looks = 0
+        self.vain_scans = 0
 
 
 class _SpawnerLoop:
@@ -308,7 +308,7 @@ class _SpawnerLoop:
             private: descriptors that a worker which is a call must not keep. (Exec closes them by itself.)
         """
         self._agent = agent
-        self._guard = guard
+        self._supervisor = guard
         self._call = call
         self._inbox = bytearray()
         self._outbox = bytearray()
@@ -316,8 +316,8 @@ class _SpawnerLoop:
         self._by_pid: dict[int, _Child] = {}
         self._by_pipe: dict[int, _Child] = {}
         self._hunts: list[_KillRequest] = []
-        self._look_due = False
-        self._look_not_before = 0.0
+        self._scan_due = False
+        self._scan_not_before = 0.0
         self._signals = _wake_on_signals(signal.SIGCHLD, signal.SIGUSR1)
         self._private = (agent, self._signals, *private)
         self._poll = select.poll()
@@ -328,16 +328,16 @@ class _SpawnerLoop:
         """Serves the agent until it, or the guard, is gone."""
         # The parent-death signal closes the gap of a guard that dies; checked after it is armed.
         prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-        self._say(event="ready", pid=os.getpid())
-        while os.getppid() == self._guard:
+        self._send(event="ready", pid=os.getpid())
+        while os.getppid() == self._supervisor:
             self._flush()
-            ready = self._poll.poll(self._patience())
+            ready = self._poll.poll(self._poll_timeout())
             # Requests before deaths: "spawn, sweep" sent in one go must find the worker.
             for fd, _events in ready:
                 if fd == self._signals:
                     _empty(fd)
                 elif fd == self._agent:
-                    if not self._hear():
+                    if not self._receive():
                         return
                 elif fd in self._by_pipe:
                     self._learn_of_exec(self._by_pipe[fd])
@@ -346,7 +346,7 @@ class _SpawnerLoop:
 
     # -- talking with the agent
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         """Takes in what the agent sent; false when the agent is gone."""
         try:
             while data := os.read(self._agent, 1 << 16):
@@ -371,7 +371,7 @@ class _SpawnerLoop:
             self._obey(request)
         return True
 
-    def _say(self, **event: Any) -> None:
+    def _send(self, **event: Any) -> None:
         body = json.dumps(event).encode()
         self._outbox += len(body).to_bytes(4, "big") + body
 
@@ -399,8 +399,8 @@ class _SpawnerLoop:
             self._hunts.append(
                 _KillRequest(request["request"], worker, time.monotonic() + request["timeout"])
             )
-            self._look_due = True
-            self._look_not_before = 0.0
+            self._scan_due = True
+            self._scan_not_before = 0.0
 
     # -- starting
 
@@ -415,7 +415,7 @@ class _SpawnerLoop:
             if read_end >= 0:
                 os.close(read_end)
                 os.close(write_end)
-            self._say(event="failed", worker=number, step="fork", errno=error.errno, text="")
+            self._send(event="failed", worker=number, step="fork", errno=error.errno, text="")
             return
         if pid == 0:
             _become_worker(spec, write_end, me, self._call, (*self._private, *self._by_pipe, read_end))
@@ -439,9 +439,9 @@ class _SpawnerLoop:
         worker.exec_pipe = None
         if reason:
             worker.failed = True
-            self._say(event="failed", worker=worker.number, **json.loads(reason))
+            self._send(event="failed", worker=worker.number, **json.loads(reason))
             return
-        self._say(event="started", worker=worker.number, pid=worker.pid, at=time.monotonic())
+        self._send(event="started", worker=worker.number, pid=worker.pid, at=time.monotonic())
         for number, group in worker.held:
             self._deliver(worker, number, group)
 
@@ -478,7 +478,7 @@ class _SpawnerLoop:
                 break
             if pid == 0:
                 break
-            self._look_due = True
+            self._scan_due = True
             worker = self._by_pid.pop(pid, None)
             if worker is None:
                 continue
@@ -487,7 +487,7 @@ class _SpawnerLoop:
             if worker.failed:
                 del self._workers[worker.number]
                 continue
-            self._say(
+            self._send(
                 event="exited",
                 worker=worker.number,
                 pid=pid,
@@ -501,7 +501,7 @@ class _SpawnerLoop:
         for worker in [worker for worker in self._workers.values() if worker.reaped]:
             if childless or _group_is_empty(worker.pid):
                 del self._workers[worker.number]
-                self._say(event="cleared", worker=worker.number)
+                self._send(event="cleared", worker=worker.number)
         return childless
 
     def _advance_hunts(self, childless: bool) -> None:
@@ -510,22 +510,22 @@ class _SpawnerLoop:
             return
         now = time.monotonic()
         overdue = any(now >= hunt.deadline for hunt in self._hunts)
-        if not (childless or overdue or (self._look_due and now >= self._look_not_before)):
+        if not (childless or overdue or (self._scan_due and now >= self._scan_not_before)):
             return
-        self._look_due = False
+        self._scan_due = False
         before = watch_forks()
         tree = [] if childless else descendants(os.getpid())
         undisturbed = watch_forks() == before
         family = {os.getpid(), *(process.pid for process in tree)}
         for hunt in list(self._hunts):
             victims = [process for process in self._tree_of(hunt.worker, tree) if not process.dead]
-            hunt.vain_looks = 0 if victims else hunt.vain_looks + 1
+            hunt.vain_scans = 0 if victims else hunt.vain_scans + 1
             # A sweep is over when the kernel says so; of a single worker's tree only looking can tell.
-            found_none = hunt.vain_looks > 0 and (undisturbed or hunt.vain_looks > _VAIN_LOOKS)
+            found_none = hunt.vain_scans > 0 and (undisturbed or hunt.vain_scans > _VAIN_LOOKS)
             if now >= hunt.deadline or (childless if hunt.worker is None else found_none):
                 self._hunts.remove(hunt)
                 left = [process.pid for process in victims]
-                self._say(event="killed", request=hunt.request, count=len(hunt.struck), left=left)
+                self._send(event="killed", request=hunt.request, count=len(hunt.struck), left=left)
                 continue
             struck = strike(victims, family)
             hunt.struck.update(struck)
@@ -533,10 +533,10 @@ class _SpawnerLoop:
                 if pidfd >= 0:
                     os.close(pidfd)
             # Somebody may have hopped on; and without a victim no death will remind us to look.
-            self._look_due = self._look_due or len(struck) < max(1, len(victims))
+            self._scan_due = self._scan_due or len(struck) < max(1, len(victims))
         # Looking costs some 10 µs for each process of the host, ours or not: spend at most half the time so.
         finished = time.monotonic()
-        self._look_not_before = finished + (finished - now)
+        self._scan_not_before = finished + (finished - now)
 
     def _tree_of(self, number: int | None, tree: list[ProcessStat]) -> list[ProcessStat]:
         """Picks one worker's processes: itself, its session, orphans with its mark, and all their children."""
@@ -553,11 +553,11 @@ class _SpawnerLoop:
                 picked[process.pid] = process
         return list(picked.values())
 
-    def _patience(self) -> float | None:
+    def _poll_timeout(self) -> float | None:
         """How long poll() may wait, in milliseconds; None for as long as nothing happens."""
         moments = [hunt.deadline for hunt in self._hunts]
-        if self._hunts and self._look_due:
-            moments.append(self._look_not_before)
+        if self._hunts and self._scan_due:
+            moments.append(self._scan_not_before)
         if not moments:
             return None
         return (

@@ -44,7 +44,7 @@ class SpawnerProcess:
         preloads: whether it takes as long as a user's imports until it listens.
     """
 
-    guard: SpawnerHandle
+    handle: SpawnerHandle
     connection: socket.socket
     folders: int
     another: Callable[[], SpawnerProcess]

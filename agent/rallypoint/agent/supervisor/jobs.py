@@ -110,7 +110,7 @@ _REPORT_BYTES = 64 * 1024
 def job_message(taken: TakenJob, *, whole: bool = True) -> pb.Job:
     """A job as one host sees it; not `whole`: without its workers and the report of its failure."""
     job = taken.job
-    config, seat = job.config, job.crew.assignment if job.crew is not None else None
+    config, seat = job.config, job.group.assignment if job.group is not None else None
     message = pb.Job(
         run_id=config.run_id,
         node_id=config.node_id,

@@ -77,7 +77,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
                 changed.clear()
                 job = job_message(taken)
                 if job != told:
-                    await watcher.tell(pb.WatchJobResponse(job=job))
+                    await watcher.send(pb.WatchJobResponse(job=job))
                     told = job
                 if job.state == pb.JOB_STATE_ENDED:
                     return
@@ -89,7 +89,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         running = [worker.pid for worker in job.workers if worker.exit is None and worker.pid]
         usage = await self._meter.measure(job.spawner_pid, running) if running else {}
         return pb.ListWorkersResponse(
-            round=job.crew.assignment.round if job.crew is not None else 0,
+            round=job.group.assignment.round if job.group is not None else 0,
             workers=[
                 worker_message(worker, usage.get(worker.pid), job.progress_of(worker))
                 for worker in job.workers
@@ -105,7 +105,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
         with self._stream(), self._open_files(of_each * workers):
             async with aclosing(stream_logs(job, request)) as pieces:
                 async for piece in pieces:
-                    await reader.tell(piece)
+                    await reader.send(piece)
 
     async def StopJob(self, request: pb.StopJobRequest, context: _Context) -> pb.StopJobResponse:
         """Leave the run in good order, or at once."""

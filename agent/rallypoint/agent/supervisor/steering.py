@@ -84,7 +84,7 @@ async def reap_worker(job: Job, rank: int, reason: str) -> tuple[int, str]:
         raise _not_running(job.config.run_id, f"rank {rank} has ended already")
     asked = f"it was killed through SupervisorService: {reason}"
     case = await crew.reap(
-        HungWorker(crew.name_of(worker.local_rank), scope="", after=0.0, late_by=0.0, asked=asked)
+        HungWorker(crew.name_of(worker.local_rank), scope="", after=0.0, late_by=0.0, requested=asked)
     )
     return worker.pid, str(case.file) if case is not None and case.file is not None else ""
 
@@ -102,7 +102,7 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     crew = running_crew(job)
     asked = [worker for worker in workers_of(job, ranks) if worker.exit is None]
     timeout = max(job.config.evidence_timeout, EVIDENCE_TIMEOUT)
-    texts = await asyncio.gather(*(crew.look_into(worker.local_rank, timeout) for worker in asked))
+    texts = await asyncio.gather(*(crew.diagnose(worker.local_rank, timeout) for worker in asked))
     room = min(_STACKS_BYTES, _ALL_STACKS_BYTES // max(1, len(asked)))
     return [Stacks(worker, bounded(text, room)) for worker, text in zip(asked, texts, strict=True) if text]
 
@@ -115,9 +115,9 @@ def running_crew(job: Job) -> WorkerGroup:
     """
     if job.result is not None:
         raise _ended(job.config.run_id)
-    if job.crew is None or job.state.workers is not Workers.RUNNING:
+    if job.group is None or job.state.workers is not Workers.RUNNING:
         raise _not_running(job.config.run_id)
-    return job.crew
+    return job.group
 
 
 def workers_of(job: Job, ranks: Sequence[int]) -> list[Worker]:

@@ -120,7 +120,7 @@ class WorkerGroup:
             own_codes=config.call or Path(config.command[0]).name.startswith(("python", "pypy")),
         )
         self._on_success = on_success
-        self._on_unfit = on_unfit
+        self._on_unhealthy = on_unfit
         self._on_change = on_change
         self._stacks = stacks
         self._events = events
@@ -130,7 +130,7 @@ class WorkerGroup:
         self._background: set[asyncio.Task[None]] = set()
         self._accused: dict[int, HangReport] = {}
         # Who looks into a worker asks it for its stacks, and two can't be answered at a time.
-        self._looks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._diagnoses: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._spawner = spawner
         self._cpus: list[Cpus] | None = None
         self._group: WorkerProcesses | None = None
@@ -191,10 +191,10 @@ class WorkerGroup:
         """The workers that have failed, the first first; whoever was stopped before that is not among them."""
         return self._post_mortem.failures
 
-    def look_for_failures(self) -> None:
+    def collect_failures(self) -> None:
         """Report a worker that has raised and not ended yet as failed, as one of another host's has failed."""
         if not self._stopped:
-            self._post_mortem.look(self._unfinished())
+            self._post_mortem.examine(self._unfinished())
 
     def pass_on(self, number: int) -> None:
         """Send a signal to the workers, not to their children; to those of them that it wouldn't kill."""
@@ -223,22 +223,24 @@ class WorkerGroup:
         local_rank = self.names.get(name)
         return self.assignment.base_rank + local_rank if local_rank is not None else None
 
-    async def look_into(self, local_rank: int, timeout: float) -> str:
+    async def diagnose(self, local_rank: int, timeout: float) -> str:
         """What a worker is doing, for people; empty if it has gone. A stopped one stays stopped.
 
         Args:
             local_rank: Which worker.
             timeout: Seconds that finding it out may take.
         """
-        victim = self._victim(local_rank)
+        victim = self._hung_process(local_rank)
         if victim is None:
             return ""
-        hang = HungWorker(self.name_of(local_rank), "", 0.0, 0.0, signal=None, asked="somebody wants to know")
-        async with self._looks[local_rank]:
-            evidence = await Reaping(hang, victim, timeout).look()
-        return evidence.text if evidence.looks else ""
+        hang = HungWorker(
+            self.name_of(local_rank), "", 0.0, 0.0, signal=None, requested="somebody wants to know"
+        )
+        async with self._diagnoses[local_rank]:
+            evidence = await Reaping(hang, victim, timeout).diagnose()
+        return evidence.text if evidence.process_looks else ""
 
-    def _victim(self, local_rank: int) -> HungProcess | None:
+    def _hung_process(self, local_rank: int) -> HungProcess | None:
         pid = self._group.pids.get(local_rank) if self._group is not None else None
         if pid is None:
             return None
@@ -252,11 +254,11 @@ class WorkerGroup:
             What is held against it; None if it has gone before anybody looked.
         """
         local_rank = self.names[hang.worker_id]
-        async with self._looks[local_rank]:
+        async with self._diagnoses[local_rank]:
             return await self._reap(local_rank, hang)
 
     async def _reap(self, local_rank: int, hang: HungWorker) -> HangReport | None:
-        group, victim = self._group, self._victim(local_rank)
+        group, victim = self._group, self._hung_process(local_rank)
         if group is None or victim is None:
             return None
         rank, pid = victim.rank, victim.pid
@@ -272,7 +274,7 @@ class WorkerGroup:
         if hang.signal is None:
             _log.error("a worker hangs, and lives on as its timer says", rank=rank, pid=pid, **case.figures)
             return case
-        what = "a worker is killed" if hang.asked else "a worker hangs and is killed"
+        what = "a worker is killed" if hang.requested else "a worker hangs and is killed"
         _log.error(what, rank=rank, pid=pid, **case.figures)
         self._accused[local_rank] = case
         killed = await reaping.end(lambda: group.kill_worker(local_rank))
@@ -304,7 +306,7 @@ class WorkerGroup:
         worker = self.workers.get(local_rank)
         if worker is None or worker.exit is None:
             self._fail(failure_to_end(case.message, pid=pid, local_rank=local_rank, **identity), case)
-        self._on_unfit(why)
+        self._on_unhealthy(why)
 
     def _is_ours(self, pid: int) -> bool:
         """Whether a process is below the spawner now: its number may be another's since we were told of it."""
@@ -364,7 +366,7 @@ class WorkerGroup:
             self._events.worker_ended(worker.rank, how)
             return
         case = self._accused.get(how.local_rank)
-        if not how.succeeded or (case is not None and case.condemned):
+        if not how.succeeded or (case is not None and case.to_be_killed):
             if self._output.delayed:
                 self._begin(self._fail_when_logged(how, case))
             else:
@@ -392,7 +394,7 @@ class WorkerGroup:
     def _fail(self, failure: WorkerFailure, case: HangReport | None = None) -> None:
         self._log_directory.note_failure()
         if case is not None:
-            failure = case.charge(failure)
+            failure = case.complete_failure(failure)
         worker = self.workers.get(failure.local_rank)
         self._events.worker_failed(failure, worker.exit if worker is not None else None)
         self._post_mortem.note(failure, self._unfinished())

@@ -64,10 +64,10 @@ class Callbacks:
         begin: Runs work in the background; what goes wrong in it ends the job.
     """
 
-    tell: Callable[[core.Event], None]
+    publish: Callable[[core.Event], None]
     on_failure: Callable[[WorkerFailure], None]
     on_earlier: Callable[[WorkerFailure], None]
-    on_unfit: Callable[[str], None]
+    on_unhealthy: Callable[[str], None]
     on_change: Callable[[], None]
     begin: Callable[[Coroutine[Any, Any, None]], object]
 
@@ -85,7 +85,7 @@ class WorkerGroups:
 
     def __init__(self, config: JobConfig, spawner: Spawner, callbacks: Callbacks) -> None:
         """Set up; `spawner` runs already."""
-        self.crew: WorkerGroup | None = None
+        self.group: WorkerGroup | None = None
         self.spawner = spawner
         self.base_ranks: dict[int, int] = {}
         self.stop_reason = ""
@@ -97,7 +97,7 @@ class WorkerGroups:
     @property
     def workers(self) -> list[Worker]:
         """The workers that run, or ran last, by local rank."""
-        return [worker for _, worker in sorted(self.crew.workers.items())] if self.crew is not None else []
+        return [worker for _, worker in sorted(self.group.workers.items())] if self.group is not None else []
 
     def start(self, seat: core.Assignment, restart_count: int, lease: int, incarnation: str) -> None:
         """Start a group.
@@ -116,7 +116,7 @@ class WorkerGroups:
         def succeeded() -> None:
             callbacks.begin(self._sweep(crew))
 
-        crew = self.crew = WorkerGroup(
+        crew = self.group = WorkerGroup(
             self._config,
             seat,
             restart_count,
@@ -128,7 +128,7 @@ class WorkerGroups:
             events=equipment.history,
             on_failure=callbacks.on_failure,
             on_success=succeeded,
-            on_unfit=callbacks.on_unfit,
+            on_unfit=callbacks.on_unhealthy,
             on_earlier=callbacks.on_earlier,
             on_change=self._changed,
         )
@@ -153,20 +153,20 @@ class WorkerGroups:
             timeout: Seconds until SIGKILL.
             after: What to wait for before that; None: nothing.
         """
-        assert self.crew is not None, "workers that run are a crew's"
+        assert self.group is not None, "workers that run are a crew's"
         self.stop_reason = detail
-        self._stopped = self.crew
-        self._callbacks.begin(self._stop(self.crew, detail, number, timeout, after))
+        self._stopped = self.group
+        self._callbacks.begin(self._stop(self.group, detail, number, timeout, after))
 
     def kill(self) -> None:
         """Kill workers that are being stopped; who stops them says what became of them."""
-        if self.crew is not None:
-            self._callbacks.begin(_kill(self.crew))
+        if self.group is not None:
+            self._callbacks.begin(_kill(self.group))
 
     async def end(self) -> None:
         """No worker is left when this returns."""
-        if self.crew is not None:
-            await self.crew.stop(signal.SIGKILL, 0.0)
+        if self.group is not None:
+            await self.group.stop(signal.SIGKILL, 0.0)
 
     async def close(self, unfit: bool) -> None:
         """End the spawner; `unfit`: it is known that something below it can't be killed."""
@@ -177,20 +177,20 @@ class WorkerGroups:
 
     def worker_of(self, pid: int) -> str | None:
         """Name of the worker that a process is, or descends from; None for a stranger."""
-        return self.crew.worker_of(pid) if self.crew is not None else None
+        return self.group.worker_of(pid) if self.group is not None else None
 
     def worker_at(self, local_rank: int) -> tuple[str, int] | None:
         """The name and the process of the worker with this local rank; None if it does not run."""
-        return self.crew.worker_at(local_rank) if self.crew is not None else None
+        return self.group.worker_at(local_rank) if self.group is not None else None
 
     def rank_of(self, worker: str) -> int | None:
         """The global rank of a worker of this name; None if there is none."""
-        return self.crew.rank_of(worker) if self.crew is not None else None
+        return self.group.rank_of(worker) if self.group is not None else None
 
     async def reap(self, hang: HungWorker) -> bool:
         """See `WorkerGroup.reap`. A worker that is gone needs it no more."""
-        if self.crew is not None and hang.worker_id in self.crew.names:
-            await self.crew.reap(hang)
+        if self.group is not None and hang.worker_id in self.group.names:
+            await self.group.reap(hang)
         return True
 
     async def _start(self, crew: WorkerGroup, lease: int, incarnation: str) -> None:
@@ -222,8 +222,8 @@ class WorkerGroups:
         for worker in crew.names:
             self.equipment.sockets.clear(worker)
         if left := await who_outlives(report.left):
-            self._callbacks.on_unfit(await describe_left(left))
-        self._callbacks.tell(core.GroupStopped())
+            self._callbacks.on_unhealthy(await describe_left(left))
+        self._callbacks.publish(core.GroupStopped())
 
     async def _sweep(self, crew: WorkerGroup) -> None:
         """What workers left behind when they ended must not live into the next round."""
@@ -231,13 +231,13 @@ class WorkerGroups:
         left = await who_outlives(report.left)
         unfit = await describe_left(left) if left else None
         if crew is not self._stopped:  # or else the next may run by now, which this would be taken for
-            self._callbacks.tell(core.GroupSucceeded())
+            self._callbacks.publish(core.GroupSucceeded())
         if unfit is not None:
-            self._callbacks.on_unfit(unfit)
+            self._callbacks.on_unhealthy(unfit)
 
     def _changed(self) -> None:
-        if self.crew is not None and self.crew.attempt is not None:
-            self.base_ranks[self.crew.attempt] = self.crew.assignment.base_rank
+        if self.group is not None and self.group.attempt is not None:
+            self.base_ranks[self.group.attempt] = self.group.assignment.base_rank
         self._callbacks.on_change()
 
 

@@ -92,9 +92,9 @@ class WorkerProcesses:
         self._sent: set[int] = set()
         # Local ranks of workers that got SIGKILL already: more patience changes nothing for them.
         self._struck: set[int] = set()
-        self._asked_to_stop_at = 0.0
+        self._stop_requested_at = 0.0
         self._deadline = 0.0
-        self._patience: asyncio.Timeout | None = None
+        self._start_timeout: asyncio.Timeout | None = None
         self._stopping: asyncio.Task[StopReport] | None = None
 
     @property
@@ -151,13 +151,13 @@ class WorkerProcesses:
         """
         deadline = asyncio.get_running_loop().time() + timeout
         if self._stopping is None:
-            self._asked_to_stop_at = time.monotonic()
+            self._stop_requested_at = time.monotonic()
             self._deadline = deadline
             self._stopping = asyncio.create_task(self._stop())
         elif deadline < self._deadline:
             self._deadline = deadline
-            if self._patience is not None:
-                self._patience.reschedule(deadline)
+            if self._start_timeout is not None:
+                self._start_timeout.reschedule(deadline)
         if signal not in self._sent:
             self._sent.add(signal)
             self.send_signal(signal, group=True)
@@ -203,9 +203,9 @@ class WorkerProcesses:
         ]
         if waiting:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._deadline) as self._patience:
+                async with asyncio.timeout_at(self._deadline) as self._start_timeout:
                     await asyncio.wait(waiting)
-            self._patience = None
+            self._start_timeout = None
         killed = tuple(rank for rank, worker in self._workers.items() if worker.alive)
         swept = await self._spawner.sweep()
         complete = await self._finish_copies()
@@ -215,7 +215,7 @@ class WorkerProcesses:
             leftovers=max(0, swept.count - len(killed)),
             left=swept.left,
             console_complete=complete,
-            seconds=time.monotonic() - self._asked_to_stop_at,
+            seconds=time.monotonic() - self._stop_requested_at,
         )
 
     async def _finish_copies(self) -> bool:

@@ -40,7 +40,7 @@ class EventReader:
 
     history: History
     settings: RunSettings
-    wanted: EventFilter
+    filter: EventFilter
     cursor: int
     backwards: bool = False
 
@@ -85,7 +85,7 @@ class EventReader:
             taken = 0
             for content in self._step():
                 record = journal_pb2.JournalRecord.FromString(content.content)
-                if self.wanted.matches(record):
+                if self.filter.matches(record):
                     event = event_of(record, self.settings)
                     room -= event.ByteSize() + _FRAME_BYTES
                     if room < 0 and events:
@@ -164,7 +164,7 @@ class EventServicer:
 
     def __init__(self, home: RunLocator, check_not_draining: Callable[[], None]) -> None:
         """Answer for the runs of `home`; `check_not_draining` raises once the server is going away."""
-        self._home = home
+        self._locator = home
         self._check_not_draining = check_not_draining
 
     async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
@@ -178,7 +178,7 @@ class EventServicer:
         """
         name("run_id", request.run_id)
         count("page_size", request.page_size, 0, _MOST_EVENTS)
-        runs = (await self._home.reader(request.run_id)).runs
+        runs = (await self._locator.reader(request.run_id)).runs
         history = _history(runs, request.run_id)
         reader = EventReader(
             history,
@@ -224,7 +224,7 @@ class EventServicer:
         """
         name("run_id", request.run_id)
         count("revision", request.revision, 0, 2**63 - 1)
-        engine = self._home.shard(request.run_id).engine
+        engine = self._locator.shard(request.run_id).engine
         history = _history(engine, request.run_id)
         reader = EventReader(
             history,
@@ -234,11 +234,11 @@ class EventServicer:
         )
         revisions = engine.follow(request.run_id, request.revision)
         try:
-            await self._tell(engine, request.run_id, reader, revisions, watcher)
+            await self._send_events(engine, request.run_id, reader, revisions, watcher)
         finally:
             engine.unfollow(request.run_id, revisions)
 
-    async def _tell(
+    async def _send_events(
         self,
         engine: RendezvousEngine,
         run_id: str,
@@ -261,7 +261,7 @@ class EventServicer:
                 )
                 response.revision = reader.cursor
                 if first or response.events or reader.cursor - told >= _MOST_UNTOLD:
-                    await watcher.tell(response)
+                    await watcher.send(response)
                     told = reader.cursor
                 first = False
 

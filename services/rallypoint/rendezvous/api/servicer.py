@@ -47,18 +47,18 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
         """Answer for the runs of `home`; a subscriber has `write_timeout` seconds to take a message."""
-        self._home = home
+        self._locator = home
         self._list_replicas = list_replicas or OnlyReplica()
         self._write_timeout = write_timeout
         self._draining = False
-        self._openings = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
+        self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
         self._events = EventServicer(home, self._check_not_draining)
 
     async def drain(self) -> None:
         """Tell every stream that the server is going away, and take no more."""
         self._draining = True
-        self._openings.end()
-        for shard in self._home.shards():
+        self._unopened.end()
+        for shard in self._locator.shards():
             shard.engine.drain(Draining())
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.
@@ -81,18 +81,18 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                     break
                 if update is None and lease is None:
                     continue  # it was woken for a lease that has gone out with its place
-                await node.tell(pb.JoinResponse(lease=lease, update=update))
+                await node.send(pb.JoinResponse(lease=lease, update=update))
                 lease = None
                 revision = update.revision if update is not None else revision
         except Draining:
-            await node.tell(pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
+            await node.send(pb.JoinResponse(lease=lease, draining=pb.Draining(revision=revision)))
         finally:
             listener.cancel()
             engine.disconnect(member)
 
     async def _first(self, requests: AsyncIterator[pb.JoinRequest]) -> pb.JoinRequest:
         try:
-            return await self._openings.first(requests)
+            return await self._unopened.first(requests)
         except ServerDraining:
             raise Draining from None
         except StopAsyncIteration:
@@ -104,13 +104,13 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         match first.WhichOneof("message"):
             case "join":
                 join, command = first.join, join_command(first.join)
-                engine = self._home.writer(join.run_id).engine
+                engine = self._locator.writer(join.run_id).engine
                 return engine, await engine.join(join.run_id, command)
             case "resume":
                 resume = first.resume
                 name("run_id", resume.run_id)
                 name("node_id", resume.node_id)
-                engine = self._home.shard(resume.run_id).engine
+                engine = self._locator.shard(resume.run_id).engine
                 member = await engine.resume(resume.run_id, resume.node_id, resume.lease, resume.revision)
                 return engine, member
             case other:
@@ -126,10 +126,10 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         first = first_node(request)
         run_id = request.run_id
         if request.owner_only:
-            self._home.shard(run_id)  # refuses, unless it is here
-        runs = (await self._home.reader(run_id)).runs
+            self._locator.shard(run_id)  # refuses, unless it is here
+        runs = (await self._locator.reader(run_id)).runs
         response = await runs.read_run(run_id, lambda state: nodes_page(request, state, first))
-        if (elsewhere := runs.elsewhere(run_id)) is not None:
+        if (elsewhere := runs.remote_reader(run_id)) is not None:
             if request.owner_only:
                 raise elsewhere  # it went meanwhile
             response.durable_only, response.owner = True, elsewhere.owner or ""
@@ -142,7 +142,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
     ) -> pb.ListRunsResponse:
         """All runs, a page at a time."""
         check_list_runs(request)
-        return await list_runs(request, [reader.runs for reader in await self._home.readers()])
+        return await list_runs(request, [reader.runs for reader in await self._locator.readers()])
 
     async def WatchRun(  # type: ignore[override]
         self,
@@ -152,13 +152,13 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """A run's states as they come."""
         self._check_not_draining()
         name("run_id", request.run_id)
-        engine = self._home.shard(request.run_id).engine
+        engine = self._locator.shard(request.run_id).engine
         states = await engine.watch(request.run_id, request.revision)
         self._end_if_draining(states)
         watcher = Subscriber(context, self._write_timeout)
         try:
             while (run := await states.take()) is not None:
-                await watcher.tell(pb.WatchRunResponse(run=run))
+                await watcher.send(pb.WatchRunResponse(run=run))
         finally:
             engine.unwatch(request.run_id, states)
 
@@ -170,7 +170,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         """End a run for good."""
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
-        engine = self._home.writer(request.run_id).engine
+        engine = self._locator.writer(request.run_id).engine
         run_end = await engine.close_run(request.run_id, request.reason or NO_REASON, _operator(context))
         return pb.CloseRunResponse(run_end=run_end)
 
@@ -183,7 +183,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
         command = commands.Restart(request.reason or NO_REASON)
-        engine = self._home.writer(request.run_id).engine
+        engine = self._locator.writer(request.run_id).engine
         happened = await engine.execute(request.run_id, command, _operator(context))
         ended = [fact.end.round for fact in happened if isinstance(fact, facts.RoundEnded)]
         taken = any(isinstance(fact, facts.RestartRequested) for fact in happened)
@@ -200,7 +200,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         text("reason", request.reason, SENTENCE_BYTES)
         kind = commands.Readmit if request.readmit else commands.Evict
         command = kind(request.node_id, request.reason or NO_REASON)
-        engine = self._home.writer(request.run_id).engine
+        engine = self._locator.writer(request.run_id).engine
         happened = await engine.execute(request.run_id, command, _operator(context))
         return pb.EvictNodeResponse(
             was_in=any(isinstance(fact, facts.NodeEvicted) and fact.lease > 0 for fact in happened)

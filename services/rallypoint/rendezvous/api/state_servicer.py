@@ -39,30 +39,30 @@ class StateServicer(rpc.StateServiceServicer):
     """The calls of StateService; the contract stands in state_service.proto."""
 
     def __init__(self, home: RunLocator, write_timeout: float) -> None:
-        self._home = home
+        self._locator = home
         self._write_timeout = write_timeout
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
         check_run_id(request.run_id)
-        states = (await self._home.reader(request.run_id)).states
+        states = (await self._locator.reader(request.run_id)).states
         return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
     async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
         asked = set_state(request)
-        outcome = await self._home.writer(request.run_id).states.set(asked)
+        outcome = await self._locator.writer(request.run_id).states.set(asked)
         return pb.SetStateResponse(current=_message(outcome.current), has_set=outcome.has_set)
 
     # The stubs know handlers that yield; one that writes can bound every write by a timeout.
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]
         check_run_id(request.run_id)
         token = request.token if request.HasField("token") else None
-        states = self._home.shard(request.run_id).states
+        states = self._locator.shard(request.run_id).states
         views = states.watch(request.run_id, token)
         watcher = Subscriber(context, self._write_timeout)
         try:
             await watcher.greet()
             while (view := await views.take()) is not None:
-                await watcher.tell(pb.WatchStateResponse(current=_message(view.current)))
+                await watcher.send(pb.WatchStateResponse(current=_message(view.current)))
         finally:
             states.unwatch(request.run_id, views)
 

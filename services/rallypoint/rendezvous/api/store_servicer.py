@@ -53,7 +53,7 @@ class StoreServicer(rpc.StoreServiceServicer):
     """The calls of StoreService; the contract stands in store_service.proto."""
 
     def __init__(self, home: RunLocator) -> None:
-        self._home = home
+        self._locator = home
 
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
         addressed = _addressed(request)
@@ -140,10 +140,10 @@ class StoreServicer(rpc.StoreServiceServicer):
         return pb.ListKeysResponse(keys=keys[:count], next_page_token=keys[count - 1] if more else "")
 
     def _store(self, request: WriteRequest) -> StoreService:
-        return self._home.writer(request.run_id).store
+        return self._locator.writer(request.run_id).store
 
     async def _reader(self, request: ReadRequest) -> StoreReader:
-        return (await self._home.reader(request.run_id)).store
+        return (await self._locator.reader(request.run_id)).store
 
 
 class _Addressed(TypedDict):

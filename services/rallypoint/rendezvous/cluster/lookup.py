@@ -44,7 +44,7 @@ class SharedRead(Generic[_T]):
         self._current: asyncio.Task[_T] | None = None
         self._next: asyncio.Task[_T] | None = None
 
-    async def ask(self) -> _T:
+    async def read(self) -> _T:
         """What a read finds that begins after this was called.
 
         Raises:
@@ -141,14 +141,14 @@ class RemoteReader:
             NotOwner: It is large, changes all the time, and has an owner who should be asked.
             JournalError: What is there can't be read by this version.
         """
-        return await self._ask(shard)
+        return await self._read_shard(shard)
 
-    async def _ask(self, shard: int) -> RunReader:
+    async def _read_shard(self, shard: int) -> RunReader:
         read = self._reads.get(shard)
         if read is None:
             read = self._reads[shard] = SharedRead(partial(self._read, shard))
         try:
-            return await read.ask()
+            return await read.read()
         except EtcdError as error:
             raise EtcdAway from error
 
@@ -162,7 +162,7 @@ class RemoteReader:
         """
         self._shards = shards
         try:
-            heads = await self._heads.ask()
+            heads = await self._heads.read()
         except EtcdError:
             heads = {}  # one attempt at one member; each shard of its own has more
         found = {
@@ -176,7 +176,7 @@ class RemoteReader:
             async with room:
                 # In one step with asking: it is the read that we share which takes note of it.
                 self._not_refused.add(shard)
-                found[shard] = await self._ask(shard)
+                found[shard] = await self._read_shard(shard)
 
         await asyncio.gather(*(read(shard) for shard in wanted if shard not in found))
         return found
@@ -247,7 +247,7 @@ class ReplicatedLocator:
             full: Why etcd takes no writes; empty as long as it does.
         """
         self._replica = replica
-        self._elsewhere = elsewhere
+        self._remote = elsewhere
         self._full = full
 
     def shard(self, run_id: str) -> Shard:
@@ -258,13 +258,13 @@ class ReplicatedLocator:
             EtcdAway: Who does is not known here, for there is no etcd.
         """
         replica = self._replica
-        if replica.hosting is None or replica.cluster is None:
+        if replica.shard_manager is None or replica.cluster is None:
             raise EtcdAway
         number = shard_of(run_id, replica.shards)
-        shard = replica.hosting.serving.get(number)
+        shard = replica.shard_manager.serving.get(number)
         if shard is not None:
             return shard
-        raise NotOwner(run_id, replica.owner_address(number), replica.hosting.obstacle(number))
+        raise NotOwner(run_id, replica.owner_address(number), replica.shard_manager.obstacle(number))
 
     def writer(self, run_id: str) -> Shard:
         """The same, for what writes.
@@ -290,14 +290,14 @@ class ReplicatedLocator:
         if self._replica.cluster is None:
             raise EtcdAway  # at once: others may have one
         number = shard_of(run_id, self._replica.shards)
-        hosting = self._replica.hosting
+        hosting = self._replica.shard_manager
         shard = hosting.serving.get(number) if hosting is not None else None
         if shard is not None and not self._full():
             # Others may have read of etcd what it does not know yet to be durable.
             await shard.settled()
             return shard
         try:
-            return await self._elsewhere.reader(number)
+            return await self._remote.reader(number)
         except NotOwner as elsewhere:
             raise NotOwner(run_id, elsewhere.owner) from None
 
@@ -309,16 +309,14 @@ class ReplicatedLocator:
         """
         if self._replica.cluster is None:
             raise EtcdAway  # at once: others may have one
-        here = dict(self._replica.hosting.serving) if self._replica.hosting is not None else {}
+        here = dict(self._replica.shard_manager.serving) if self._replica.shard_manager is not None else {}
         shards = self._replica.shards
-        elsewhere = await self._elsewhere.readers(
-            [each for each in range(shards) if each not in here], shards
-        )
+        elsewhere = await self._remote.readers([each for each in range(shards) if each not in here], shards)
         return [*here.values(), *elsewhere.values()]
 
     def shards(self) -> Sequence[Shard]:
         """All that have not ended here."""
-        return self._replica.hosting.shards() if self._replica.hosting is not None else []
+        return self._replica.shard_manager.shards() if self._replica.shard_manager is not None else []
 
 
 # ---- ListReplicas: who serves what, as one replica knows it.

@@ -35,10 +35,10 @@ class RebalanceBatches:
 
     def __init__(self, tell: Callable[[Hashable, RebalanceBatch], None]) -> None:
         """`tell` is called with what is alike, and with how many it was."""
-        self._tell = tell
-        self._waves: dict[Hashable, RebalanceBatch] = {}
+        self._log_batch = tell
+        self._batches: dict[Hashable, RebalanceBatch] = {}
         self._ends: asyncio.TimerHandle | None = None
-        self._tell_by = 0.0
+        self._log_by = 0.0
 
     def add(self, alike: Hashable, *, runs: int, seconds: float = 0.0) -> None:
         """A shard moved.
@@ -49,23 +49,23 @@ class RebalanceBatches:
             seconds: How long it took.
         """
         loop = asyncio.get_running_loop()
-        if not self._waves:
-            self._tell_by = loop.time() + LONGEST
-        before = self._waves.get(alike, RebalanceBatch())
-        self._waves[alike] = RebalanceBatch(
+        if not self._batches:
+            self._log_by = loop.time() + LONGEST
+        before = self._batches.get(alike, RebalanceBatch())
+        self._batches[alike] = RebalanceBatch(
             before.shards + 1, before.runs + runs, max(before.slowest, seconds)
         )
         if self._ends is not None:
             self._ends.cancel()
-        self._ends = loop.call_at(min(loop.time() + QUIET, self._tell_by), self.end)
+        self._ends = loop.call_at(min(loop.time() + QUIET, self._log_by), self.end)
 
     def end(self) -> None:
         """Tell of what there is now."""
         if self._ends is not None:
             self._ends.cancel()
-        waves, self._waves, self._ends = self._waves, {}, None
+        waves, self._batches, self._ends = self._batches, {}, None
         for alike, wave in waves.items():
-            self._tell(alike, wave)
+            self._log_batch(alike, wave)
 
 
 _log = get_logger(__name__)
@@ -89,9 +89,9 @@ class RebalanceLog:
 
     def __init__(self) -> None:
         """Nothing has happened yet."""
-        self._waves = RebalanceBatches(_tell)
+        self._batches = RebalanceBatches(_tell)
 
-    def taken(self, before: PreviousOwner | None, why: MoveReason, runs: int, seconds: float) -> None:
+    def claimed(self, before: PreviousOwner | None, why: MoveReason, runs: int, seconds: float) -> None:
         """A shard is served here now.
 
         Args:
@@ -100,9 +100,9 @@ class RebalanceLog:
             runs: How many it has.
             seconds: For how long it was free.
         """
-        self._waves.add(_ClaimedShards(before, why), runs=runs, seconds=seconds)
+        self._batches.add(_ClaimedShards(before, why), runs=runs, seconds=seconds)
 
-    def given(
+    def released(
         self, owner: Owner | None, why: MoveReason, runs: int, seconds: float, *, declined: bool
     ) -> None:
         """A shard was handed over.
@@ -114,11 +114,11 @@ class RebalanceLog:
             seconds: How long that took.
             declined: Whether no other replica took it in time though others are there.
         """
-        self._waves.add(_ReleasedShards(owner, why, declined), runs=runs, seconds=seconds)
+        self._batches.add(_ReleasedShards(owner, why, declined), runs=runs, seconds=seconds)
 
     def end(self) -> None:
         """Tell at once what was not told yet."""
-        self._waves.end()
+        self._batches.end()
 
 
 def _tell(moved: Hashable, wave: RebalanceBatch) -> None:

@@ -49,7 +49,7 @@ class MoveSettings:
     settle: float = 10.0
     # A free shard is claimed by the one that is preferred at once, by the next one so much later, and so on: the
     # one before may be alive and unable to. Some times what a claim takes (milliseconds; more if the shard is large).
-    turn: float = 3.0
+    claim_interval: float = 3.0
     # Claims under way at a time: each reads a whole shard.
     claims: int = 16
     # Shards that are handed over at a time, so that only so many are unavailable for the blink that it takes: to
@@ -133,7 +133,7 @@ class Decision:
     """What to begin now, and when to decide again even if nothing happens; None: only then."""
 
     actions: Sequence[Claim | HandOver | DeleteOwnerKey]
-    look_again: float | None
+    decide_again_at: float | None
 
 
 def decide(standing: ReplicaState, now: float, moves: MoveSettings) -> Decision:
@@ -183,7 +183,7 @@ def _claims(
         turn = order.of(shard).index(standing.name)
         # Who is live may have changed after the shard was free: those before us have had their time only since.
         begin = standing.free[shard] if turn == 0 else max(standing.free[shard], standing.live_since)
-        due = max(begin + turn * moves.turn, standing.not_before.get(shard, now))
+        due = max(begin + turn * moves.claim_interval, standing.not_before.get(shard, now))
         if due > now:
             later.append(due)
         elif len(claims) < room:

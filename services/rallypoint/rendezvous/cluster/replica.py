@@ -114,13 +114,13 @@ class Replica:
         self._lease_clock = lease_clock
         self._pace = pace or Pace()
         self._on_ready = on_ready
-        self._news = ChangeNotifier()
+        self._changes = ChangeNotifier()
         self._sessions = 0
         self._lost_at: float | None = None
         self._advised: set[str] = set()
         self.shards = 0
         self.cluster: Cluster | None = None
-        self.hosting: ShardManager | None = None
+        self.shard_manager: ShardManager | None = None
         self.draining = False
 
     @property
@@ -141,7 +141,7 @@ class Replica:
         # Ours, and somebody asks: it is being claimed or handed over. To name ourselves would send clients in a circle.
         return None if owned.owner.instance == self.registration.instance else owned.owner.address
 
-    def refuse_if_elsewhere(self, shard: int) -> None:
+    def refuse_if_not_owner(self, shard: int) -> None:
         """Raises NotOwner if another replica is known to own a shard."""
         if (address := self.owner_address(shard)) is not None:
             raise NotOwner("", address)
@@ -187,21 +187,21 @@ class Replica:
         """
         self.draining = True
         await self._on_ready(False)
-        if (hosting := self.hosting) is None:
+        if (hosting := self.shard_manager) is None:
             return
         try:
             async with asyncio.timeout(_DRAIN_WITHIN):
                 with suppress(EtcdError):  # it goes with the lease in any case
                     await withdraw(self._client, self.keys, self.name, self.registration)
                     # What is known then includes everybody who came before: to them our shards go, not to nobody.
-                    await self._news.until(lambda: not self._counted or self.hosting is not hosting)
+                    await self._changes.until(lambda: not self._counted or self.shard_manager is not hosting)
                 hosting.finished = finished
                 hosting.draining = True
-                self._news.tell()
-                await self._news.until(lambda: hosting.empty or self.hosting is not hosting)
+                self._changes.notify()
+                await self._changes.until(lambda: hosting.empty or self.shard_manager is not hosting)
         except TimeoutError:
             _log.warning("not every shard was handed over in time", within=_DRAIN_WITHIN)
-        hosting.tell()
+        hosting.flush_log()
 
     async def _one_session(self) -> None:
         """From a new lease to its end.
@@ -211,7 +211,7 @@ class Replica:
             SettingError: Nothing that trying again could mend.
         """
         if not self._sessions:
-            await self._look_at_etcd()
+            await self._read_cluster()
         if not self.draining:
             # Before there is a lease to keep: it takes the time of another one.
             await wait_for_name(self._client, self.keys, self.name, self.registration)
@@ -229,7 +229,7 @@ class Replica:
         finally:
             await session.close()
 
-    async def _look_at_etcd(self) -> None:
+    async def _read_cluster(self) -> None:
         """Say what an operator should know of etcd's members."""
         try:
             for advice in await check_versions(self._client):
@@ -250,12 +250,12 @@ class Replica:
             self.me,
             open_shard=claim,
             release=self._release,
-            news=self._news,
+            news=self._changes,
             moves=self._wanted.moves,
             clock=self._clock,
         )
         hosting.draining = self.draining
-        self.shards, self.cluster, self.hosting = cluster.shards, cluster, hosting
+        self.shards, self.cluster, self.shard_manager = cluster.shards, cluster, hosting
         self._sessions += 1
         if not self.draining:
             await self._on_ready(True)
@@ -274,7 +274,7 @@ class Replica:
             # All of this at once, before anything that takes time: the shards may be another's by now.
             dropped = [shard.engine.run_count for shard in hosting.serving.values()]
             hosting.halt()
-            self.cluster = self.hosting = None
+            self.cluster = self.shard_manager = None
             if lost:
                 self._lost_at = self._clock()
                 error = _why_over(session, parts)
@@ -299,30 +299,30 @@ class Replica:
                 async with aclosing(self._client.watch(*self.keys.watched, revision + 1)) as watching:
                     async for changes in watching:
                         cluster.apply(changes, self._clock())
-                        await self._heard(session, cluster)
+                        await self._on_cluster_change(session, cluster)
             except Compacted:
                 snapshot = await self._client.get(*self.keys.watched)
                 revision = snapshot.revision
                 cluster.read(snapshot.pairs, self._clock())
-                await self._heard(session, cluster)
+                await self._on_cluster_change(session, cluster)
 
-    async def _heard(self, session: Session, cluster: Cluster) -> None:
-        if self.hosting is not None:
-            self.hosting.heard()
-        self._news.tell()
+    async def _on_cluster_change(self, session: Session, cluster: Cluster) -> None:
+        if self.shard_manager is not None:
+            self.shard_manager.drop_lost_shards()
+        self._changes.notify()
         if not self.draining and self.name not in cluster.live:
             _log.warning("this replica's registration was deleted; registering anew")
             await register(self._client, session, self.keys, self.name, self.registration)
 
     async def _act(self, hosting: ShardManager) -> None:
         while True:
-            seen = self._news.count
+            seen = self._changes.count
             now = self._clock()
-            decision = decide(hosting.standing(), now, self._wanted.moves)
+            decision = decide(hosting.state(), now, self._wanted.moves)
             for action in decision.actions:
                 hosting.begin(action)
-            look = decision.look_again
-            await self._news.since(seen, None if look is None else max(0.0, look - now))
+            look = decision.decide_again_at
+            await self._changes.since(seen, None if look is None else max(0.0, look - now))
 
     async def _release(self, shard: int, fence: int) -> None:
         key = self.keys.owner(shard)

@@ -47,7 +47,7 @@ class ReplicatedServices:
     def __init__(self, registered: list[Registration], home: ReplicatedLocator, replica: Replica) -> None:
         """See `replicated_services`."""
         self.registrations = registered
-        self.home = home
+        self.locator = home
         self.replica = replica
         self._serving: asyncio.Task[None] | None = None
 
@@ -166,7 +166,7 @@ async def replicated_services(
         instance = draw(_INSTANCE_BYTES).hex()
         replica = Replica(client, claim, instance, wanted=wanted, clock=clock, pace=pace, on_ready=on_ready)
         elsewhere = RemoteReader(
-            client, replica.keys, read, refuse=replica.refuse_if_elsewhere, clock=clock, slices=slices
+            client, replica.keys, read, refuse=replica.refuse_if_not_owner, clock=clock, slices=slices
         )
         home = ReplicatedLocator(replica, elsewhere, lambda: pool.full)
         services = ReplicatedServices(

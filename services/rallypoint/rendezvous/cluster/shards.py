@@ -101,7 +101,7 @@ class ShardManager:
         self._me = me
         self._open_shard = open_shard
         self._release = release
-        self._news = news
+        self._changes = news
         self._moves = moves
         self._clock = clock
         self.serving: dict[int, Shard] = {}
@@ -115,14 +115,14 @@ class ShardManager:
         self._declined: dict[int, _Trouble] = {}
         self._declined_by: float = cluster.live_since
         self._tasks: set[asyncio.Task[None]] = set()
-        self._say_again: dict[str, float] = {}
-        self._told = RebalanceLog()
+        self._log_again_at: dict[str, float] = {}
+        self._rebalance_log = RebalanceLog()
         self.draining = False
         # Whether the runs here are over, so that no other replica is needed for their shards.
         self.finished = False
         self._over = False
 
-    def standing(self) -> ReplicaState:
+    def state(self) -> ReplicaState:
         """What is known now, for a decision."""
         if self._declined_by != self._cluster.live_since:
             # Others are there now, who may take what was declined before.
@@ -174,7 +174,7 @@ class ShardManager:
                 self._leaving[shard] = None
                 self._start(self._let_go(shard))
 
-    def heard(self) -> None:
+    def drop_lost_shards(self) -> None:
         """Drop at once what somebody took from us in etcd: to be called whenever the cluster has changed.
 
         While the session is held, nobody can but an operator who deletes our owner keys. From then on another replica
@@ -195,14 +195,14 @@ class ShardManager:
         if dropped:
             _log.warning("somebody deleted owner keys in etcd; their shards were dropped", shards=dropped)
 
-    def tell(self) -> None:
+    def flush_log(self) -> None:
         """Log what moved and was not told yet, since more might follow."""
-        self._told.end()
+        self._rebalance_log.end()
 
     def halt(self) -> None:
         """End everything at once: the session is lost, or over. Never raises; nothing can be begun any more."""
         self._over = True
-        self._told.end()
+        self._rebalance_log.end()
         for task in self._tasks:
             task.cancel()
         for shard in self.shards():
@@ -214,7 +214,7 @@ class ShardManager:
         await asyncio.gather(*(shard.drop(NotOwner) for shard in serving.values()))
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self._news.tell()
+        self._changes.notify()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -225,7 +225,7 @@ class ShardManager:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.exception("a shard could not be moved", error=error)
-        self._news.tell()
+        self._changes.notify()
 
     async def _claim(self, claim: Claim, free_since: float) -> None:
         number = claim.shard
@@ -241,10 +241,10 @@ class ShardManager:
             raise
         else:
             self.serving[number] = shard
-            self.heard()
+            self.drop_lost_shards()
             _log.debug("shard claimed", shard=number, why=claim.why.value)
             before, seconds = self._cluster.before.get(number), self._clock() - free_since
-            self._told.taken(before, claim.why, shard.engine.run_count, seconds)
+            self._rebalance_log.claimed(before, claim.why, shard.engine.run_count, seconds)
             if (early := self._broken_early.pop(number, None)) is not None:
                 self._broke(number, early)
         finally:
@@ -277,8 +277,8 @@ class ShardManager:
         self._failed[number] = _Trouble(times, self._clock() + delay, str(error))
         # What stops one shard mostly stops them all, and goes on doing so: it is said now and then.
         say = _log.debug
-        if self._say_again.get(event, -math.inf) <= self._clock():
-            self._say_again[event] = self._clock() + _SAY_AGAIN
+        if self._log_again_at.get(event, -math.inf) <= self._clock():
+            self._log_again_at[event] = self._clock() + _SAY_AGAIN
             say = _log.warning
         say(event, shard=number, error=str(error), retry_after=delay)
 
@@ -294,7 +294,7 @@ class ShardManager:
             )
             if not self.finished:
                 declined = owner is None and move.to is not None and self._others()
-                self._told.given(owner, move.why, runs, self._clock() - began, declined=declined)
+                self._rebalance_log.released(owner, move.why, runs, self._clock() - began, declined=declined)
             if owner is None or owner.replica != move.to:
                 times = self._declined[number].times + 1 if number in self._declined else 1
                 self._declined[number] = _Trouble(times, declined_until(times, self._clock(), self._moves))
@@ -324,7 +324,7 @@ class ShardManager:
             return owned is not None and owned.owner.instance != self._me.instance
 
         # At the end of a job its replicas leave together: the one that was to have the shard may have gone meanwhile.
-        await self._news.until(lambda: taken() or not self._others(), _SUCCESSOR_WITHIN)
+        await self._changes.until(lambda: taken() or not self._others(), _SUCCESSOR_WITHIN)
         return self._cluster.owned[number].owner if taken() else None
 
     def _others(self) -> bool:
@@ -343,7 +343,7 @@ class ShardManager:
                 now = self._cluster.owned.get(number)
                 return now is None or now.fence != owned.fence
 
-            await self._news.until(gone, _RETRY)
+            await self._changes.until(gone, _RETRY)
         except EtcdError as error:
             _log.debug("an owner key was not deleted", shard=number, error=str(error))
         finally:

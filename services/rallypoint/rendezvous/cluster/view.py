@@ -147,7 +147,7 @@ class ChangeNotifier:
         self._waiting: set[asyncio.Future[None]] = set()
         self.count = 0
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Have everybody look who waits."""
         self.count += 1
         for each in self._waiting:

@@ -68,7 +68,7 @@ class RendezvousEngine(DurableRuns):
         def enrol(_: Sequence[facts.Fact]) -> Member:
             run = self._run(run_id)
             if run.state.run_end is not None:  # all leases ended with it, and how it ended is no secret
-                return run.farewell(node_id, lease)
+                return run.closing_update(node_id, lease)
             check_lease(run.state, node_id, lease)
             check_revision(run.state, revision)
             self._renew(run, node_id)
@@ -195,7 +195,7 @@ class RendezvousEngine(DurableRuns):
         """How many runs there are."""
         return len(self._runs)
 
-    def elsewhere(self, run_id: str) -> NotOwner | None:
+    def remote_reader(self, run_id: str) -> NotOwner | None:
         """Nobody else knows more of a run that is here."""
         return None
 

@@ -58,18 +58,18 @@ class PendingJoins:
         self._last = loop.time()
         self._waiting.append((self._last + min(_MOST_PATIENCE, time_to_live * _SHARE_OF_TERM), wake))
         if self._timer is None:
-            self._look_again(loop)
+            self._decide_again(loop)
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_at(min(self._last + _QUIET, self._waiting[0][0]), self._look, loop)
+    def _decide_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_at(min(self._last + _QUIET, self._waiting[0][0]), self._decide, loop)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _decide(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         quiet = now >= self._last + _QUIET
         while self._waiting and (quiet or now >= self._waiting[0][0]):
             self._waiting.popleft()[1]()
         if self._waiting:
-            self._look_again(loop)
+            self._decide_again(loop)
         else:
             self._timer = None
 
@@ -254,12 +254,12 @@ class HostedRun:
     members: dict[str, Member] = field(default_factory=dict)
     # Nodes that ask to be taken in again, with the leases that they show, and on how many streams they ask.
     returning: Counter[tuple[str, int]] = field(default_factory=Counter)
-    arrivals: PendingJoins = field(default_factory=PendingJoins)
+    pending_joins: PendingJoins = field(default_factory=PendingJoins)
     watchers: set[LatestValue[pb.Run]] = field(default_factory=set)
     followers: set[LatestValue[int]] = field(default_factory=set)
     # The revision that watchers were told last, and when they may be told again.
-    _told: int = 0
-    _tell_at: float = -math.inf
+    _published_revision: int = 0
+    _publish_at: float = -math.inf
     # The revision that followers were told last.
     _followed: int = 0
     # Whether members were told that the round settles, which they are once: failures may come by the thousand.
@@ -272,8 +272,8 @@ class HostedRun:
     def next_deadline(self, time_to_live: float) -> float | None:
         """When to look at the run again if nothing happens to it; None: never."""
         deadline = min(next_deadline(self.state) or math.inf, self.expires(time_to_live))
-        if self.watchers and self._told < self.state.revision:
-            deadline = min(deadline, self._tell_at)
+        if self.watchers and self._published_revision < self.state.revision:
+            deadline = min(deadline, self._publish_at)
         return None if deadline == math.inf else deadline
 
     def wants_checkpoint(self) -> bool:
@@ -301,10 +301,10 @@ class HostedRun:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
         lease = lease_message(self.state, number)
         member = self.members[node_id] = Member(self.state.run_id, node_id, lease, LatestValue())
-        self.arrivals.add(member.updates.wake, self.state.settings.time_to_live)
+        self.pending_joins.add(member.updates.wake, self.state.settings.time_to_live)
         return member
 
-    def farewell(self, node_id: str, number: int) -> Member:
+    def closing_update(self, node_id: str, number: int) -> Member:
         """What a node gets that comes back to a run which was closed while it was away."""
         member = Member(self.state.run_id, node_id, lease_message(self.state, number), LatestValue())
         member.updates.put(node_update(self.state, node_id))
@@ -339,7 +339,7 @@ class HostedRun:
         before, self._settling = self._settling, self.state.settling
         return self._settling and not before
 
-    def tell_members(self) -> None:
+    def publish_to_members(self) -> None:
         """Tell every node the present state, and end their streams once the run is closed."""
         for member in self.members.values():
             member.updates.put(node_update(self.state, member.node_id))
@@ -350,17 +350,17 @@ class HostedRun:
 
     def add_watcher(self, watcher: LatestValue[pb.Run], revision: int) -> None:
         """Take a watcher in, which has seen `revision`; it is told at once if there is something newer."""
-        due = [*self.watchers] if self._told < self.state.revision else []
+        due = [*self.watchers] if self._published_revision < self.state.revision else []
         if self.state.revision > revision:
             due.append(watcher)
         if due:
             message = run_message(self.state, end=NODES_PER_MESSAGE)
             for each in due:
                 each.put(message)
-        self._told = self.state.revision
+        self._published_revision = self.state.revision
         self.watchers.add(watcher)
 
-    def tell_watchers(self, now: float) -> None:
+    def publish_to_watchers(self, now: float) -> None:
         """Tell every watcher what is new, and end their streams once the run is closed.
 
         A large run that changes quickly is told to them now and then only; its deadline sees to the rest.
@@ -369,13 +369,17 @@ class HostedRun:
             self._followed = self.history.latest
             for follower in self.followers:
                 follower.put(self._followed)
-        if self.watchers and self._told < self.state.revision and (now >= self._tell_at or self.ended):
+        if (
+            self.watchers
+            and self._published_revision < self.state.revision
+            and (now >= self._publish_at or self.ended)
+        ):
             message = run_message(self.state, end=NODES_PER_MESSAGE)
             for watcher in self.watchers:
                 watcher.put(message)
-            self._told = self.state.revision
+            self._published_revision = self.state.revision
             nodes = len(self.state.nodes)
-            self._tell_at = now + _PACE_PER_NODE * nodes if nodes > _SMALL_RUN else -math.inf
+            self._publish_at = now + _PACE_PER_NODE * nodes if nodes > _SMALL_RUN else -math.inf
         if self.ended:
             for watcher in self.watchers:
                 watcher.end()
@@ -429,7 +433,7 @@ class LeaseClock:
         """The time, seconds."""
         if self._stopped_at is not None:
             return self._stopped_at
-        self._look()
+        self._check()
         return self._shown.read(self._clock())
 
     def stop(self) -> None:
@@ -437,7 +441,7 @@ class LeaseClock:
         self._stopped_at = self.now()
         self.watch(wanted=False)
 
-    def patience(self, deadline: float | None) -> float | None:
+    def timeout(self, deadline: float | None) -> float | None:
         """Seconds to wait for a deadline; None: for ever. It may prove to be too early, if there is a pause."""
         if deadline is None or self._stopped_at is not None:
             return None
@@ -461,10 +465,10 @@ class LeaseClock:
         self._timer = asyncio.get_running_loop().call_later(self._lag.pulse, self._pulse)
 
     def _pulse(self) -> None:
-        self._look()
+        self._check()
         self._set_timer()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._timer is not None:
             due, self._due = self._due, self._clock() + self._lag.pulse
             self._forgive(due)

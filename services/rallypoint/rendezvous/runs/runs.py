@@ -59,7 +59,7 @@ SERVICE = "service"
 class RunRequest(Generic[_T]):
     """A command, if any, and what is then read: with the facts that came of it, once all there is is durable."""
 
-    answer: asyncio.Future[_T]
+    reply: asyncio.Future[_T]
     read: Callable[[Sequence[facts.Fact]], _T]
     run_id: str = ""
     command: commands.Command | None = None
@@ -78,15 +78,15 @@ class RunRequest(Generic[_T]):
         except Exception as error:  # a refusal, or none: whatever it is, it concerns only this one
             self.fail(error)
         else:
-            if self.answer.done():
+            if self.reply.done():
                 self.undo(answer)
             else:
-                self.answer.set_result(answer)
+                self.reply.set_result(answer)
 
     def fail(self, error: Exception) -> None:
         """Answer with an error."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if not self.reply.done():
+            self.reply.set_exception(error)
 
     def abandon(self, refusal: Refusal) -> None:
         """Answer although the commit is still under way, of which nobody here will learn how it ends."""
@@ -336,7 +336,7 @@ class DurableRuns:
     async def _wait_for_work(self) -> None:
         deadline = self._schedule.next()
         self._lease_clock.watch(wanted=deadline is not None)
-        timeout = self._lease_clock.patience(deadline)
+        timeout = self._lease_clock.timeout(deadline)
         if not self._wake.is_set():
             with contextlib.suppress(TimeoutError):  # a deadline of the core is due
                 async with asyncio.timeout(timeout):
@@ -534,9 +534,9 @@ class DurableRuns:
         for run_id, run in [*step.changed.items()]:
             with self._only_this(step, run_id):
                 if run.begins_to_settle() or run_id in told:
-                    run.tell_members()
+                    run.publish_to_members()
                 run.keep_writable_round()  # until the next step, the state is what is durable
-                run.tell_watchers(now)
+                run.publish_to_watchers(now)
         for run_id in [*step.forgotten]:
             if step.changed.pop(run_id, None) is not None:
                 with self._only_this(step, run_id):

@@ -36,7 +36,7 @@ class RunsReader(Protocol):
     async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
         """What `view` makes of all runs of this reader."""
 
-    def elsewhere(self, run_id: str) -> NotOwner | None:
+    def remote_reader(self, run_id: str) -> NotOwner | None:
         """Who knows of a run what is not durable, which nodes are connected; None: this one does."""
 
     def history(self, run_id: str) -> History:
@@ -171,7 +171,7 @@ class _RunsView:
         self._hosted = hosted
         self._not_owner = not_owner
 
-    def elsewhere(self, run_id: str) -> NotOwner | None:
+    def remote_reader(self, run_id: str) -> NotOwner | None:
         return self._not_owner(run_id)
 
     async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:

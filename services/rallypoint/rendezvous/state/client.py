@@ -101,14 +101,14 @@ class FencedStateClient:
         check_run_id(run_id)
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
-        self._asking: RetryingCalls[rpc.StateServiceAsyncStub] = RetryingCalls(
+        self._calls: RetryingCalls[rpc.StateServiceAsyncStub] = RetryingCalls(
             switchboard(where), rpc.StateServiceStub, "state", pace or Pace()
         )
 
     async def get(self, *, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:
         """Return the current state; None: there is none."""
         request = pb.GetStateRequest(run_id=self._run_id)
-        return _current(await self._asking.call(lambda stub: stub.GetState, request, timeout))
+        return _current(await self._calls.call(lambda stub: stub.GetState, request, timeout))
 
     async def set(
         self,
@@ -128,7 +128,7 @@ class FencedStateClient:
             request.writer.CopyFrom(store_pb.StoreWriter(node_id=writer.node_id, lease=writer.lease))
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
-            response = await self._asking.call(lambda stub: stub.SetState, request, timeout)
+            response = await self._calls.call(lambda stub: stub.SetState, request, timeout)
         return SetOutcome(_current(response), response.has_set)
 
     async def watch(
@@ -139,18 +139,18 @@ class FencedStateClient:
         Goes on until it is closed; whoever is slow skips states. `timeout` bounds how long the service may be away
         at a time.
         """
-        attempts = self._asking.attempts(timeout)
+        attempts = self._calls.attempts(timeout)
         while True:
             stood = False
             try:
-                line = await attempts.line()
+                line = await attempts.connection()
             except ServiceError as no_connection:
                 error = no_connection
             else:
                 request = pb.WatchStateRequest(run_id=self._run_id, token=token)
                 call = line.stub(rpc.StateServiceStub).WatchState(request, wait_for_ready=line.alone)
                 try:
-                    async with asyncio.timeout(min(attempts.remaining(), line.patience)):
+                    async with asyncio.timeout(min(attempts.remaining(), line.timeout)):
                         await call.initial_metadata()
                     if stood := not call.done():
                         line.answered()
@@ -168,7 +168,7 @@ class FencedStateClient:
                     line.hang_up()
                 line.failed(error)
             if stood:
-                attempts = self._asking.attempts(timeout)
+                attempts = self._calls.attempts(timeout)
             await attempts.failed(error)
 
 

@@ -60,7 +60,7 @@ class _PendingSet:
     """A set that waits for its commit."""
 
     request: SetState
-    answer: asyncio.Future[SetOutcome]
+    reply: asyncio.Future[SetOutcome]
 
 
 class FencedStateService:
@@ -180,21 +180,21 @@ class FencedStateService:
         refusal = (lambda _: JournalFailed(detail)) if isinstance(error, Exception) else going_away
         self._close(refusal)
         for pending in [*self._under_way, *self._take_queue()]:
-            settle(pending.answer, refusal(pending.request.run_id))
+            settle(pending.reply, refusal(pending.request.run_id))
 
     def retire(self, refusal: Refusal) -> None:
         """Refuse what waits and what comes; `serve` returns once the commit under way is done. Watches go on."""
         self._closed = refusal
         self._retired = True
         for pending in self._take_queue():
-            settle(pending.answer, refusal(pending.request.run_id))
+            settle(pending.reply, refusal(pending.request.run_id))
         self._wake.set()
 
     def halt(self, refusal: Refusal) -> None:
         """End everything at once; nothing is told any more. Whoever calls it cancels `serve`."""
         self.retire(refusal)
         for pending in self._under_way:
-            settle(pending.answer, of_unknown_outcome(refusal(pending.request.run_id)))
+            settle(pending.reply, of_unknown_outcome(refusal(pending.request.run_id)))
         for run_id, slots in self._watchers.items():
             for slot in slots:
                 slot.cut(refusal(run_id))
@@ -313,7 +313,7 @@ class FencedStateService:
             draft.drop(run_id)
         # A set whose caller has gone is left out: its outcome is unknown to the caller anyway.
         decided = [
-            (pending, self._decide(draft, pending.request)) for pending in batch if not pending.answer.done()
+            (pending, self._decide(draft, pending.request)) for pending in batch if not pending.reply.done()
         ]
         self._drop_expired(draft)
         # Counted before it is durable: meanwhile other shards must not take the same room.
@@ -325,9 +325,9 @@ class FencedStateService:
             decided = [(pending, self._if_owned(pending, outcome)) for pending, outcome in decided]
         for run_id, held in draft.changed.items():
             self._states.apply(run_id, held)
-            self._tell(run_id)
+            self._publish(run_id)
         for pending, outcome in decided:
-            settle(pending.answer, outcome)
+            settle(pending.reply, outcome)
 
     def _if_owned(self, pending: _PendingSet, outcome: SetOutcome | Refused) -> SetOutcome | Refused:
         """The outcome, of which nothing is durable that was not before."""
@@ -367,7 +367,7 @@ class FencedStateService:
             draft.drop(run_id)
             _log.info("state expired", run_id=run_id)
 
-    def _tell(self, run_id: str) -> None:
+    def _publish(self, run_id: str) -> None:
         """Tell watchers what has become durable."""
         current = self._read(run_id)
         if current is None:

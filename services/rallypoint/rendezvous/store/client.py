@@ -44,7 +44,7 @@ class OperationSlots:
         self._client_id = client_id
         self._sequences: list[int] = []
         self._free: list[int] = []
-        self._given_up: deque[int] = deque()
+        self._abandoned: deque[int] = deque()
 
     @contextmanager
     def operation(self) -> Iterator[pb.StoreOperation]:
@@ -52,8 +52,8 @@ class OperationSlots:
 
         Or in the slot of a write that failed, which may be under way still: so it can't take effect after this one.
         """
-        if self._given_up:
-            slot = self._given_up.popleft()
+        if self._abandoned:
+            slot = self._abandoned.popleft()
         elif self._free:
             slot = heappop(self._free)
         else:
@@ -63,7 +63,7 @@ class OperationSlots:
         try:
             yield pb.StoreOperation(client_id=self._client_id, slot=slot, sequence=self._sequences[slot])
         except BaseException:
-            self._given_up.append(slot)
+            self._abandoned.append(slot)
             raise
         heappush(self._free, slot)
 
@@ -103,7 +103,7 @@ class StoreClient:
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
         self._writer = writer
         self._pace = pace or Pace()
-        self._asking: RetryingCalls[rpc.StoreServiceAsyncStub] = RetryingCalls(
+        self._calls: RetryingCalls[rpc.StoreServiceAsyncStub] = RetryingCalls(
             switchboard(where), rpc.StoreServiceStub, "store", self._pace
         )
 
@@ -227,7 +227,7 @@ class StoreClient:
     async def check(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bool:
         """Return whether all keys are there."""
         request = pb.CheckRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
-        response: pb.CheckResponse = await self._asking.call(lambda stub: stub.Check, request, timeout)
+        response: pb.CheckResponse = await self._calls.call(lambda stub: stub.Check, request, timeout)
         return response.present
 
     async def delete(
@@ -244,7 +244,7 @@ class StoreClient:
     ) -> tuple[list[str], str]:
         """Return a page of the keys that begin with `prefix`, and the token of the next; empty: the last."""
         request = pb.ListKeysRequest(run_id=self._run_id, round=round, prefix=prefix, page_token=page_token)
-        response: pb.ListKeysResponse = await self._asking.call(lambda stub: stub.ListKeys, request, timeout)
+        response: pb.ListKeysResponse = await self._calls.call(lambda stub: stub.ListKeys, request, timeout)
         return list(response.keys), response.next_page_token
 
     async def _write(self, pick: _Pick[_Response], request: WriteRequest, timeout: float) -> _Response:
@@ -253,7 +253,7 @@ class StoreClient:
             request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
         with self._slots.operation() as operation:
             request.operation.CopyFrom(operation)
-            return await self._asking.call(pick, request, timeout)
+            return await self._calls.call(pick, request, timeout)
 
     async def _wait(
         self,
@@ -266,7 +266,7 @@ class StoreClient:
         def ask_for_the_rest() -> None:
             request.timeout.CopyFrom(_duration(max(0.0, end - self._pace.clock())))
 
-        return await self._asking.call(pick, request, timeout + ANSWER_MARGIN, ask_for_the_rest, waits=True)
+        return await self._calls.call(pick, request, timeout + ANSWER_MARGIN, ask_for_the_rest, waits=True)
 
 
 def _duration(seconds: float) -> Duration:

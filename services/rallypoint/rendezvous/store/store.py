@@ -77,7 +77,7 @@ class _PendingWrite:
 
     write: Write[Any]
     size: int
-    answer: asyncio.Future[Any]
+    reply: asyncio.Future[Any]
 
 
 class RunStore:
@@ -198,13 +198,13 @@ class RunStore:
         """Refuse who waits, and leave the batch under way to its fate; whoever calls this cancels `committing`."""
         self.retire(refusal)
         for pending in self._batch:
-            settle(pending.answer, of_unknown_outcome(refusal(self.spaces.run_id)))
+            settle(pending.reply, of_unknown_outcome(refusal(self.spaces.run_id)))
 
     def _refuse(self, refusal: Refusal) -> None:
         run_id = self.spaces.run_id
         self.waits.end(self.waits.rounds, partial(refusal, run_id))
         for pending in self._queue:
-            settle(pending.answer, refusal(run_id))
+            settle(pending.reply, refusal(run_id))
         self._queue.clear()
         self._queued_bytes = 0
 
@@ -256,18 +256,18 @@ class RunStore:
                 # The batch is durable. No await until all are told: no reader sees half of it.
                 failure = self._take_over(draft, entries, records)
             for pending, outcome in zip(batch, outcomes, strict=True):
-                settle(pending.answer, failure or outcome)
+                settle(pending.reply, failure or outcome)
         except Exception as error:
             # A mistake of ours, in this run: others go on.
             broken = RunBroken(self.spaces.run_id, type(error).__name__)
             _log.exception("store.run_stopped", error=error, run_id=broken.run_id)
             for pending in batch:
-                settle(pending.answer, RunBroken(broken.run_id, broken.cause))
+                settle(pending.reply, RunBroken(broken.run_id, broken.cause))
             self.stop(broken)
         finally:
             # Whatever went wrong here, nobody waits for ever.
             for pending in batch:
-                pending.answer.cancel()
+                pending.reply.cancel()
             self._batch = ()
 
     def _next_writes(self, draft: RunDraft, batch: list[_PendingWrite]) -> Iterator[_PendingWrite]:
@@ -281,7 +281,7 @@ class RunStore:
             pending = self._queue.popleft()
             self._queued_bytes -= pending.size
             # A write whose caller has gone is left out: its outcome is unknown to the caller anyway.
-            if not pending.answer.done():
+            if not pending.reply.done():
                 taken_bytes += pending.size
                 batch.append(pending)
                 yield pending
@@ -327,7 +327,7 @@ class RunStore:
             for step in draft.steps():
                 for change in step:
                     self.spaces.apply(change)
-                self.waits.tell(self.spaces, step)
+                self.waits.settle(self.spaces, step)
             for record in records:
                 self.spaces.apply(record)
         # What ended while it was committed: the journal mustn't keep it. Records outlive their round.

@@ -31,7 +31,7 @@ class Waiter(Generic[T]):
 
     keys: frozenset[str]
     missing: set[str]
-    told: T
+    reply: T
 
 
 class SpaceWaiters(Generic[T]):
@@ -91,12 +91,12 @@ _FULL_RETRY = 1.0
 class _WaitRequest:
     """Whom to tell, and the values of which keys; told None, it has waited long enough."""
 
-    told: asyncio.Future[list[bytes] | Refused | None]
-    wanted: Sequence[str]
+    reply: asyncio.Future[list[bytes] | Refused | None]
+    keys: Sequence[str]
 
-    def tell(self, outcome: list[bytes] | Refused | None) -> None:
-        if not self.told.done():  # who was cancelled in this very moment is not to be told
-            self.told.set_result(outcome)
+    def settle(self, outcome: list[bytes] | Refused | None) -> None:
+        if not self.reply.done():  # who was cancelled in this very moment is not to be told
+            self.reply.set_result(outcome)
 
 
 _SpaceWaiting: TypeAlias = SpaceWaiters[_WaitRequest]
@@ -149,7 +149,7 @@ class Waits:
         self._waited_keys += len(keys)
         timer = loop.call_later(timeout, _time_out, waiting, waiter)
         try:
-            outcome = await request.told
+            outcome = await request.reply
         finally:
             timer.cancel()
             self._waiters -= 1
@@ -168,7 +168,7 @@ class Waits:
             return True  # however many: else nobody could ever wait for these
         return self._waiters < self._limits.waiters and self._waited_keys + keys <= self._limits.waited_keys
 
-    def tell(self, spaces: RunSpaces, changes: Sequence[StoreChange]) -> None:
+    def settle(self, spaces: RunSpaces, changes: Sequence[StoreChange]) -> None:
         """Tell whom the changes of one write concern, now that all of them are in the spaces."""
         for change in changes:
             waiting = self._waiting.get(change.round)
@@ -178,7 +178,7 @@ class Waits:
                 waiting.key_deleted(change.key)
                 continue
             for waiter in waiting.key_set(change.key):
-                waiter.told.tell(_values(spaces, change.round, waiter.told.wanted))
+                waiter.reply.settle(_values(spaces, change.round, waiter.reply.keys))
 
     def end(self, rounds: Sequence[int], refusal: Callable[[], Refused]) -> None:
         """Tell those who wait in these rounds why there is nothing to wait for any more, each with one of its own."""
@@ -186,7 +186,7 @@ class Waits:
             waiting = self._waiting.pop(round, None) or SpaceWaiters()
             for waiter in waiting:
                 waiting.discard(waiter)
-                waiter.told.tell(refusal())
+                waiter.reply.settle(refusal())
 
     @property
     def rounds(self) -> list[int]:
@@ -196,7 +196,7 @@ class Waits:
 
 def _time_out(waiting: _SpaceWaiting, waiter: Waiter[_WaitRequest]) -> None:
     waiting.discard(waiter)  # what it misses is what it misses now, also if the keys come before it is awake
-    waiter.told.tell(None)
+    waiter.reply.settle(None)
 
 
 def _values(spaces: RunSpaces, round: int, keys: Sequence[str]) -> list[bytes]:

@@ -62,7 +62,7 @@ class ClientSettings:
     back_off: float = 0.1
     back_off_most: float = 5.0
     # How long the service may be out of reach before the log says so. Default 5.
-    patience: float = 5.0
+    attempt_timeout: float = 5.0
     # How pauses of this process are noticed and forgiven its workers: see LagSettings. Its tolerance is 0.25 here,
     # more than the service's: a worker is looked at before it is judged, so only those pauses count in which it
     # could not run either. Those of an agent on a busy host would only make reaping late.
@@ -132,8 +132,8 @@ class NodeTimers:
         self._watch = Watch(clock, self._settings.lag, self._paused)
         self._log = log.bind(run_id=run_id, node_id=node_id)
         # A restarted agent must not come with the numbers that the one before used for other timers.
-        self._ledger = TimerMirror(first_sequence=1 + int(jitter() * 2**52))
-        self._news = Batching(self._settings.linger)
+        self._mirror = TimerMirror(first_sequence=1 + int(jitter() * 2**52))
+        self._batching = Batching(self._settings.linger)
         self._closing = False
         self._subscribed = False
         self._renewing = False
@@ -163,9 +163,9 @@ class NodeTimers:
         self._closing = True
         self._watch.stop()
         self._stop_alarm()
-        for worker_id in self._ledger.workers:
+        for worker_id in self._mirror.workers:
             self.clear(worker_id)
-        self._news.hurry()
+        self._batching.hurry()
         if self._talking is not None:
             await asyncio.wait({self._talking}, timeout=grace if self._subscribed else 0)
             await _end([self._talking, *self._tasks])
@@ -196,18 +196,18 @@ class NodeTimers:
             learned_as: the name under which the service learns how long it may take; empty: it does not.
         """
         began = self._watch.now() if since is None else self._watch.at(since)
-        self._ledger.acquire(worker_id, scope, after, began, learned_as)
-        self._news.note(math.inf if learned_as else after)
+        self._mirror.acquire(worker_id, scope, after, began, learned_as)
+        self._batching.note(math.inf if learned_as else after)
 
     def release(self, worker_id: str, scope: str) -> None:
         """Ends a worker's timer; harmless if there is none."""
-        self._ledger.release(worker_id, scope)
-        self._news.note()
+        self._mirror.release(worker_id, scope)
+        self._batching.note()
 
     def complete(self, worker_id: str, scope: str) -> None:
         """Ends a worker's timer because the worker left the scope; how long that took is learned from."""
-        self._ledger.complete(worker_id, scope, self._watch.now())
-        self._news.note()
+        self._mirror.complete(worker_id, scope, self._watch.now())
+        self._batching.note()
 
     def observe(self, scope: str, count: int, longest: float) -> None:
         """Has the service learn from completions of which this client saw no timers.
@@ -217,8 +217,8 @@ class NodeTimers:
             count: how many there were since the last call, at least 1.
             longest: the longest of them, in seconds; earlier ones may be included.
         """
-        self._ledger.observe(scope, count, longest)
-        self._news.note()
+        self._mirror.observe(scope, count, longest)
+        self._batching.note()
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
         """Tells which step a worker has come to.
@@ -229,21 +229,21 @@ class NodeTimers:
             step: another one than before, or nothing happens.
             since: when it came to it, as for `acquire`.
         """
-        self._ledger.progress(worker_id, rank, step, self._watch.at(since))
-        self._news.note()
+        self._mirror.progress(worker_id, rank, step, self._watch.at(since))
+        self._batching.note()
 
     def progress_of(self, worker_id: str) -> tuple[int, float] | None:
         """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
-        return self._ledger.progress_of(worker_id, self._watch.now())
+        return self._mirror.progress_of(worker_id, self._watch.now())
 
     def clear(self, worker_id: str) -> None:
         """Ends all timers of a worker that is gone, and forgets how far it came."""
-        self._ledger.clear(worker_id)
-        self._news.note()
+        self._mirror.clear(worker_id)
+        self._batching.note()
 
     def holds(self, expired: ExpiredTimer) -> bool:
         """Whether the worker still holds the timer that ran out: it was neither released nor acquired anew."""
-        return not expired.sequence or expired.sequence == self._ledger.sequence_of(
+        return not expired.sequence or expired.sequence == self._mirror.sequence_of(
             expired.worker_id, expired.scope
         )
 
@@ -296,7 +296,7 @@ class NodeTimers:
         """Show that no watchdog guards the workers, unless one is back soon, as after a restart of the service."""
         if self._alarm is None and not self.trouble:
             loop = asyncio.get_running_loop()
-            self._alarm = loop.call_later(self._settings.patience, self._give_alarm)
+            self._alarm = loop.call_later(self._settings.attempt_timeout, self._give_alarm)
 
     def _give_alarm(self) -> None:
         self._stop_alarm()
@@ -305,7 +305,7 @@ class NodeTimers:
         if self.trouble != self._last_trouble:
             self.trouble = self._last_trouble
             self._log.error("no watchdog guards the workers of this node", reason=self.trouble)
-            self._tell_trouble()
+            self._report_trouble()
 
     def _stop_alarm(self) -> None:
         if self._alarm is not None:
@@ -317,16 +317,16 @@ class NodeTimers:
         self._subscribed = True
         self._last_trouble = self.trouble = ""
         self._log.info("the timer service watches this node's workers")
-        self._tell_trouble()
+        self._report_trouble()
 
-    def _tell_trouble(self) -> None:
+    def _report_trouble(self) -> None:
         if self.on_trouble is not None:
             self.on_trouble(self.trouble)
 
     # One stream.
 
     async def _converse(self) -> None:
-        self._ledger.restart()
+        self._mirror.restart()
         self._dealing = dict.fromkeys(self._dealing)
         self._refusals.clear()
         self._call = call = self._stub.Supervise(wait_for_ready=True)
@@ -344,7 +344,7 @@ class NodeTimers:
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
         try:
-            await self._tell(call)
+            await self._send(call)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError | grpc.aio.AioRpcError):
                 self._log.exception("could not tell the timer service what workers hold")
@@ -352,7 +352,7 @@ class NodeTimers:
             call.cancel()
             raise
 
-    async def _tell(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
+    async def _send(self, call: grpc.aio.StreamStreamCall[pb.SuperviseRequest, Any]) -> None:
         # The time that has passed is to be that of its coming about.
         await call.wait_for_connection()
         subscribe = pb.Subscribe(run_id=self._run_id, node_id=self._node_id, lease=self._lease)
@@ -363,13 +363,13 @@ class NodeTimers:
             subscribe.stall_after.CopyFrom(to_duration(self._stall_after))
         await call.write(pb.SuperviseRequest(actions=[pb.SuperviseAction(subscribe=subscribe)]))
         actions = self._changes()
-        while self._ledger.pending:
+        while self._mirror.pending:
             await call.write(pb.SuperviseRequest(actions=actions))
             actions = self._changes()
         actions.append(pb.SuperviseAction(registered=pb.Registered()))
         await call.write(pb.SuperviseRequest(actions=actions))
-        while self._ledger.pending or not self._closing:
-            await self._news.gathered()
+        while self._mirror.pending or not self._closing:
+            await self._batching.gathered()
             while actions := self._changes():
                 await call.write(pb.SuperviseRequest(actions=actions))
         try:
@@ -381,7 +381,7 @@ class NodeTimers:
                 raise
 
     def _changes(self) -> list[pb.SuperviseAction]:
-        return [action_of(change) for change in self._ledger.take(self._watch.now(), _MOST_ACTIONS)]
+        return [action_of(change) for change in self._mirror.take(self._watch.now(), _MOST_ACTIONS)]
 
     def _take(self, event: pb.SuperviseEvent) -> None:
         match event.WhichOneof("event"):
@@ -422,8 +422,8 @@ class NodeTimers:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._ledger.renumber(expired.worker_id, expired.scope)
-            self._news.note(expired.after)
+            self._mirror.renumber(expired.worker_id, expired.scope)
+            self._batching.note(expired.after)
             self._acknowledge(event.expiry_id)
 
     def _refused(self, event: pb.Refused) -> None:
@@ -439,25 +439,25 @@ class NodeTimers:
 
     def _ran_out(self, expired: ExpiredTimer) -> bool:
         """Whether it did by our own watch, too: this host may have been paused, and the service not."""
-        held = self._ledger.find(expired.worker_id, expired.scope)
+        held = self._mirror.find(expired.worker_id, expired.scope)
         if held is None or not expired.sequence:
             return True
         return self._watch.now() - held.since + _SHORT >= (held.after or expired.after)
 
     def _acknowledge(self, expiry_id: int) -> None:
-        self._ledger.acknowledge(expiry_id)
-        self._news.note()
+        self._mirror.acknowledge(expiry_id)
+        self._batching.note()
 
     def _learned(self, event: pb.Learned) -> None:
         if event.count:
-            self._ledger.learned(event.scope, event.count, to_seconds(event.longest, "longest"))
+            self._mirror.learned(event.scope, event.count, to_seconds(event.longest, "longest"))
             return
         self._log.info("a scope is learned anew", scope=event.scope)
         # What was seen before has to be let go of where it is counted, before it is here.
         if self._on_forgotten is not None:
             self._on_forgotten(event.scope)
-        self._ledger.forget(event.scope)
-        self._news.note()
+        self._mirror.forget(event.scope)
+        self._batching.note()
 
     def _stalled(self, event: pb.Stalled) -> None:
         idle = round(to_seconds(event.idle, "idle"), 1)
@@ -494,8 +494,8 @@ class NodeTimers:
             key = (expired.worker_id, expired.scope, expired.sequence)
             expiry_id = self._dealing.pop(key)
         if done is not False:
-            self._ledger.settle(*key, expiry_id)
-            self._news.note()
+            self._mirror.settle(*key, expiry_id)
+            self._batching.note()
 
     def _report(self, trouble: str) -> None:
         # Said once, not with every attempt.

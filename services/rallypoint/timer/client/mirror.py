@@ -128,7 +128,7 @@ class TimerMirror:
         self._sequence = first_sequence - 1
         self._held: dict[str, dict[str, MirroredTimer]] = {}
         # The sequence number under which the service knows a timer.
-        self._told: dict[tuple[str, str], int] = {}
+        self._learned_sent: dict[tuple[str, str], int] = {}
         # Where held and told may differ, in the order in which it came about.
         self._changed: dict[tuple[str, str], None] = {}
         self._gone: dict[str, None] = {}
@@ -140,7 +140,7 @@ class TimerMirror:
         self._to_echo: dict[str, None] = {}
         # Scopes that were forgotten: what is told of them after this is new.
         self._to_confirm: dict[str, None] = {}
-        self._places: dict[str, _StepReached] = {}
+        self._steps: dict[str, _StepReached] = {}
         self._moved: dict[str, None] = {}
 
     @property
@@ -159,7 +159,7 @@ class TimerMirror:
     @property
     def workers(self) -> list[str]:
         """The workers that hold timers, or have told how far they have come."""
-        return list({**dict.fromkeys(self._held), **dict.fromkeys(self._places)})
+        return list({**dict.fromkeys(self._held), **dict.fromkeys(self._steps)})
 
     def find(self, worker_id: str, scope: str) -> MirroredTimer | None:
         """The timer of that name that the worker holds now."""
@@ -226,14 +226,14 @@ class TimerMirror:
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
         """A worker came to a step then. The same step again is none."""
-        former = self._places.get(worker_id)
+        former = self._steps.get(worker_id)
         if former is None or former.step != step:
-            self._places[worker_id] = _StepReached(rank, step, since)
+            self._steps[worker_id] = _StepReached(rank, step, since)
             self._moved[worker_id] = None
 
     def progress_of(self, worker_id: str, now: float) -> tuple[int, float] | None:
         """The step that a worker has come to, and the seconds since; None if it has told none."""
-        place = self._places.get(worker_id)
+        place = self._steps.get(worker_id)
         return (place.step, max(0.0, now - place.since)) if place is not None else None
 
     def release(self, worker_id: str, scope: str) -> None:
@@ -248,10 +248,10 @@ class TimerMirror:
     def clear(self, worker_id: str) -> None:
         """A worker is gone, and its timers with it, also those that it acquired elsewhere."""
         self._held.pop(worker_id, None)
-        self._places.pop(worker_id, None)
+        self._steps.pop(worker_id, None)
         self._moved.pop(worker_id, None)
-        for key in [key for key in (*self._told, *self._changed) if key[0] == worker_id]:
-            self._told.pop(key, None)
+        for key in [key for key in (*self._learned_sent, *self._changed) if key[0] == worker_id]:
+            self._learned_sent.pop(key, None)
             self._changed.pop(key, None)
         self._gone[worker_id] = None
 
@@ -278,13 +278,13 @@ class TimerMirror:
 
         But for completions, which it may have counted.
         """
-        self._told.clear()
+        self._learned_sent.clear()
         self._gone.clear()
         self._acknowledged.clear()
         self._to_confirm.clear()
         self._changed = {(worker, scope): None for worker, scopes in self._held.items() for scope in scopes}
         self._to_echo = dict.fromkeys(self._lessons)
-        self._moved = dict.fromkeys(self._places)
+        self._moved = dict.fromkeys(self._steps)
 
     def take(self, now: float, limit: int) -> list[Change]:
         """What to tell next, at most `limit` changes, in order. They count as told."""
@@ -301,7 +301,7 @@ class TimerMirror:
                 changes.append(change)
         while self._moved and len(changes) < limit:
             worker_id = _first(self._moved)
-            place = self._places[worker_id]
+            place = self._steps[worker_id]
             changes.append(StepReport(worker_id, place.rank, place.step, max(0.0, now - place.since)))
         while self._to_confirm and len(changes) < limit:
             changes.append(LearnedReport(_first(self._to_confirm), 0, 0.0))
@@ -314,12 +314,12 @@ class TimerMirror:
 
     def _difference(self, worker_id: str, scope: str, now: float) -> Change | None:
         held = self._held.get(worker_id, {}).get(scope)
-        told = self._told.get((worker_id, scope))
+        told = self._learned_sent.get((worker_id, scope))
         if held is None:
             return End(*self._forget(worker_id, scope)) if told is not None else None
         if held.sequence == told:
             return None
-        self._told[worker_id, scope] = held.sequence
+        self._learned_sent[worker_id, scope] = held.sequence
         elapsed = max(0.0, now - held.since)
         return Start(worker_id, scope, held.after, elapsed, held.sequence, held.learned_as)
 
@@ -329,7 +329,7 @@ class TimerMirror:
         return replace(lesson, longest=max(lesson.longest, seen.longest)) if seen is not None else lesson
 
     def _forget(self, worker_id: str, scope: str) -> tuple[str, str]:
-        del self._told[worker_id, scope]
+        del self._learned_sent[worker_id, scope]
         return worker_id, scope
 
 

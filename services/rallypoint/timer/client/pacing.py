@@ -25,13 +25,13 @@ class Batching:
 
     def note(self, after: float = math.inf) -> None:
         """Something changed. `after`: seconds that a timer may take, if that is what began."""
-        self._tell_within(min(self._linger, max(_LEAST, after * _PART)))
+        self._send_within(min(self._linger, max(_LEAST, after * _PART)))
 
     def hurry(self) -> None:
         """What has changed is to be told at once."""
-        self._tell_within(0.0)
+        self._send_within(0.0)
 
-    def _tell_within(self, seconds: float) -> None:
+    def _send_within(self, seconds: float) -> None:
         due = asyncio.get_running_loop().time() + seconds
         if due < self._due:
             self._due = due

@@ -76,7 +76,7 @@ class TimerTable:
         """
         _check_seconds("lease_age", lease_age)
         former = self._nodes.get(run_id, node_id)
-        is_over = former is not None and former.incarnation and former.began_anew(incarnation)
+        is_over = former is not None and former.incarnation and former.began_again(incarnation)
         node = self._nodes.claim(run_id, node_id, lease, incarnation, now - lease_age)
         if is_over:
             # Its workers are gone, and those of the new one have the same names.

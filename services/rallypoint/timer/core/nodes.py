@@ -88,7 +88,7 @@ class TimerNode:
             if beyond is None or timer.name > beyond:
                 yield timer
 
-    def began_anew(self, incarnation: str) -> bool:
+    def began_again(self, incarnation: str) -> bool:
         """Whether a lease is of another incarnation of the run, so that numbers say nothing of which is the newer."""
         return incarnation not in ("", self.incarnation)
 
@@ -111,7 +111,7 @@ class TimerNode:
             return
         if lease < 0:
             raise InvalidField("lease", "must not be negative")
-        if self.began_anew(incarnation):
+        if self.began_again(incarnation):
             if self.stream and self.held_since(incarnation, leased_at) < self.leased_at:
                 raise LeaseLost(self.run_id, self.node_id, lease, self.lease, of_other_run=True)
         elif lease < self.lease:
@@ -175,7 +175,7 @@ class Nodes:
                 node.check_lease(lease)
             else:
                 node.check_lease(lease, incarnation, leased_at)
-                if node.began_anew(incarnation):
+                if node.began_again(incarnation):
                     node.succeed(incarnation, leased_at)
                 elif (lease or 0) > node.lease:
                     node.leased_at = leased_at
@@ -205,7 +205,7 @@ class Nodes:
         if node is not None and node.stream == subscription.number and subscription.lease >= node.lease:
             return node
         if node is not None:
-            if node.began_anew(subscription.incarnation):
+            if node.began_again(subscription.incarnation):
                 raise LeaseLost(node.run_id, node.node_id, subscription.lease, node.lease, of_other_run=True)
             node.check_lease(subscription.lease)
         raise StreamReplaced(subscription.run_id, subscription.node_id)

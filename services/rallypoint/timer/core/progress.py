@@ -153,7 +153,7 @@ class ProgressBoard:
         self._runs: dict[str, _RunEntry] = {}
         self._queue: DeadlineQueue[_RunEntry | _NodeEntry] = DeadlineQueue()
         self._workers = 0
-        self._news: list[Stall] = []
+        self._new_stalls: list[Stall] = []
 
     def __len__(self) -> int:
         return self._workers
@@ -182,7 +182,7 @@ class ProgressBoard:
         self._watch(node, False, now)
         self._review(run, now)
 
-    def tell(
+    def report(
         self,
         run_id: str,
         node_id: str,
@@ -273,9 +273,9 @@ class ProgressBoard:
                 item.scheduled = False
                 self._review(item, now)
 
-    def take_news(self) -> list[Stall]:
+    def take_new_stalls(self) -> list[Stall]:
         """Runs that have begun to stall, or ceased to, since the last call."""
-        news, self._news = self._news, []
+        news, self._new_stalls = self._new_stalls, []
         return news
 
     # What people and late subscribers ask.
@@ -358,14 +358,14 @@ class ProgressBoard:
             return
         elif stands and now + _ROUNDING >= run.judged_from:
             run.stall, run.stood_since, run.recount = _stall(run, now), run.advanced_at, False
-            self._news.append(run.stall)
+            self._new_stalls.append(run.stall)
         if run.stall is None and limit is not None and run.watched:
             self._queue.schedule(run, max(run.advanced_at + limit, run.judged_from))
             run.scheduled = True
 
     def _end_stall(self, run: _RunEntry, stall: Stall, now: float) -> None:
         end = run.advanced_at if run.advanced_at > run.stood_since else now
-        self._news.append(replace(_grown(stall, end - run.stood_since), over=True))
+        self._new_stalls.append(replace(_grown(stall, end - run.stood_since), over=True))
         run.stall = None
 
     def _forget_if_lost(self, node: _NodeEntry, now: float) -> None:

@@ -63,17 +63,17 @@ class Outbox:
         self._stall: Stall | None = None
         self._ended = False
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def offer(self, expiry: Expiry) -> None:
         """An expiry to tell."""
         self._expiries[expiry.expiry_id] = expiry
-        self._news.set()
+        self._changed.set()
 
     def refuse(self, refusal: Refusal) -> None:
         """A refusal to tell."""
         self._refusals.append(refusal)
-        self._news.set()
+        self._changed.set()
 
     def learn(self, learned: Learned) -> None:
         """What the run has learned of a scope, or, with a count of 0, that it is to be forgotten. Only the latest of
@@ -84,22 +84,22 @@ class Outbox:
         self._learned[learned.scope, forgotten] = learned
         if len(self._learned) > _MOST_LEARNED:
             del self._learned[next(iter(self._learned))]
-        self._news.set()
+        self._changed.set()
 
     def stall(self, stall: Stall) -> None:
         """Whether the run stalls; only the latest is told."""
         self._stall = stall
-        self._news.set()
+        self._changed.set()
 
     def end(self, error: Exception | None = None) -> None:
         """Nothing more comes: the stream ends, with the error if there is one. The first call counts."""
         if not self._ended:
             self._ended, self._error = True, error
-            self._news.set()
+            self._changed.set()
 
     async def take(self) -> OutboxBatch | None:
         """Waits for what there is to tell; None at the end. Raises the error that `end` was given."""
-        await self._news.wait()
+        await self._changed.wait()
         if self._error is not None:
             raise self._error
         mail = OutboxBatch(
@@ -113,7 +113,7 @@ class Outbox:
         if self._ended and mail == _NOTHING:
             return None
         if not self._ended and not self._expiries and not self._learned:
-            self._news.clear()
+            self._changed.clear()
         return mail
 
 

@@ -55,8 +55,8 @@ class Supervision:
         self._first = first
         self._registered = False
         self.subscription: Subscription
-        self.mailbox: Outbox
-        self.subscription, self.mailbox = watchdog.subscribe(
+        self.outbox: Outbox
+        self.subscription, self.outbox = watchdog.subscribe(
             wanted.run_id,
             wanted.node_id,
             wanted.lease,
@@ -72,9 +72,9 @@ class Supervision:
             async for request in requests:
                 check_number(len(request.actions))
                 self._take(request.actions)
-            self.mailbox.end()
+            self.outbox.end()
         except Exception as error:
-            self.mailbox.end(error)
+            self.outbox.end(error)
 
     def _take(self, actions: Iterable[pb.SuperviseAction]) -> None:
         try:
@@ -95,7 +95,7 @@ class Supervision:
                 longest = to_seconds(observe.longest, "longest")
                 self._watchdog.observe(subscription, observe.scope, observe.count, longest)
             case "progress":
-                self._tell_progress(action.progress)
+                self._report_progress(action.progress)
             case "acknowledge":
                 self._table.acknowledge(subscription, action.acknowledge.expiry_id)
             case "clear":
@@ -124,10 +124,10 @@ class Supervision:
                 learned_as=acquire.learned_as,
             )
         except (InvalidField, TooMany) as error:
-            self.mailbox.refuse(Refusal(acquire.worker_id, acquire.scope, acquire.sequence, error))
+            self.outbox.refuse(Refusal(acquire.worker_id, acquire.scope, acquire.sequence, error))
 
-    def _tell_progress(self, progress: pb.Progress) -> None:
-        self._watchdog.tell_progress(
+    def _report_progress(self, progress: pb.Progress) -> None:
+        self._watchdog.report_progress(
             self.subscription,
             progress.worker_id,
             progress.rank,
@@ -197,11 +197,11 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._table = watchdog.table
-        self._openings = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
+        self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
 
     async def drain(self) -> None:
         """Tell every stream that the server is going away."""
-        self._openings.end()
+        self._unopened.end()
         self._watchdog.drain()
 
     async def Supervise(
@@ -209,7 +209,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
     ) -> AsyncIterator[pb.SuperviseResponse]:
         """See timer_service.proto."""
         try:
-            first = await self._openings.first(request_iterator)
+            first = await self._unopened.first(request_iterator)
         except StopAsyncIteration:
             return
         except ServerDraining:
@@ -220,7 +220,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         try:
             interval = to_duration(self._table.settings.reoffer_interval)
             yield _event(pb.SuperviseEvent(subscribed=pb.Subscribed(reoffer_interval=interval)))
-            while (mail := await supervision.mailbox.take()) is not None:
+            while (mail := await supervision.outbox.take()) is not None:
                 yield outbox.mail_response(mail)
             if self._watchdog.draining:
                 yield _event(pb.SuperviseEvent(draining=pb.Draining()))

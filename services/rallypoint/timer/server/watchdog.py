@@ -165,7 +165,7 @@ class Watchdog:
         self._progress.clear(run_id, node_id, worker_id, self._watch())
         return cleared
 
-    def tell_progress(
+    def report_progress(
         self, subscription: Subscription, worker_id: str, rank: int, step: int, elapsed: float
     ) -> None:
         """A subscriber's worker came to a step, so many seconds ago. Too many of them are not kept.
@@ -177,10 +177,10 @@ class Watchdog:
         run_id, node_id = subscription.run_id, subscription.node_id
         if not self._is_in_force(subscription):
             raise StreamReplaced(run_id, node_id)
-        if not self._progress.tell(
+        if not self._progress.report(
             run_id, node_id, worker_id, self._watch(), rank=rank, step=step, elapsed=elapsed
         ):
-            self._say_once(subscription, "too many workers tell progress; that of others is not kept")
+            self._log_once(subscription, "too many workers tell progress; that of others is not kept")
 
     def observe(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
         """Workers of a subscriber have left a scope, so many times. Too many scopes are not learned.
@@ -218,7 +218,7 @@ class Watchdog:
         """
         forgotten = self.table.forget_scopes(run_id, scope)
         # At once: what is learned anew must not hide from the agents that it was forgotten.
-        self._tell_news()
+        self._publish_changes()
         if forgotten and self.on_learned is not None:
             self.on_learned(True)
         log.info("scopes forgotten", run_id=run_id, scope=scope or "all", forgotten=forgotten)
@@ -234,7 +234,7 @@ class Watchdog:
         """To be called after every change of the table: tells what came of it, and sees to waking in time."""
         if self.draining:
             return
-        self._tell_news()
+        self._publish_changes()
         now = self.now()
         due = self._next_wake(now)
         if due is None or due >= self._due:
@@ -266,7 +266,7 @@ class Watchdog:
                     abandoned=advance.abandoned,
                 )
             for expiry in advance.expiries:
-                self._tell_expiry(expiry)
+                self._publish_expiry(expiry)
             self._progress.judge(self._watch())
         finally:
             self.arm()
@@ -303,12 +303,12 @@ class Watchdog:
         try:
             take(subscription, scope, count, longest)
         except TooMany as error:
-            self._say_once(subscription, str(error))
+            self._log_once(subscription, str(error))
             return
         if self.on_learned is not None:
             self.on_learned(False)
 
-    def _say_once(self, subscription: Subscription, problem: str) -> None:
+    def _log_once(self, subscription: Subscription, problem: str) -> None:
         """Logs it once per subscription: what can't be kept comes again with every message."""
         place = (subscription.run_id, subscription.node_id)
         if place not in self._overflowing:
@@ -317,13 +317,13 @@ class Watchdog:
                 "not all can be kept", run_id=subscription.run_id, node_id=subscription.node_id, why=problem
             )
 
-    def _tell_news(self) -> None:
+    def _publish_changes(self) -> None:
         for run_id, learned in self.table.take_learned():
             for node_id in self._nodes_of.get(run_id, ()):
                 self._mailboxes[run_id, node_id][1].learn(learned)
                 if not learned.count:
                     self._forgetting.setdefault((run_id, node_id), set()).add(learned.scope)
-        for stall in self._progress.take_news():
+        for stall in self._progress.take_new_stalls():
             _log_stall(stall)
             for mailbox in self._mailboxes_of(stall.run_id):
                 mailbox.stall(stall)
@@ -331,7 +331,7 @@ class Watchdog:
     def _mailboxes_of(self, run_id: str) -> list[Outbox]:
         return [self._mailboxes[run_id, node_id][1] for node_id in self._nodes_of.get(run_id, ())]
 
-    def _tell_expiry(self, expiry: Expiry) -> None:
+    def _publish_expiry(self, expiry: Expiry) -> None:
         name = expiry.name
         if expiry.offers == 1:
             log.info(

@@ -148,7 +148,7 @@ class AgentConnection:
             clock: CLOCK_MONOTONIC, in nanoseconds.
         """
         self._path = path
-        self._patience = patience
+        self._timeout = patience
         self._clock = clock
         self._begin()
 
@@ -174,7 +174,7 @@ class AgentConnection:
         table = self._table
         if table is None:
             # Bounded, because a signal handler may have interrupted the very thread that makes one.
-            mine = self._making.acquire(timeout=self._patience)
+            mine = self._making.acquire(timeout=self._timeout)
             try:
                 table = self._table or self._make_table()
             finally:
@@ -225,11 +225,11 @@ class AgentConnection:
         while self._wanted and self._ringing.acquire(blocking=False):
             try:
                 self._wanted = False
-                self._tell()
+                self._send()
             finally:
                 self._ringing.release()
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         table, link = self._table, self._link
         if table is None or self._closed:
             return
@@ -300,7 +300,7 @@ class AgentConnection:
 
     def _open(self, table: TableWriter, now: int) -> None:
         try:
-            link = AgentSocket(self._path, self._patience, now)
+            link = AgentSocket(self._path, self._timeout, now)
         except (OSError, ValueError):
             # ValueError: a path with a zero byte, which no agent listens on.
             self._failed(table, lived=0)

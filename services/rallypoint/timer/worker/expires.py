@@ -33,11 +33,11 @@ class Guard:
     release written out, no call into Python, and everything they touch within reach of few objects.
     """
 
-    __slots__ = ("_at", "_client", "_place", "_slot", "_table")
+    __slots__ = ("_at", "_call_site", "_client", "_slot", "_table")
 
     # Outside of a block, the table is None. The client is set in a block that another client guards.
     _client: TimerClient
-    _place: CallSite
+    _call_site: CallSite
     # The slot, and the word where it begins.
     _slot: int
     _at: int
@@ -54,7 +54,7 @@ class Guard:
         slot = -1
         try:
             slot = self._slot = table.take()
-            place = self._place
+            place = self._call_site
             if table.laid[slot] is not place:
                 table.lay_out(slot, place, place.scope, place.after, place.kind or self._kind(table))
             token, since = table.tick(), monotonic_ns()
@@ -128,13 +128,13 @@ class Guard:
 
     def _another(self) -> Guard:
         guard = self.__class__()
-        guard._place = self._place
+        guard._call_site = self._call_site
         guard._table = None
         return guard
 
     def _kind(self, table: TableWriter) -> int:
         """What a timer that learns is in a table."""
-        return table.kind_of(self._place.scope, self._place.signal, True)
+        return table.kind_of(self._call_site.scope, self._call_site.signal, True)
 
     def _abandon(self, table: TableWriter, slot: int) -> None:
         if slot >= 0:
@@ -146,7 +146,7 @@ class Guard:
         """Finds the table of a process that has none yet; None: the block is entered, with another client."""
         if self._table is not None or self._in_client() is not None:
             raise RuntimeError(
-                f"this expires() guards a block already (scope {self._place.scope.decode(errors='replace')}): "
+                f"this expires() guards a block already (scope {self._call_site.scope.decode(errors='replace')}): "
                 "make one for each block"
             )
         table = process.find()
@@ -158,7 +158,7 @@ class Guard:
         return getattr(self, "_client", None)
 
     def _enter_client(self, client: TimerClient) -> None:
-        place = self._place
+        place = self._call_site
         if not place.after or place.signal:
             raise RuntimeError(_not_for_clients(place))
         self._client = client
@@ -172,7 +172,7 @@ class Guard:
         client = self._in_client()
         if client is not None:
             del self._client
-            client.release(self._place.scope.decode(errors="replace"))
+            client.release(self._call_site.scope.decode(errors="replace"))
 
 
 class LearningGuard(Guard):
@@ -216,7 +216,7 @@ class ClientGuard(Guard):
         self._enter_client(self._given)
 
     def _another(self) -> Guard:
-        return client_guard(self._place, self._given)
+        return client_guard(self._call_site, self._given)
 
 
 def learning_guard(place: CallSite, client: TimerClient | None = None) -> Guard:
@@ -228,7 +228,7 @@ def learning_guard(place: CallSite, client: TimerClient | None = None) -> Guard:
     if client is not None:
         raise ValueError(_not_for_clients(place))
     guard = LearningGuard()
-    guard._place = place
+    guard._call_site = place
     guard._table = None
     return guard
 
@@ -242,7 +242,7 @@ def client_guard(place: CallSite, client: TimerClient) -> Guard:
     if place.signal:
         raise ValueError(_not_for_clients(place))
     guard = ClientGuard()
-    guard._place = place
+    guard._call_site = place
     guard._given = client
     guard._table = None
     return guard
@@ -343,7 +343,7 @@ def expires(
     if client is not None:
         return client_guard(place, client)
     guard = Guard()
-    guard._place = place
+    guard._call_site = place
     guard._table = None
     return guard
 
@@ -394,9 +394,9 @@ class Client:
         Raises:
             RuntimeError: no socket is named.
         """
-        uplink = process.open_uplink(socket, True, patience)
+        uplink = process.open_connection(socket, True, patience)
         assert uplink is not None
-        self._uplink = uplink
+        self._connection = uplink
         self._held: dict[str, tuple[TableWriter, int]] = {}
 
     def acquire(self, scope: str, after: float) -> None:
@@ -409,7 +409,7 @@ class Client:
         place = CallSite(after, None, text)
         if not place.after:
             raise TypeError(f"after is {after!r}; expected a number of seconds: a client does not learn them")
-        table = self._uplink.table()
+        table = self._connection.table()
         slot = table.acquire(table.tick(), time.monotonic_ns(), place.after, text, place.kind)
         former, self._held[scope] = self._held.get(scope), (table, slot)
         _end(former)
@@ -425,7 +425,7 @@ class Client:
 
     def close(self) -> None:
         """Ends all timers and the connection."""
-        self._uplink.close()
+        self._connection.close()
 
 
 def _end(held: tuple[TableWriter, int] | None) -> None:

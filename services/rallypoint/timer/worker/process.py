@@ -90,12 +90,12 @@ class TimerClient(Protocol):
 class ProcessTimers:
     """Where this process tells its timers."""
 
-    __slots__ = ("_choosing", "_uplinks", "client", "table", "uplink")
+    __slots__ = ("_choosing", "_uplinks", "client", "connection", "table")
 
     def __init__(self) -> None:
         # None: not chosen yet, or the client is someone else's, or this process has just been forked.
         self.table: TableWriter | None = None
-        self.uplink: AgentConnection | None = None
+        self.connection: AgentConnection | None = None
         self.client: TimerClient | None = None
         self._uplinks: weakref.WeakSet[AgentConnection] = weakref.WeakSet()
         self._choosing = threading.Lock()
@@ -119,12 +119,12 @@ class ProcessTimers:
             RuntimeError: there is no agent, and one is required.
         """
         offer_stacks()
-        uplink = self.open_uplink(socket, required, patience) if client is None else None
+        uplink = self.open_connection(socket, required, patience) if client is None else None
         # A table that nobody reads costs those who have no agent as little as one that somebody does.
         table = _unread_table() if client is None and uplink is None else None
         with self._choosing:
-            former = self.uplink
-            self.table, self.uplink, self.client = table, uplink, client
+            former = self.connection
+            self.table, self.connection, self.client = table, uplink, client
         if former is not None:
             former.close()
 
@@ -136,22 +136,22 @@ class ProcessTimers:
         """
         if self.client is not None:
             return None
-        if self.uplink is None and self.table is None:
+        if self.connection is None and self.table is None:
             offer_stacks()
             # Bounded, because a signal handler may have interrupted the very thread that chooses.
             mine = self._choosing.acquire(timeout=PATIENCE)
             try:
-                if self.uplink is None and self.table is None and self.client is None:
-                    self.uplink = self.open_uplink(None, True, PATIENCE)
+                if self.connection is None and self.table is None and self.client is None:
+                    self.connection = self.open_connection(None, True, PATIENCE)
             finally:
                 if mine:
                     self._choosing.release()
-        uplink = self.uplink
+        uplink = self.connection
         if uplink is not None:
             self.table = uplink.table()
         return self.table
 
-    def open_uplink(
+    def open_connection(
         self, socket: str | os.PathLike[str] | None, required: bool, patience: float
     ) -> AgentConnection | None:
         """An uplink that survives forks; None: there is no agent.
@@ -174,7 +174,7 @@ class ProcessTimers:
     def after_fork(self) -> None:
         """In a forked child: whatever the parent holds is left to the parent."""
         self._choosing = threading.Lock()
-        if self.uplink is not None:
+        if self.connection is not None:
             self.table = None
         for uplink in self._uplinks:
             uplink.after_fork()

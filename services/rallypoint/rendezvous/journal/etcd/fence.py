@@ -56,7 +56,7 @@ class Fence:
         self._client = client
         self._pool = pool
         self._session = session
-        self._place = place
+        self._location = place
         self._pace = pace
         self._draw = draw
         self.revision = 0
@@ -75,7 +75,7 @@ class Fence:
         # With an id of its own: a key that another claim of ours left behind would let copies of that one's
         # transactions in.
         mine = owner.encode(self._draw(_ID_BYTES).hex())
-        key = self._place.owner_key
+        key = self._location.owner_key
         txn = Txn([CreateRevision(key, 0)], [Put(key, mine, self._session.lease)], [Get(key)])
         result = await self._until_answered("claim", txn, self._client.transact)
         if result.succeeded:
@@ -83,7 +83,7 @@ class Fence:
         else:
             (found,) = result.found[0]
             if found.value != mine:
-                raise OwnedElsewhere(str(self._place), Owner.decode(found.value))
+                raise OwnedElsewhere(str(self._location), Owner.decode(found.value))
             self.revision = found.create_revision
         self.check()
 
@@ -100,7 +100,7 @@ class Fence:
         """
         head.fence = self.revision
         head.id = self._draw(_ID_BYTES)
-        place = self._place
+        place = self._location
         head_key = place.space + HEAD
         txn = Txn(
             [CreateRevision(place.owner_key, self.revision), ModRevision(head_key, self.head_revision)],
@@ -119,10 +119,10 @@ class Fence:
         """The revision of a transaction of which an earlier copy was done."""
         owners, heads = result.found
         if not owners or owners[0].create_revision != self.revision:
-            raise OwnershipLost(f"the journal in etcd under {self._place} is another replica's by now")
+            raise OwnershipLost(f"the journal in etcd under {self._location} is another replica's by now")
         if not heads or EtcdHead.FromString(heads[0].value).id != id_:
             raise OwnershipLost(
-                f"the journal in etcd under {self._place} was written by somebody who does not own it; nobody else "
+                f"the journal in etcd under {self._location} was written by somebody who does not own it; nobody else "
                 "may write there"
             )
         return heads[0].mod_revision
@@ -132,7 +132,9 @@ class Fence:
         try:
             self._session.check()
         except SessionLost as error:
-            raise OwnershipLost(f"the journal in etcd under {self._place} can't be kept: {error}") from error
+            raise OwnershipLost(
+                f"the journal in etcd under {self._location} can't be kept: {error}"
+            ) from error
 
     async def release(self) -> None:
         """Let another own it, if we still do. Bounded; never raises for etcd's sake. Nothing can be written after it.
@@ -142,14 +144,14 @@ class Fence:
         revision, self.revision = self.revision, 0
         if not revision or not self._session.held():
             return
-        key = self._place.owner_key
+        key = self._location.owner_key
         try:
             async with asyncio.timeout(_RELEASE):
                 txn = Txn([CreateRevision(key, revision)], [Delete(key)])
                 await self._until_answered("release", txn, self._client.transact)
         except (JournalError, TimeoutError) as error:
             cause = str(error) or f"etcd gave no answer for {_RELEASE:g} s"
-            _log.info("an owner key was left to go with its lease", place=str(self._place), cause=cause)
+            _log.info("an owner key was left to go with its lease", place=str(self._location), cause=cause)
 
     async def _until_answered(
         self, doing: str, txn: Txn, transact: Callable[[Txn], Awaitable[TxnResult]]
@@ -161,9 +163,9 @@ class Fence:
             try:
                 return await transact(txn)
             except EtcdUnavailable as error:
-                _log.debug("a transaction is sent again", place=str(self._place), cause=str(error))
+                _log.debug("a transaction is sent again", place=str(self._location), cause=str(error))
             except EtcdError as error:
-                raise unusable(doing, self._place, error) from error
+                raise unusable(doing, self._location, error) from error
             await self._pace.sleep(backoff.next())
 
 

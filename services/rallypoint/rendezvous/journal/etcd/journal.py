@@ -86,7 +86,7 @@ class EtcdJournal:
         """
         self._client = client
         self._session = session
-        self._place = place
+        self._location = place
         self._owner = owner
         self._fence = Fence(
             client, session, place, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
@@ -116,7 +116,7 @@ class EtcdJournal:
         try:
             await self._fence.claim(self._owner)
             # Read after the claim: a commit of an owner before us is in it, or is none.
-            space = await read_owned(self._client, self._place.space, self._slices)
+            space = await read_owned(self._client, self._location.space, self._slices)
             self._contents, self._head = space.contents, space.head
             self._fence.head_revision = space.head_revision
             if space.unfinished:
@@ -127,7 +127,7 @@ class EtcdJournal:
             self._fence.check()
         except EtcdError as error:
             await self._give_up()
-            raise unusable("read", self._place, error) from error
+            raise unusable("read", self._location, error) from error
         except JournalError as error:
             self._broken = error
             if not isinstance(error, OwnershipLost):
@@ -163,7 +163,7 @@ class EtcdJournal:
         await self._give_up()
 
     def _closed(self) -> JournalError:
-        return JournalError(f"the journal in etcd under {self._place} is closed")
+        return JournalError(f"the journal in etcd under {self._location} is closed")
 
     async def _give_up(self) -> None:
         self._break(self._closed())
@@ -196,7 +196,7 @@ class EtcdJournal:
             self._break(error)
         except Exception as error:
             # A mistake of ours; it must not leave anybody waiting.
-            self._break(JournalError(f"can't write the journal in etcd under {self._place}: {error!r}"))
+            self._break(JournalError(f"can't write the journal in etcd under {self._location}: {error!r}"))
             raise
         finally:
             watching.cancel()
@@ -250,7 +250,7 @@ class EtcdJournal:
                     packing.add(entry)
             return plan(packing.changes())
         except ValueError as error:  # out of sequence, or text that has no encoding
-            raise JournalError(f"can't write the journal in etcd under {self._place}: {error}") from error
+            raise JournalError(f"can't write the journal in etcd under {self._location}: {error}") from error
 
     async def _write(self, step: CommitStep) -> None:
         self._head.staged_parts = step.staged_parts

@@ -40,7 +40,7 @@ class _PendingTransaction:
     """
 
     txn: Txn
-    answer: asyncio.Future[TxnResult]
+    result: asyncio.Future[TxnResult]
     operations: int = field(init=False)
     size: int = field(init=False)
 
@@ -75,7 +75,7 @@ class CommitPool:
         self._client = client
         self._clock = clock
         self._refusal = ""
-        self._refused_at = self._say_full_at = float("-inf")
+        self._refused_at = self._log_full_at = float("-inf")
         self._waiting: deque[_PendingTransaction] = deque()
         self._sending: asyncio.Task[None] | None = None
         # Members of one transaction; fewer, once etcd was found to take less than it does by default.
@@ -95,7 +95,7 @@ class CommitPool:
         self._waiting.append(waiting)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_all())
-        return await waiting.answer
+        return await waiting.result
 
     async def _send_all(self) -> None:
         # One at a time: two would be smaller ones, which cost this process and etcd more for each write.
@@ -116,7 +116,7 @@ class CommitPool:
         operations = size = 0
         while self._waiting:
             first = self._waiting[0]
-            if not first.answer.done():
+            if not first.result.done():
                 operations += first.operations
                 size += first.size
                 fits = operations <= MOST_OPERATIONS and size <= MOST_BYTES
@@ -130,7 +130,7 @@ class CommitPool:
         try:
             result = await self._client.transact(merged([member.txn for member in members]))
             self._has_room()
-            self._answer(members, result)
+            self._settle(members, result)
         except EtcdUnavailable as error:
             _fail(members, error)
         except Exception as error:
@@ -147,7 +147,7 @@ class CommitPool:
             ):
                 self._most_members = min(self._most_members, len(members) // 2)
             for member in members:
-                if not member.answer.done():
+                if not member.result.done():
                     await self._send([member])
         except BaseException:
             _cancel(members)
@@ -161,22 +161,22 @@ class CommitPool:
     def _is_full(self, error: EtcdRefused) -> None:
         remedy = REMEDIES[error.reason]
         self._refusal, self._refused_at = f"{error}; {remedy}", self._clock()
-        if self._clock() >= self._say_full_at:
-            self._say_full_at = self._clock() + _SAY_AGAIN
+        if self._clock() >= self._log_full_at:
+            self._log_full_at = self._clock() + _SAY_AGAIN
             _log.warning("etcd is full: writes wait, running jobs go on", error=str(error), remedy=remedy)
 
     def _has_room(self) -> None:
         if self._refusal:
-            self._refusal, self._say_full_at = "", float("-inf")
+            self._refusal, self._log_full_at = "", float("-inf")
             _log.info("etcd takes writes again")
 
-    def _answer(self, members: Sequence[_PendingTransaction], result: TxnResult) -> None:
+    def _settle(self, members: Sequence[_PendingTransaction], result: TxnResult) -> None:
         kept_out = []
         for member, own in zip(members, split([member.txn for member in members], result), strict=True):
             if own is None:
                 kept_out.append(member)
-            elif not member.answer.done():
-                member.answer.set_result(own)
+            elif not member.result.done():
+                member.result.set_result(own)
         # First in line, as they were: nobody may wait for ever behind others' losses.
         self._waiting.extendleft(reversed(kept_out))
 
@@ -217,10 +217,10 @@ def _holds(compare: Compare, pair: KeyValue | None) -> bool:
 
 def _fail(members: Sequence[_PendingTransaction], error: Exception) -> None:
     for member in members:
-        if not member.answer.done():
-            member.answer.set_exception(error)
+        if not member.result.done():
+            member.result.set_exception(error)
 
 
 def _cancel(members: Iterable[_PendingTransaction]) -> None:
     for member in members:
-        member.answer.cancel()
+        member.result.cancel()
