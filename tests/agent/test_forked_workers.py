@@ -18,7 +18,7 @@ from agent.forked_work import work
 from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.spawner.spawner import descendants, look_up
+from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.agent.spawner.start import start_forkserver
 from rallypoint.agent.workers.workers import WorkerProcesses
 from rallypoint.worker.call import load_results, save_call
@@ -86,10 +86,10 @@ async def test_a_daemon_of_a_fork_dies_with_it_and_no_neighbours(how: Spawner, t
     await until(lambda: all((tmp_path / name).exists() for name in names), "both workers and their daemons")
     pids = {name: int((tmp_path / name).read_text()) for name in names}
     await how.kill(workers[0])
-    assert [name for name in names if look_up(pids[name]) is not None] == ["main.1", "daemon.1"]
+    assert [name for name in names if read_process(pids[name]) is not None] == ["main.1", "daemon.1"]
     swept = await how.sweep()
     assert swept.left == ()
-    assert look_up(pids["daemon.1"]) is None
+    assert read_process(pids["daemon.1"]) is None
 
 
 async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_run_is_closed_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
         return question(stub)
 
-    monkeypatch.setattr(operator, "ask", ask)
+    monkeypatch.setattr(operator, "call_rendezvous", ask)
     arguments = [
         "close",
         "digits",

@@ -40,7 +40,7 @@ def test_a_node_is_taken_out_or_let_in_with_a_reason(
         assert (endpoint, tls, timeout) == ("10.0.0.1:29400", None, 3.0)
         return question(Stub())
 
-    monkeypatch.setattr(operator, "ask", ask)
+    monkeypatch.setattr(operator, "call_rendezvous", ask)
     arguments = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3", "--reason", "bad memory", *flags]
     result = CliRunner().invoke(main, ["evict", "digits", "n3", *arguments])
     assert (result.exit_code, result.output) == (0, told)

@@ -45,7 +45,7 @@ def test_a_run_is_restarted_with_a_reason(
         assert not repeatable, "a second restart would end the round that the first one made"
         return question(Stub())
 
-    monkeypatch.setattr(operator, "ask", ask)
+    monkeypatch.setattr(operator, "call_rendezvous", ask)
     arguments = ["--rdzv-endpoint", "10.0.0.1:29400", "--timeout", "3", "--reason", "new data"]
     result = CliRunner().invoke(main, ["restart", "digits", *arguments])
     assert (result.exit_code, result.output) == (0, told)

@@ -39,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, list[str]], str]:
     """Runs `status` with an answer in the place of a service's; returns what it prints."""
 
     def show(response: Any, arguments: list[str]) -> str:
-        monkeypatch.setattr(operator, "ask", lambda *_, **__: response)
+        monkeypatch.setattr(operator, "call_rendezvous", lambda *_, **__: response)
         result = CliRunner().invoke(main, ["status", *arguments])
         assert (result.exit_code, result.stderr) == (0, "")
         return result.output
@@ -183,7 +183,7 @@ def test_a_run_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None
     """Its name in full, and the whole sentence that says how it ended."""
     name, detail = "r" * 256, "worker of rank 1 failed: " + "much to say " * 80 + "and the end"
     run = pb.Run(run_id=name, phase=pb.PHASE_CLOSED, run_end=pb.RunEnd(detail=detail))
-    monkeypatch.setattr(operator, "ask", lambda *_: pb.ListRunsResponse(runs=[run]))
+    monkeypatch.setattr(operator, "call_rendezvous", lambda *_: pb.ListRunsResponse(runs=[run]))
     _, line = CliRunner().invoke(main, ["status"]).output.splitlines()
     assert line.startswith(f" {name} ")
     assert line.rstrip().endswith(detail)

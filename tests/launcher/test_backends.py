@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.etcd.endpoint import EtcdAddress
-from rallypoint.launcher.backends import RequestedRendezvous, is_etcd_url, meeting
+from rallypoint.launcher.backends import RequestedRendezvous, is_etcd_url, resolve_rendezvous
 from rallypoint.launcher.plan import Embedded, ExternalService, Hosted, Replicated
 from rallypoint.rpc.endpoint import Endpoint, SettingError
 
@@ -65,7 +65,7 @@ def replicated(prefix: str) -> Replicated:
 )
 def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
     """The same flags on all hosts lead to the same place."""
-    assert meeting(RequestedRendezvous(**wish)).service == place
+    assert resolve_rendezvous(RequestedRendezvous(**wish)).service == place
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_where_hosts_meet(wish: dict[str, Any], place: object) -> None:
 )
 def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int | None]) -> None:
     """As given with static; anywhere else each round has a place of its own."""
-    found = meeting(RequestedRendezvous(**wish))
+    found = resolve_rendezvous(RequestedRendezvous(**wish))
     assert (found.master_address, found.master_port) == master
 
 
@@ -97,7 +97,7 @@ def test_where_workers_meet(wish: dict[str, Any], master: tuple[str | None, int 
 )
 def test_a_url_may_say_how_many_nodes(wish: dict[str, Any], nodes: tuple[int, int] | None) -> None:
     """Where the flag says nothing, or the same."""
-    assert meeting(RequestedRendezvous(**wish)).nodes == nodes
+    assert resolve_rendezvous(RequestedRendezvous(**wish)).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_a_url_may_say_how_many_nodes(wish: dict[str, Any], nodes: tuple[int, in
 )
 def test_names_of_run_and_node(wish: dict[str, Any], names: tuple[str, str]) -> None:
     """A rank that is given is the node's name, so that it has the same place in every round."""
-    found = meeting(RequestedRendezvous(**wish))
+    found = resolve_rendezvous(RequestedRendezvous(**wish))
     assert (found.run_id, found.node_id) == names
 
 
 def test_jobs_of_one_host_have_names_of_their_own() -> None:
     """Unless one is given."""
-    assert len({meeting(RequestedRendezvous()).run_id for _ in range(20)}) == 20
+    assert len({resolve_rendezvous(RequestedRendezvous()).run_id for _ in range(20)}) == 20
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_jobs_of_one_host_have_names_of_their_own() -> None:
 def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) -> None:
     """With the flag that is wrong or missing."""
     with pytest.raises(SettingError) as caught:
-        meeting(RequestedRendezvous(**wish))
+        resolve_rendezvous(RequestedRendezvous(**wish))
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "hidden" not in str(caught.value)
@@ -171,7 +171,9 @@ def test_what_can_not_be_is_told_in_one_line(wish: dict[str, Any], told: str) ->
 )
 def test_flags_of_another_backend_are_told(wish: dict[str, Any], flags: list[str]) -> None:
     """torchrun warns too; rank 0 is what everybody has who says nothing."""
-    assert [notice.partition(" ")[0] for notice in meeting(RequestedRendezvous(**wish)).notices] == flags
+    assert [
+        notice.partition(" ")[0] for notice in resolve_rendezvous(RequestedRendezvous(**wish)).notices
+    ] == flags
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_only_a_job_with_etcd_loads_what_that_needs() -> None:
 
 def test_a_plan_with_etcd_goes_to_another_process() -> None:
     """As that of a launch from Python does, to its agent."""
-    place = meeting(
+    place = resolve_rendezvous(
         RequestedRendezvous(endpoint="etcds://me@a,b:1/x", environment={"RALLYPOINT_ETCD_PASSWORD": "p"})
     ).service
     assert pickle.loads(pickle.dumps(place)) == place  # noqa: S301 (ours)

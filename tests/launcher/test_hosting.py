@@ -15,7 +15,7 @@ import pytest
 from process_probe import until
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher import hosting
-from rallypoint.launcher.hosting import EmbeddedService, answers, is_this_host, rendezvous_at
+from rallypoint.launcher.hosting import EmbeddedService, answers_calls, is_this_host, rendezvous_at
 from rallypoint.launcher.plan import Hosted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -102,7 +102,7 @@ async def test_the_first_agent_on_a_host_serves_and_the_others_join(port: int) -
     async with rendezvous_at(place, None) as first, rendezvous_at(place, None) as second:
         assert first is not None
         assert second is None
-        assert await answers(place.endpoint, None)
+        assert await answers_calls(place.endpoint, None)
 
 
 async def test_an_agent_serves_only_if_it_is_to(port: int) -> None:
@@ -148,9 +148,9 @@ async def test_with_tls_whoever_has_no_certificate_is_kept_out(port: int, tmp_pa
     async with rendezvous_at(Hosted(f"localhost:{port}"), tls) as host:
         assert host is not None
         assert host.peer == Peer(f"localhost:{port}", tls)
-        assert await answers(host.peer.endpoint, tls)
-        assert not await answers(host.peer.endpoint, ClientTLS(files.ca))
-        assert not await answers(host.peer.endpoint, None)
+        assert await answers_calls(host.peer.endpoint, tls)
+        assert not await answers_calls(host.peer.endpoint, ClientTLS(files.ca))
+        assert not await answers_calls(host.peer.endpoint, None)
         await asyncio.wait_for(host.stop_when_over(RUN, "done", (), succeeded=True), 20)
 
 
@@ -161,7 +161,7 @@ async def test_what_others_can_reach_in_plaintext_is_said(
     async with rendezvous_at(Hosted(f"0.0.0.0:{port}", here=True), None) as host:
         assert host is not None
         assert host.peer.endpoint == f"127.0.0.1:{port}"
-        assert await answers(f"127.0.0.2:{port}", None)
+        assert await answers_calls(f"127.0.0.2:{port}", None)
     told = [record.getMessage() for record in caplog.records if "in plaintext" in record.getMessage()]
     assert len(told) == 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from agent.workers.test_environment import CONFIG
 from rallypoint.agent.config.job import JobConfig, Peer
-from rallypoint.launcher.launch import refuse_twin
+from rallypoint.launcher.launch import refuse_duplicate
 from rallypoint.launcher.services import embedded_rendezvous
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -26,7 +26,7 @@ async def test_the_second_of_two_is_refused() -> None:
     """While the first is at work; who comes after it is gone takes its place, and other names are free."""
     async with embedded_rendezvous() as endpoint, open_channel(endpoint) as channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
-        await refuse_twin(node(endpoint))
+        await refuse_duplicate(node(endpoint))
         first = stub.Join()
         join = pb.JoinRun(
             run_id=CONFIG.run_id,
@@ -41,15 +41,15 @@ async def test_the_second_of_two_is_refused() -> None:
         with pytest.raises(
             SettingError, match=r"the node rank1 is in run 'run-7' already, on 10\.0\.0\.2: give every"
         ):
-            await refuse_twin(node(endpoint))
-        await refuse_twin(node(endpoint, "rank2"))
+            await refuse_duplicate(node(endpoint))
+        await refuse_duplicate(node(endpoint, "rank2"))
         first.cancel()
         async with asyncio.timeout(20):
             while (await stub.GetRun(pb.GetRunRequest(run_id=CONFIG.run_id))).run.nodes[0].connected:
                 pass
-        await refuse_twin(node(endpoint))
+        await refuse_duplicate(node(endpoint))
 
 
 async def test_a_service_that_is_away_is_not_this_ones_business() -> None:
     """Whoever joins says what is wrong with it."""
-    await refuse_twin(replace(node("127.0.0.1:1"), connect_timeout=0.2))
+    await refuse_duplicate(replace(node("127.0.0.1:1"), connect_timeout=0.2))

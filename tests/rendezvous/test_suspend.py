@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rallypoint.rendezvous.base.errors import going_away
+from rallypoint.rendezvous.base.errors import draining_error
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import MemoryJournal
@@ -46,4 +46,4 @@ async def test_nodes_have_time_to_come_back_after_a_suspend(
         machine.awake += 4.0
         run = await shard.engine.get_run(RUN)
     assert not run.nodes
-    await shard.retire(going_away)
+    await shard.retire(draining_error)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rallypoint.rpc import address
-from rallypoint.rpc.address import Address, has_name, places_of
+from rallypoint.rpc.address import Address, has_name, listed_addresses
 from rallypoint.rpc.endpoint import parse_endpoint, parse_endpoints
 
 PATIENCE = 20.0
@@ -21,7 +21,7 @@ async def three(host: str, port: int) -> Sequence[str]:
 
 async def test_a_name_stands_for_all_its_addresses() -> None:
     """Addresses are left as they are; what is there twice, by name and by address, is one place."""
-    places = await places_of(parse_endpoints("10.0.0.3:29400,rdzv.example:29400,unix:/run/x"), three)
+    places = await listed_addresses(parse_endpoints("10.0.0.3:29400,rdzv.example:29400,unix:/run/x"), three)
     assert [str(each) for each in places] == [
         "10.0.0.3:29400",
         "10.0.0.1:29400",
@@ -39,7 +39,7 @@ async def test_a_name_without_addresses_stands_for_itself(error: Exception) -> N
         raise error
 
     nowhere = parse_endpoint("nowhere.example:1")
-    assert await places_of(parse_endpoints("nowhere.example:1"), fail) == [Address.of(nowhere)]
+    assert await listed_addresses(parse_endpoints("nowhere.example:1"), fail) == [Address.of(nowhere)]
 
 
 async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,12 +51,12 @@ async def test_a_name_service_that_says_nothing_is_not_waited_for(monkeypatch: p
         return []
 
     async with asyncio.timeout(PATIENCE):
-        places = await places_of(parse_endpoints("a.example:1,10.0.0.1:1"), hang)
+        places = await listed_addresses(parse_endpoints("a.example:1,10.0.0.1:1"), hang)
     assert [str(each) for each in places] == ["a.example:1", "10.0.0.1:1"]
 
 
 async def test_the_machine_s_own_resolver_is_asked() -> None:
-    places = await places_of(parse_endpoints("localhost:7"))
+    places = await listed_addresses(parse_endpoints("localhost:7"))
     assert {str(each) for each in places} <= {"127.0.0.1:7", "[::1]:7"}
     assert places
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rallypoint.rpc import replicas
-from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replicas import ReplicaClient
 from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing
@@ -19,7 +19,7 @@ async def ask(*places: str, repeatable: bool = True) -> str:
     """Who answers, asking in this order."""
     async with ReplicaClient(",".join(places)) as board, asyncio.timeout(PATIENCE):
         board._selector._start = 0
-        answer: bytes = await ask_any(board, Tiny, lambda stub: stub.Ask(b"?"), repeatable=repeatable)
+        answer: bytes = await call_any(board, Tiny, lambda stub: stub.Ask(b"?"), repeatable=repeatable)
     return answer.decode()
 
 

@@ -107,9 +107,9 @@ def jobs(*, agent: str, as_json: bool, timeout: float, tls: ClientTLS | None) ->
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
-    response = ask_agent(agent, tls, timeout, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
+    response = call_agent(agent, tls, timeout, lambda stub: stub.ListJobs(pb.ListJobsRequest()))
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
     elif response.jobs:
@@ -152,10 +152,10 @@ def workers(*, run_id: str, agent: str, as_json: bool, timeout: float, tls: Clie
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.ListWorkersRequest(run_id=run_id)
-    response = ask_agent(agent, tls, timeout, lambda stub: stub.ListWorkers(request))
+    response = call_agent(agent, tls, timeout, lambda stub: stub.ListWorkers(request))
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
     elif response.workers:
@@ -231,10 +231,10 @@ def stacks(
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.DumpStacksRequest(run_id=run_id, ranks=ranks)
-    response = ask_agent(agent, tls, timeout, lambda stub: stub.DumpStacks(request))
+    response = call_agent(agent, tls, timeout, lambda stub: stub.DumpStacks(request))
     if as_json:
         click.echo(json.dumps(MessageToDict(response, always_print_fields_with_no_presence=True), indent=2))
         return
@@ -258,10 +258,10 @@ def stacks(
 def restart(run_id: str, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
     """Start all workers of RUN_ID anew, on all its hosts. It uses up none of the run's restarts."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.RestartWorkersRequest(run_id=run_id, reason=reason)
-    response = ask_agent(agent, tls, timeout, lambda stub: stub.RestartWorkers(request))
+    response = call_agent(agent, tls, timeout, lambda stub: stub.RestartWorkers(request))
     click.echo(f"round {response.ended_round} ended, all workers are started anew")
 
 
@@ -273,10 +273,10 @@ def restart(run_id: str, agent: str, reason: str, timeout: float, tls: ClientTLS
 def reap(*, run_id: str, rank: int, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
     """Kill a worker of RUN_ID with all it has started; it counts as failed. What it was doing is written down first."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.ReapWorkerRequest(run_id=run_id, rank=rank, reason=reason)
-    response = ask_agent(agent, tls, timeout, lambda stub: stub.ReapWorker(request))
+    response = call_agent(agent, tls, timeout, lambda stub: stub.ReapWorker(request))
     where = f"; what it was doing is in {response.evidence_file}" if response.evidence_file else ""
     click.echo(f"rank {rank}, process {response.pid}, is killed{where}")
 
@@ -296,12 +296,12 @@ def drain(
 ) -> None:
     """Have the agent's host leave RUN_ID, or all its jobs, gently: workers are warned, get their time, then go."""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     request = pb.DrainRequest(run_id=run_id, reason=reason)
     if grace is not None:
         request.grace.FromNanoseconds(round(grace * 1e9))
-    response = ask_agent(agent, tls, timeout, lambda stub: stub.Drain(request))
+    response = call_agent(agent, tls, timeout, lambda stub: stub.Drain(request))
     if response.run_ids:
         click.echo(f"the host is going to leave {', '.join(response.run_ids)}; its workers are warned")
     else:
@@ -316,15 +316,15 @@ def drain(
 def stop(*, run_id: str, now: bool, agent: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
     """Have the agent's host leave RUN_ID; the other hosts go on. (`rallypoint close` ends a run on all hosts.)"""
     from rallypoint.agent.v1 import supervisor_service_pb2 as pb  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import ask_agent  # noqa: PLC0415
+    from rallypoint.cli.operator import call_agent  # noqa: PLC0415
 
     which = pb.GetJobRequest(run_id=run_id)
-    job = ask_agent(agent, tls, timeout, lambda stub: stub.GetJob(which)).job
+    job = call_agent(agent, tls, timeout, lambda stub: stub.GetJob(which)).job
     if job.state == pb.JOB_STATE_ENDED:
         click.echo(f"the job of run {job.run_id} has ended here already, with exit code {job.exit_code}")
         return
     request = pb.StopJobRequest(run_id=job.run_id, reason=reason, now=now)
-    ask_agent(agent, tls, timeout, lambda stub: stub.StopJob(request))
+    call_agent(agent, tls, timeout, lambda stub: stub.StopJob(request))
     click.echo("the host is leaving the run" + (", and its workers are killed" if now else ""))
 
 

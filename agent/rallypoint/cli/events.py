@@ -95,7 +95,7 @@ def events(
     """
 
     from rallypoint.cli.event_stream import Following, last_events  # noqa: PLC0415
-    from rallypoint.cli.operator import ask  # noqa: PLC0415
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.rpc.loop import run  # noqa: PLC0415
 
@@ -114,7 +114,9 @@ def events(
         for event in these:
             click.echo(line(event))
 
-    past, older = ask(rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, limit))
+    past, older = call_rendezvous(
+        rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, limit)
+    )
     if older:
         click.echo(f"(older events are left out; --limit {limit} shows the last {limit})", err=True)
     show(past)

@@ -51,7 +51,7 @@ class UsageMistake(click.ClickException):
 
 
 @contextmanager
-def _told_in_one_line() -> Iterator[None]:
+def _one_line_error() -> Iterator[None]:
     """Turns click's usage errors, which come with the usage above them, into the one line that matters.
 
     And Ctrl-C into the exit code that a shell gives it, where click has "Aborted!" and 1.
@@ -79,12 +79,12 @@ class LazyGroup(click.Group):
 
     def make_context(self, *args: Any, **attributes: Any) -> click.Context:
         """Parse the group's own part of the command line."""
-        with _told_in_one_line():
+        with _one_line_error():
             return super().make_context(*args, **attributes)
 
     def invoke(self, context: click.Context) -> Any:
         """Parse and run the command."""
-        with _told_in_one_line():
+        with _one_line_error():
             return super().invoke(context)
 
     def list_commands(self, context: click.Context) -> list[str]:

@@ -14,7 +14,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2_grpc as supervisor_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
@@ -50,7 +50,7 @@ SUPERVISOR: QueriedService[supervisor_grpc.SupervisorServiceAsyncStub] = Queried
 )
 
 
-def ask(
+def call_rendezvous(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
@@ -72,10 +72,10 @@ def ask(
     Raises:
         SettingError: It could not be reached, or refused; one line.
     """
-    return _ask(RENDEZVOUS, endpoint, tls, timeout, question, repeatable=repeatable, preferred=preferred)
+    return _call(RENDEZVOUS, endpoint, tls, timeout, question, repeatable=repeatable, preferred=preferred)
 
 
-def ask_timer(
+def call_timer(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
@@ -86,10 +86,10 @@ def ask_timer(
     Raises:
         SettingError: It could not be reached, or refused; one line.
     """
-    return _ask(TIMER, endpoint, tls, timeout, question)
+    return _call(TIMER, endpoint, tls, timeout, question)
 
 
-def ask_agent(
+def call_agent(
     endpoint: str,
     tls: ClientTLS | None,
     timeout: float,
@@ -100,10 +100,10 @@ def ask_agent(
     Raises:
         SettingError: It could not be reached, or refused; one line.
     """
-    return _ask(SUPERVISOR, endpoint, tls, timeout, question)
+    return _call(SUPERVISOR, endpoint, tls, timeout, question)
 
 
-def _ask(
+def _call(
     asked: QueriedService[_Stub],
     endpoint: str,
     tls: ClientTLS | None,
@@ -125,8 +125,8 @@ def _ask(
                         # Whether nobody answers at all is told by the other question.
                         with suppress(TimeoutError, _NoServiceAnswered):
                             async with asyncio.timeout(min(_PREFERRED, timeout / 2)):
-                                return await _ask_the_best(board, asked.stub, preferred)
-                    return await ask_any(board, asked.stub, question, repeatable=repeatable)
+                                return await _call_most_complete(board, asked.stub, preferred)
+                    return await call_any(board, asked.stub, question, repeatable=repeatable)
             except TimeoutError:
                 raise SettingError(f"no {asked.name} answered at {endpoint} within {timeout:g} s") from None
             except ServiceError as error:
@@ -139,13 +139,13 @@ class _NoServiceAnswered(Exception):
     """Of those who could answer best."""
 
 
-async def _ask_the_best(
+async def _call_most_complete(
     board: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
     question: Callable[[_Stub], Awaitable[_T]],
 ) -> _T:
     try:
-        return await ask_any(board, stub, question)
+        return await call_any(board, stub, question)
     except ServiceError as error:
         if error.code in GONE:
             raise _NoServiceAnswered from None

@@ -45,11 +45,13 @@ def rounds(
     the run's budget when the round had ended.
     """
     from rallypoint.cli.event_stream import last_events  # noqa: PLC0415 (gRPC is not for --help)
-    from rallypoint.cli.operator import ask  # noqa: PLC0415
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     wanted = pb.EventFilter(kinds=KINDS)
-    events, _ = ask(rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, _ALL))
+    events, _ = call_rendezvous(
+        rdzv_endpoint, tls, timeout, lambda stub: last_events(stub, run_id, wanted, _ALL)
+    )
     history = rounds_of(events)
     older = max(0, len(history.rounds) - limit)
     del history.rounds[:older]

@@ -18,7 +18,7 @@ from rallypoint.agent.job.options import OPTIONS, idle_options, job_fields
 from rallypoint.cli.main import ENVIRONMENT
 from rallypoint.cli.run_command import RunCommand
 from rallypoint.cli.run_flags import run_flags
-from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, meeting
+from rallypoint.launcher.backends import RequestedRendezvous, ResolvedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.serving.options import client_options
@@ -56,7 +56,7 @@ def run(**flags: Any) -> None:
 
 
 def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
-    where = _meeting(flags)
+    where = _resolve_rendezvous(flags)
     options = _job_options(flags)
     job = job_fields(options, flags["nproc_per_node"])
     return LaunchPlan(
@@ -81,9 +81,9 @@ def _plan(command: tuple[str, ...], flags: Mapping[str, Any]) -> LaunchPlan:
     )
 
 
-def _meeting(flags: Mapping[str, Any]) -> ResolvedRendezvous:
+def _resolve_rendezvous(flags: Mapping[str, Any]) -> ResolvedRendezvous:
     source = click.get_current_context().get_parameter_source("nnodes")
-    return meeting(
+    return resolve_rendezvous(
         RequestedRendezvous(
             backend=flags["rdzv_backend"],
             endpoint=flags["rdzv_endpoint"],
@@ -145,7 +145,7 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         raise SettingError(str(error)) from None
     # Nothing of what is loaded can be freed, and looking for that takes a tenth of the time.
     gc.disable()
-    from rallypoint.cli.summary import say_how_it_ended  # noqa: PLC0415
+    from rallypoint.cli.summary import print_summary  # noqa: PLC0415
     from rallypoint.launcher.launch import launch  # noqa: PLC0415
     from rallypoint.rpc.logs import configure_logs  # noqa: PLC0415
     from rallypoint.rpc.loop import run as run_loop  # noqa: PLC0415
@@ -157,7 +157,7 @@ def _run(plan: LaunchPlan, log_level: str, log_format: str) -> int:
         for service in ("rallypoint.rendezvous", "rallypoint.serving", "rallypoint.timer"):
             logging.getLogger(service).setLevel(logging.WARNING)
     result = run_loop(launch(plan, spawner))
-    say_how_it_ended(result)
+    print_summary(result)
     return result.exit_code
 
 

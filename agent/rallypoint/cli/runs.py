@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @service_options
 def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
     """End RUN_ID for good: all its hosts stop their workers and go."""
-    from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.CloseRunRequest(run_id=run_id, reason=reason)
-    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.CloseRun(request))
+    response = call_rendezvous(rdzv_endpoint, tls, timeout, lambda stub: stub.CloseRun(request))
     outcome = pb.Outcome.Name(response.run_end.outcome).removeprefix("OUTCOME_")
     click.echo(f"run {run_id} is closed: {outcome}, {response.run_end.detail}")
 
@@ -40,11 +40,13 @@ def close(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: Cli
 @service_options
 def restart(run_id: str, rdzv_endpoint: str, reason: str, timeout: float, tls: ClientTLS | None) -> None:
     """Start all workers of RUN_ID anew, on the same nodes. It uses up none of the run's restarts."""
-    from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.RestartRunRequest(run_id=run_id, reason=reason)
-    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False)
+    response = call_rendezvous(
+        rdzv_endpoint, tls, timeout, lambda stub: stub.RestartRun(request), repeatable=False
+    )
     if response.ended_round:
         click.echo(f"run {run_id}: round {response.ended_round} ended, all workers are started anew")
     elif response.hurried:
@@ -76,11 +78,11 @@ def evict(
 
     `rallypoint status RUN_ID` has the names of its nodes, and of those that were taken out.
     """
-    from rallypoint.cli.operator import ask  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.EvictNodeRequest(run_id=run_id, node_id=node, reason=reason, readmit=readmit)
-    response = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.EvictNode(request))
+    response = call_rendezvous(rdzv_endpoint, tls, timeout, lambda stub: stub.EvictNode(request))
     if readmit:
         click.echo(f"node {node} may join run {run_id}")
     elif response.was_in:
@@ -115,11 +117,11 @@ def replicas(
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
-    from rallypoint.cli.operator import ask  # noqa: PLC0415
+    from rallypoint.cli.operator import call_rendezvous  # noqa: PLC0415
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.ListReplicasRequest(run_id=run_id)
-    answer = ask(rdzv_endpoint, tls, timeout, lambda stub: stub.ListReplicas(request))
+    answer = call_rendezvous(rdzv_endpoint, tls, timeout, lambda stub: stub.ListReplicas(request))
     if as_json:
         click.echo(json.dumps(MessageToDict(answer, always_print_fields_with_no_presence=True), indent=2))
     else:
@@ -147,10 +149,10 @@ def _print(answer: pb.ListReplicasResponse, run_id: str) -> None:
             f"{answer.free_shards} of {answer.shards} shards have no owner just now: their runs wait"
         )
     if answer.HasField("run"):
-        console.print(_place(answer.run, run_id))
+        console.print(_find_run(answer.run, run_id))
 
 
-def _place(run: pb.RunPlace, run_id: str) -> str:
+def _find_run(run: pb.RunPlace, run_id: str) -> str:
     where = f"run {printable(run_id)} is in shard {run.shard}, which "
     if not run.owner:
         return where + "nobody owns just now: it waits for a replica to take it over"

@@ -52,16 +52,16 @@ def status(
 
     from rallypoint.cli.operator import (  # noqa: PLC0415
         all_runs,
-        ask,
+        call_rendezvous,
         whole_run,
     )
     from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb  # noqa: PLC0415
 
     response: pb.GetRunResponse | pb.ListRunsResponse
     if run_id is None:
-        response = ask(rdzv_endpoint, tls, timeout, all_runs)
+        response = call_rendezvous(rdzv_endpoint, tls, timeout, all_runs)
     else:
-        response = ask(
+        response = call_rendezvous(
             rdzv_endpoint,
             tls,
             timeout,
@@ -88,7 +88,7 @@ def _progress_fields(run_id: str, endpoint: str, tls: ClientTLS | None, timeout:
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415
 
     try:
-        answer = _ask_progress(run_id, endpoint, tls, timeout)
+        answer = _request_progress(run_id, endpoint, tls, timeout)
     except SettingError as error:
         return {"progress": None, "progressError": str(error)}
     return {"progress": MessageToDict(answer, always_print_fields_with_no_presence=True)}
@@ -98,7 +98,7 @@ def _print_progress(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: 
 
     console = plain_console()
     try:
-        answer = _ask_progress(run_id, endpoint, tls, timeout)
+        answer = _request_progress(run_id, endpoint, tls, timeout)
     except SettingError as error:
         # What is known of the run is worth having without it.
         console.print(f"how far the workers are is not known: {error}")
@@ -111,14 +111,14 @@ def _print_progress(run_id: str, endpoint: str, tls: ClientTLS | None, timeout: 
         console.print(stall_line(answer.stalled))
 
 
-def _ask_progress(
+def _request_progress(
     run_id: str, endpoint: str, tls: ClientTLS | None, timeout: float
 ) -> timer_pb.GetProgressResponse:
-    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415
+    from rallypoint.cli.operator import call_timer  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as timer_pb  # noqa: PLC0415
 
     request = timer_pb.GetProgressRequest(run_id=run_id, most=1)
-    return ask_timer(endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
+    return call_timer(endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
 
 
 def _print_runs(runs: list[pb.Run]) -> None:

@@ -11,7 +11,7 @@ from rallypoint.rpc.logs import get_logger
 _log = get_logger("rallypoint.run")
 
 
-def say_how_it_ended(result: JobResult) -> None:
+def print_summary(result: JobResult) -> None:
     """Print the report of the failure that ended the run, if one did, and log how the job ended."""
     if result.failure is not None:
         click.echo(

@@ -53,11 +53,11 @@ def timers(
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
     from rallypoint.cli.operator import (  # noqa: PLC0415
-        ask_timer,
+        call_timer,
         most_urgent,
     )
 
-    found, left_out = ask_timer(
+    found, left_out = call_timer(
         timer_endpoint,
         tls,
         timeout,
@@ -140,7 +140,7 @@ def scopes(
             click.echo(json.dumps({"forgotten": sum(counts.values())}, indent=2))
         else:
             for scope, count in counts.items():
-                click.echo(_told(run_id or "", scope, count))
+                click.echo(_describe_scope(run_id or "", scope, count))
         return
     _show(run_id or "", as_json, timer_endpoint, tls, timeout)
 
@@ -160,7 +160,7 @@ def _forget(
     run_id: str, scopes: Sequence[str], endpoint: str, tls: ClientTLS | None, timeout: float
 ) -> dict[str, int]:
     """How many were forgotten of each name; "" stands for all of the run."""
-    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_timer  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2_grpc as pb_grpc  # noqa: PLC0415
 
@@ -170,10 +170,10 @@ def _forget(
             for scope in dict.fromkeys(scopes)
         }
 
-    return ask_timer(endpoint, tls, timeout, forget)
+    return call_timer(endpoint, tls, timeout, forget)
 
 
-def _told(run_id: str, scope: str, count: int) -> str:
+def _describe_scope(run_id: str, scope: str, count: int) -> str:
     if not count:
         what = f"of the scope {scope}" if scope else "of any scope"
         return f"run {run_id} had learned nothing {what}, so there was nothing to forget"
@@ -188,10 +188,10 @@ def _show(run_id: str, as_json: bool, endpoint: str, tls: ClientTLS | None, time
 
     from rallypoint.cli.operator import (  # noqa: PLC0415
         all_scopes,
-        ask_timer,
+        call_timer,
     )
 
-    answer = ask_timer(endpoint, tls, timeout, partial(all_scopes, run_id))
+    answer = call_timer(endpoint, tls, timeout, partial(all_scopes, run_id))
     if as_json:
         fields: dict[str, Any] = MessageToDict(answer, always_print_fields_with_no_presence=True)
         del fields["nextPageToken"]  # all pages are in it
@@ -250,12 +250,12 @@ def progress(
     """
     from google.protobuf.json_format import MessageToDict  # noqa: PLC0415 (slow, and not for --help)
 
-    from rallypoint.cli.operator import ask_timer  # noqa: PLC0415 (gRPC is not for --help)
+    from rallypoint.cli.operator import call_timer  # noqa: PLC0415 (gRPC is not for --help)
     from rallypoint.cli.status import progress_lines  # noqa: PLC0415
     from rallypoint.timer.v1 import timer_service_pb2 as pb  # noqa: PLC0415
 
     request = pb.GetProgressRequest(run_id=run_id, most=limit)
-    answer = ask_timer(timer_endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
+    answer = call_timer(timer_endpoint, tls, timeout, lambda stub: stub.GetProgress(request))
     if as_json:
         fields = MessageToDict(answer, always_print_fields_with_no_presence=True)
         click.echo(json.dumps(fields, indent=2))

@@ -157,7 +157,7 @@ class ResolvedRendezvous:
     notices: tuple[str, ...] = ()
 
 
-def meeting(wish: RequestedRendezvous) -> ResolvedRendezvous:
+def resolve_rendezvous(wish: RequestedRendezvous) -> ResolvedRendezvous:
     """Decide where this host meets the others.
 
     Raises:
@@ -231,7 +231,7 @@ def _standing(wish: RequestedRendezvous) -> ResolvedRendezvous:
 def _c10d(wish: RequestedRendezvous) -> ResolvedRendezvous:
     conf, notices = split_conf(wish.conf, "c10d")
     notices = (*_unused(wish, "the c10d backend"), *notices)
-    host, port = _place(wish.endpoint, C10D_PORT)
+    host, port = _parse_endpoint(wish.endpoint, C10D_PORT)
     run_id = wish.run_id or NO_RUN_ID
     if port == 0:
         # What torchrun itself asks for where a job has one host: any free port.
@@ -294,7 +294,7 @@ def _static(wish: RequestedRendezvous) -> ResolvedRendezvous:
     master = (wish.master_address or MASTER_ADDRESS, wish.master_port or MASTER_PORT)
     place = master[0], master[1] + 1
     if wish.endpoint:
-        at = _place(wish.endpoint, -1)
+        at = _parse_endpoint(wish.endpoint, -1)
         if at[1] < 1:
             raise SettingError(
                 f"--rdzv-endpoint: {wish.endpoint!r} has no port; the static backend needs one"
@@ -343,7 +343,7 @@ def _overruled(wish: RequestedRendezvous) -> tuple[str, ...]:
     )
 
 
-def _place(text: str, default_port: int) -> tuple[str, int]:
+def _parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     """Host, IPv6 without brackets, and port of an endpoint as torchrun takes it: both may be missing."""
     text = text.strip()
     shown = without_password(text)

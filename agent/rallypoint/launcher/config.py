@@ -13,7 +13,7 @@ from typing import Any
 
 from rallypoint.agent.config.settings import MOST_NODES, MOST_RESTARTS, MOST_WORKERS
 from rallypoint.agent.job.options import idle_options, job_fields, parse_signal
-from rallypoint.launcher.backends import RequestedRendezvous, meeting
+from rallypoint.launcher.backends import RequestedRendezvous, resolve_rendezvous
 from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 
@@ -150,7 +150,7 @@ class LaunchConfig:
         if self.rdzv_timeout != -1:
             conf["timeout"] = str(self.rdzv_timeout)
         rank = conf.pop("rank", None) if self.rdzv_backend == "static" else None
-        where = meeting(
+        where = resolve_rendezvous(
             RequestedRendezvous(
                 backend=self.rdzv_backend or None,
                 endpoint=self.rdzv_endpoint,

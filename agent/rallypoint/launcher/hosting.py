@@ -86,7 +86,7 @@ async def rendezvous_at(place: Hosted, tls: ClientTLS | None) -> AsyncIterator[E
         try:
             server = await stack.enter_async_context(rendezvous_server(listening(endpoint, tls)))
         except ServiceStartError as error:
-            taken = await answers(place.endpoint, tls)
+            taken = await answers_calls(place.endpoint, tls)
             if taken and place.here is None:
                 yield None  # an agent on this host was first
                 return
@@ -110,7 +110,7 @@ async def is_this_host(host: str) -> bool:
     return any(_can_bind(family, place) for family, _, _, _, place in found)
 
 
-async def answers(endpoint: str, tls: ClientTLS | None) -> bool:
+async def answers_calls(endpoint: str, tls: ClientTLS | None) -> bool:
     """Whether a rendezvous service of ours answers somewhere, within some seconds."""
     async with open_channel(endpoint, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -34,7 +34,7 @@ from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.launcher.signals import run_until_signalled
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.endpoint import (
     ClientTLS,
     EndpointError,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # ---- Two nodes under one name: the second is refused, where the name can rightly be only one node's.
 
 
-async def refuse_twin(config: JobConfig) -> None:
+async def refuse_duplicate(config: JobConfig) -> None:
     """Refuse to join where a node of the same name is at work.
 
     Joining would replace that node, as it should where an agent was started again: the agent before is gone then, and
@@ -70,7 +70,7 @@ async def refuse_twin(config: JobConfig) -> None:
     async with ReplicaClient(config.rendezvous.endpoint, config.rendezvous.tls) as board:
         try:
             async with asyncio.timeout(config.connect_timeout):
-                nodes = await ask_any(
+                nodes = await call_any(
                     board, pb_grpc.RendezvousServiceStub, partial(_nodes, run_id=config.run_id)
                 )
         except (TimeoutError, ServiceError):
@@ -165,7 +165,7 @@ async def launch(
         await _check_bounds(config)
         config = await _with_metrics(plan.metrics_address, config, stack)
         if plan.node_id_is_ours and not isinstance(plan.service, Embedded):
-            await refuse_twin(config)
+            await refuse_duplicate(config)
         job = Job(config, spawner)
         on_job(job)
         await _serve_supervisor(stack, job, plan.supervisor_address, plan.tls)
@@ -236,7 +236,7 @@ async def _config(
         address=meeting.address,
         settings=conf.settings,
         command=plan.command,
-        environment={**plan.environment, **_told_by_torchrun(plan)},
+        environment={**plan.environment, **_from_torchrun(plan)},
         rendezvous=meeting.peer,
         timer=timer,
         local_world_size=plan.local_world_size,
@@ -278,7 +278,7 @@ def _conf(plan: LaunchPlan) -> RendezvousConf:
         raise SettingError(f"--rdzv-conf: {error}") from None
 
 
-def _told_by_torchrun(plan: LaunchPlan) -> dict[str, str]:
+def _from_torchrun(plan: LaunchPlan) -> dict[str, str]:
     """What torchrun leaves in its environment, and so in that of its workers."""
     names = ",".join(signal.Signals(number).name for number in plan.signals)
     return {"TORCHELASTIC_SIGNALS_TO_HANDLE": names} if names else {}

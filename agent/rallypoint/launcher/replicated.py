@@ -134,7 +134,7 @@ class OwnReplica:
                 # Once, not at each attempt: an outage may last. The run goes on with what its nodes have been told.
                 elif said != repr(error) or self._stood > SEAT_TTL:
                     said = repr(error)
-                    _tell(error)
+                    _warn(error)
             if self._stood > SEAT_TTL:
                 backoff.reset()
             if not self._leaving.is_set():
@@ -258,7 +258,7 @@ async def _reach(client: EtcdClient, patience: float) -> None:
             await client.get(f"{client.address.prefix}/run".encode())
             return
         except EtcdUnavailable as error:
-            places = _places(client.address)
+            places = _replica_addresses(client.address)
             if (left := deadline - pace.clock()) <= 0:
                 raise SettingError(
                     f"no etcd answers at {places} ({error}; asked again for {patience:g} s): check --rdzv-endpoint, "
@@ -270,15 +270,15 @@ async def _reach(client: EtcdClient, patience: float) -> None:
                     "no etcd answers yet, trying again", at=places, patience=patience, error=str(error)
                 )
         except EtcdError as error:
-            raise SettingError(f"etcd at {_places(client.address)} refuses us: {error}") from None
+            raise SettingError(f"etcd at {_replica_addresses(client.address)} refuses us: {error}") from None
         await pace.sleep(min(left, 1.0) * pace.draw())
 
 
-def _places(etcd: EtcdAddress) -> str:
+def _replica_addresses(etcd: EtcdAddress) -> str:
     return ",".join(map(str, etcd.endpoints))
 
 
-def _tell(error: Exception) -> None:
+def _warn(error: Exception) -> None:
     event = "this agent can't serve the run's rendezvous just now"
     if isinstance(error, EtcdError | SettingError):
         _log.warning(event, error=str(error))

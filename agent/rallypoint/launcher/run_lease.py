@@ -209,7 +209,7 @@ async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> Asy
     pace = pace or Pace()
     prefix = f"{client.address.prefix}/seats/".encode()
     while True:
-        free = await _free_seats(client, prefix, pace)
+        free = await _free_slots(client, prefix, pace)
         session = await Session.open(client, SEAT_TTL, pace=pace)
         try:
             if await _sit(client, free, Put(b"", holder.encode(), session.lease)):
@@ -219,7 +219,7 @@ async def seat(client: EtcdClient, holder: str, pace: Pace | None = None) -> Asy
             await session.close()
 
 
-async def _free_seats(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence[bytes]:
+async def _free_slots(client: EtcdClient, prefix: bytes, pace: Pace) -> Sequence[bytes]:
     """Seats that nobody has, as soon as there are any."""
     end = prefix_end(prefix)
     while True:

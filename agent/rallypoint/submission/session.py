@@ -14,7 +14,7 @@ from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.rpc.calls import ask_any
+from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError
@@ -258,7 +258,7 @@ class SubmissionSession:
         async with ReplicaClient(endpoint, self._submission.tls) as board:
             try:
                 async with asyncio.timeout(_OUTCOME_TIMEOUT):
-                    answer: rendezvous_pb.GetRunResponse = await ask_any(
+                    answer: rendezvous_pb.GetRunResponse = await call_any(
                         board, rendezvous_grpc.RendezvousServiceStub, lambda stub: stub.GetRun(request)
                     )
             except (TimeoutError, ServiceError):

@@ -57,7 +57,7 @@ def should_checkpoint() -> bool:
     leaves see it: ranks that save together must agree first, as by an all-reduce of the answer. Costs about a
     microsecond (one look for a file that is not there).
     """
-    board = _board or _find_board()
+    board = _board or _find_notice_file()
     return board.path is not None and not board.saved and os.access(board.path, os.F_OK)
 
 
@@ -79,7 +79,7 @@ def checkpoint_saved() -> bool:
     Returns:
         Whether the agent was told.
     """
-    board = _board or _find_board()
+    board = _board or _find_notice_file()
     content = _read()
     if content is None:
         return False
@@ -97,7 +97,7 @@ def checkpoint_saved() -> bool:
 
 
 def _read() -> _Content | None:
-    board = _board or _find_board()
+    board = _board or _find_notice_file()
     if board.path is None:
         return None
     try:
@@ -108,7 +108,7 @@ def _read() -> _Content | None:
     return _Content(content["reason"], content["deadline"], content["saved"])
 
 
-def _find_board() -> _Board:
+def _find_notice_file() -> _Board:
     global _board  # noqa: PLW0603  # the environment is a global too, and reading it each time would cost as much again
     path = os.environ.get(NOTICE_VARIABLE)
     _board = _Board(os.fsencode(path) if path else None)

@@ -49,7 +49,7 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-async def places_of(endpoints: Endpoints, resolve: Resolve = addresses_of) -> list[Address]:
+async def listed_addresses(endpoints: Endpoints, resolve: Resolve = addresses_of) -> list[Address]:
     """All places that a list of endpoints stands for, in its order; each once.
 
     A name that can't be resolved stands for itself: gRPC, which asks again, says what is wrong with it.
@@ -58,7 +58,7 @@ async def places_of(endpoints: Endpoints, resolve: Resolve = addresses_of) -> li
         endpoints: The list.
         resolve: Finds addresses; has RESOLVE_TIMEOUT seconds.
     """
-    found = await asyncio.gather(*(_places(endpoint, resolve) for endpoint in endpoints.endpoints))
+    found = await asyncio.gather(*(_addresses(endpoint, resolve) for endpoint in endpoints.endpoints))
     return list(dict.fromkeys(place for places in found for place in places))
 
 
@@ -73,7 +73,7 @@ def has_name(endpoint: Endpoint) -> bool:
     return False
 
 
-async def _places(endpoint: Endpoint, resolve: Resolve) -> list[Address]:
+async def _addresses(endpoint: Endpoint, resolve: Resolve) -> list[Address]:
     if not has_name(endpoint):
         return [Address.of(endpoint)]
     try:

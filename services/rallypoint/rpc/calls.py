@@ -193,7 +193,7 @@ OUTCOME_UNKNOWN = "OUTCOME_UNKNOWN"
 """Reason of the error where what must not be done twice may have been done, by a replica that was lost then."""
 
 
-async def ask_any(
+async def call_any(
     board: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
     question: Callable[[_Stub], Awaitable[_Answer]],
@@ -229,7 +229,7 @@ async def ask_any(
                     raise ServiceError(
                         grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.address} takes no connection"
                     )
-                answer = await _answer(line, line.stub(stub), question, repeatable=repeatable)
+                answer = await _call_once(line, line.stub(stub), question, repeatable=repeatable)
                 line.answered()
                 return answer
             except ServiceError as failure:
@@ -256,7 +256,7 @@ async def ask_any(
         await pace.sleep((error.retry_after or 0.0) + backoff.next())
 
 
-async def _answer(
+async def _call_once(
     line: ReplicaConnection, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
 ) -> _Answer:
     patience = line.timeout if repeatable else float("inf")

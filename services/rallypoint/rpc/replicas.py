@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from rallypoint.rpc.address import Address, Resolve, addresses_of, has_name, places_of
+from rallypoint.rpc.address import Address, Resolve, addresses_of, has_name, listed_addresses
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import channel_at, credentials_of
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
@@ -282,7 +282,7 @@ class ReplicaClient:
 
     async def _renew(self) -> None:
         try:
-            self._selector.renew(await places_of(self._endpoints, self._resolve))
+            self._selector.renew(await listed_addresses(self._endpoints, self._resolve))
         finally:
             self._resolved_at = self._pace.clock()
             self._resolving = None
@@ -309,7 +309,7 @@ Where: TypeAlias = "ReplicaClient | grpc.aio.Channel"
 """Where a client's service is: replicas, or one server over a channel that stays its owner's."""
 
 
-def switchboard(where: Where) -> ReplicaClient:
+def replica_client(where: Where) -> ReplicaClient:
     """A switchboard as it is; a channel as one that has nothing else."""
     return where if isinstance(where, ReplicaClient) else ReplicaClient.over(where)
 

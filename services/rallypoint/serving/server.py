@@ -357,7 +357,9 @@ class Server:
         try:
             async with asyncio.timeout(grace):
                 told = (service.on_drain for service in self._services if service.on_drain is not None)
-                await asyncio.gather(self._health.enter_graceful_shutdown(), *(_tell(each) for each in told))
+                await asyncio.gather(
+                    self._health.enter_graceful_shutdown(), *(_call_on_drain(each) for each in told)
+                )
                 await self._calls.idle()
         except TimeoutError:
             log.warning("grace is over, cancelling open calls", open_calls=self._calls.open_calls)
@@ -386,7 +388,7 @@ def _tune_interpreter() -> None:
     sys.setswitchinterval(0.0005)
 
 
-async def _tell(on_drain: Callable[[], Awaitable[None]]) -> None:
+async def _call_on_drain(on_drain: Callable[[], Awaitable[None]]) -> None:
     try:
         await on_drain()
     except Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_amount
+from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, p
 )
 def test_what_is_an_amount(text: str, amount: Quantity) -> None:
     """Decimal and binary units, and parts."""
-    assert parse_amount(text) == amount
+    assert parse_quantity(text) == amount
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1GiB", "GiB", "1PiB", "1 2", "101%", "2", "2b", "1e9k", "nan%"])
 def test_what_is_none(text: str) -> None:
     """Two bytes are not what somebody meant who wrote disk:2."""
     with pytest.raises(QuantityError):
-        parse_amount(text)
+        parse_quantity(text)
 
 
 def test_a_part_is_one_of_a_whole() -> None:

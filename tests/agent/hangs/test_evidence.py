@@ -20,11 +20,11 @@ from rallypoint.agent.hangs.diagnostics import (
     Diagnostics,
     InspectedProcess,
     PythonStacks,
-    gather,
+    collect_diagnostics,
     in_background,
 )
 from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, look_at
+from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, inspect_process
 from rallypoint.agent.hangs.python_stacks import StackPipe
 
 HANG = HungWorker("1@3", "step", after=60.0, late_by=0.01, pid=7, cpu_seconds=10.0)
@@ -141,10 +141,11 @@ async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
     """A child of the worker may hold the timer, and the worker wait for it."""
     with hung(pipe.path, "gil") as child, hung(pipe.path, "lock") as worker, suspects(child, worker) as asked:
         await until(
-            lambda: all((look := look_at(pid)) and look.main.call for pid in (child, worker)), "both to hang"
+            lambda: all((look := inspect_process(pid)) and look.main.call for pid in (child, worker)),
+            "both to hang",
         )
         evidence = Diagnostics(replace(HANG, pid=child, cpu_seconds=0.0), 2)
-        await gather(evidence, asked, pipe, 20.0)
+        await collect_diagnostics(evidence, asked, pipe, 20.0)
     assert [look.pid for look in evidence.process_looks] == [child, worker]
     assert "hold_the_gil" in evidence.stacks[child].text
     assert "wait_in_a_lock" in evidence.stacks[worker].text
@@ -156,8 +157,8 @@ async def test_a_process_without_a_handler_is_not_signalled(pipe: StackPipe, no_
     """It would die of it; what is missing is said."""
     with hung(None, "lock") as pid, suspects(pid) as asked:
         evidence = Diagnostics(replace(HANG, pid=pid), 2)
-        await gather(evidence, asked, pipe, 20.0)
-        look = look_at(pid)
+        await collect_diagnostics(evidence, asked, pipe, 20.0)
+        look = inspect_process(pid)
         assert look is not None
         assert look.main.state != "Z"
     assert evidence.stacks == {}
@@ -175,7 +176,7 @@ async def test_py_spy_helps_where_the_process_is_silent(
     monkeypatch.setattr(evidence_module, "spy", spy)
     with hung(pipe.path, "silent") as pid, suspects(pid) as asked:
         evidence = Diagnostics(replace(HANG, pid=pid), 2)
-        await gather(evidence, asked, pipe, 20.0)
+        await collect_diagnostics(evidence, asked, pipe, 20.0)
     assert evidence.stacks[pid] == PythonStacks(f"stacks of {pid}", "by py-spy")
 
 
@@ -185,10 +186,10 @@ async def test_a_stopped_process_is_resumed_only_if_it_is_to_be_killed(
 ) -> None:
     """Who asked for a report alone does not want to find it running."""
     with hung(pipe.path, "stopped") as pid, suspects(pid) as asked:
-        await until(lambda: bool((look := look_at(pid)) and look.stopped), "it to be stopped")
+        await until(lambda: bool((look := inspect_process(pid)) and look.stopped), "it to be stopped")
         evidence = Diagnostics(replace(HANG, pid=pid, signal=signal), 2)
-        await gather(evidence, asked, pipe, 20.0)
-        look = look_at(pid)
+        await collect_diagnostics(evidence, asked, pipe, 20.0)
+        look = inspect_process(pid)
         assert look is not None
         assert look.stopped == (signal is None)
     assert ("in stop" in evidence.text) == (signal == 0)
@@ -208,7 +209,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         began = time.monotonic()
-        await gather(evidence, asked, pipe, 0.05)
+        await collect_diagnostics(evidence, asked, pipe, 0.05)
         assert time.monotonic() - began < 30
     release.set()
     assert "longer than 0.05 s" in evidence.text
@@ -224,7 +225,7 @@ async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytes
     monkeypatch.setattr(evidence_module, "spy", spy)
     with hung(pipe.path, "lock") as first, hung(None, "lock") as second, suspects(first, second) as asked:
         evidence = Diagnostics(replace(HANG, pid=first), 2)
-        await gather(evidence, asked, pipe, 3.0)
+        await collect_diagnostics(evidence, asked, pipe, 3.0)
     assert list(evidence.stacks) == [first]
     assert len(evidence.process_looks) == 2
 
@@ -240,7 +241,7 @@ async def test_a_failure_of_ours_is_a_gap_and_no_failure(
     monkeypatch.setattr(evidence_module, "look_at", fail)
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
-        await gather(evidence, asked, pipe, 20.0)
+        await collect_diagnostics(evidence, asked, pipe, 20.0)
     assert "RuntimeError('no such thing')" in evidence.text
 
 

@@ -17,14 +17,14 @@ from rallypoint.agent.hangs.kernel_stacks import (
     ProcessLook,
     Thread,
     caught_signals,
-    look_at,
+    inspect_process,
     render_threads,
 )
 
 
 def look(pid: int) -> ProcessLook:
     """A look at a process that is there."""
-    found = look_at(pid)
+    found = inspect_process(pid)
     assert found is not None
     return found
 
@@ -81,7 +81,7 @@ def test_nobody_is_there_to_be_looked_at() -> None:
     """A process may be gone at any moment; that is no error."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
-        assert look_at(process.pid) is None
+        assert inspect_process(process.pid) is None
         assert caught_signals(process.pid) == frozenset()
 
 

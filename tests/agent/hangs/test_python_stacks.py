@@ -13,7 +13,7 @@ import pytest
 from agent.hung_process import STACK_SIGNAL, hung
 from process_probe import until
 from rallypoint.agent.hangs import python_stacks
-from rallypoint.agent.hangs.kernel_stacks import look_at
+from rallypoint.agent.hangs.kernel_stacks import inspect_process
 from rallypoint.agent.hangs.python_stacks import (
     StackPipe,
     in_order,
@@ -85,7 +85,7 @@ async def test_a_process_says_where_it_is_whatever_it_hangs_in(
 
 
 def _is_in(pid: int, way: str) -> bool:
-    look = look_at(pid)
+    look = inspect_process(pid)
     assert look is not None
     busy = max(thread.cpu_seconds for thread in look.threads) > 0.1
     return busy if way in ("computing", "pool") else look.main.state == "S" and bool(look.main.call)
@@ -94,7 +94,7 @@ def _is_in(pid: int, way: str) -> bool:
 async def test_a_stopped_process_is_resumed_to_speak(pipe: StackPipe) -> None:
     """The signal waits until it runs again, and then is the first thing it does."""
     with hung(pipe.path, "stopped") as pid:
-        await until(lambda: bool((look := look_at(pid)) and look.stopped), "it to be stopped")
+        await until(lambda: bool((look := inspect_process(pid)) and look.stopped), "it to be stopped")
         assert "in stop" in await ask(pipe, pid, resume=True)
 
 
@@ -189,7 +189,7 @@ async def test_a_py_spy_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(asyncio.CancelledError):
         await asking
     pid = int((tmp_path / "pid").read_text())
-    await until(lambda: look_at(pid) is None, "its end")
+    await until(lambda: inspect_process(pid) is None, "its end")
     await asyncio.sleep(0)  # the loop hears of it
 
 

@@ -21,9 +21,9 @@ from rallypoint.agent.failures.failure import MAX_TRACEBACK, WorkerFailure
 from rallypoint.agent.hangs import diagnostics as evidence_module
 from rallypoint.agent.hangs import reaper as reaping_module
 from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_signals, look_at
+from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_signals, inspect_process
 from rallypoint.agent.hangs.python_stacks import StackPipe
-from rallypoint.agent.hangs.reaper import HungProcess, Reaping, accusation, describe_left, who_outlives
+from rallypoint.agent.hangs.reaper import HungProcess, Reaping, describe_left, hang_message, survivors_of
 from rallypoint.agent.spawner.protocol import KillResult
 
 FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL", "the last lines")
@@ -39,7 +39,7 @@ class Kill:
 
     async def __call__(self) -> KillResult:
         """Kill it."""
-        look = look_at(self.pid)
+        look = inspect_process(self.pid)
         self.found_alive = look is not None and look.main.state != "Z"
         os.kill(self.pid, signal.SIGKILL)
         return KillResult(1, ())
@@ -94,9 +94,9 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_accusation_names_scope_deadline_and_lateness() -> None:
     """And where a learned deadline came from: people must be able to judge it."""
     hang = HungWorker("1@3", "step", after=2.0, late_by=0.0123)
-    assert accusation(hang) == "it did not leave 'step' within 2 s (found 0.012 s later)"
+    assert hang_message(hang) == "it did not leave 'step' within 2 s (found 0.012 s later)"
     learned = HungWorker("1@3", "step", after=61.5, late_by=0.0123, learned_from=40)
-    assert accusation(learned) == (
+    assert hang_message(learned) == (
         "it did not leave 'step' within 61.5 s, as learned from 40 completions (found 0.012 s later)"
     )
 
@@ -105,7 +105,7 @@ async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reapin
     """The whole in the file, to which each hang of a worker adds; the report says where it is."""
     pipe = StackPipe.make(tmp_path / "stacks")
     with hung(pipe.path, "lock") as pid:
-        await until(lambda: bool((look := look_at(pid)) and look.main.call), "it to hang")
+        await until(lambda: bool((look := inspect_process(pid)) and look.main.call), "it to hang")
         reaping = make(pid, pipe=pipe)
         await reaping.examine()
         await make(pid, pipe=pipe, chosen=None).examine()
@@ -114,7 +114,7 @@ async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reapin
     assert text.count("it did not leave 'step' within 2 s") == 2
     assert text.count("in wait_in_a_lock\n") == 2
     charged = reaping.case.complete_failure(FAILURE)
-    assert charged.message == accusation(reaping.hang)
+    assert charged.message == hang_message(reaping.hang)
     assert "in wait_in_a_lock\n" in charged.traceback
     assert charged.traceback.endswith(f"All of it: {tmp_path / 'hang.txt'}")
     assert reaping.case.figures["evidence"] == str(tmp_path / "hang.txt")
@@ -130,7 +130,7 @@ async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reapi
     assert kill.found_alive
     assert not (tmp_path / "hang.txt").exists()
     charged = reaping.case.complete_failure(FAILURE)
-    assert (charged.message, charged.traceback) == (accusation(reaping.hang), "the last lines")
+    assert (charged.message, charged.traceback) == (hang_message(reaping.hang), "the last lines")
     assert reaping.case.figures == {"reason": charged.message}
 
 
@@ -185,7 +185,7 @@ async def test_who_ignores_the_chosen_signal_is_killed(
 
 
 def _runs(pid: int, name: str) -> bool:
-    look = look_at(pid)
+    look = inspect_process(pid)
     return look is not None and look.main.name == name
 
 
@@ -195,7 +195,7 @@ async def test_a_stopped_process_hears_the_chosen_signal(
     """It is resumed, or it would not."""
     monkeypatch.setattr(reaping_module, "SIGNAL_PATIENCE", 20.0)
     with start("sh", "-c", "kill -STOP $$; exec sleep 60") as process:
-        await until(lambda: bool((look := look_at(process.pid)) and look.stopped), "it to be stopped")
+        await until(lambda: bool((look := inspect_process(process.pid)) and look.stopped), "it to be stopped")
         kill = Kill(process.pid)
         await make(process.pid, chosen=signal.SIGTERM).end(kill)
         assert not kill.found_alive
@@ -233,7 +233,7 @@ async def test_as_the_last_resort_it_says_its_stacks_as_it_dies(
 
 
 def _sleeps(pid: int) -> bool:
-    look = look_at(pid)
+    look = inspect_process(pid)
     return look is not None and "nanosleep" in look.main.call
 
 
@@ -265,7 +265,7 @@ async def test_a_number_that_is_anothers_by_now_gets_no_signal(
             return KillResult(0, ())
 
         await reaping.end(kill)
-        look = look_at(stranger)
+        look = inspect_process(stranger)
         assert look is not None
         assert look.main.state != "Z"
     assert reaping.case.diagnostics is not None
@@ -344,9 +344,9 @@ async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.M
         dead.kill()
         asleep = ProcessLook(stuck.pid, 0.0, (Thread(stuck.pid, "sleep", "D"),), 1)
         looks = {stuck.pid: asleep}
-        monkeypatch.setattr(reaping_module, "look_at", lambda pid: looks.get(pid) or look_at(pid))
+        monkeypatch.setattr(reaping_module, "look_at", lambda pid: looks.get(pid) or inspect_process(pid))
         asyncio.get_running_loop().call_later(0.2, slow.kill)
-        assert await asyncio.wait_for(who_outlives([slow.pid, stuck.pid, dead.pid]), 19) == (stuck.pid,)
+        assert await asyncio.wait_for(survivors_of([slow.pid, stuck.pid, dead.pid]), 19) == (stuck.pid,)
         monkeypatch.setattr(reaping_module, "SLOW_DEATH", 0.05)
         looks.clear()
-        assert await who_outlives([stuck.pid]) == (stuck.pid,)
+        assert await survivors_of([stuck.pid]) == (stuck.pid,)

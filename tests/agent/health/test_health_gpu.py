@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from rallypoint.agent.health.checks import CheckContext, parse_health_check
-from rallypoint.agent.health.gpu import look_at_gpus
+from rallypoint.agent.health.gpu import check_gpus
 
 
 @dataclass
@@ -94,13 +94,13 @@ FINE = Gpu()
 )
 def test_a_gpu_that_is_not_healthy_is_named(bad: Gpu, why: str) -> None:
     """With what is to be done about it."""
-    assert look_at_gpus(Nvml(Gpu(), bad), None) == why
+    assert check_gpus(Nvml(Gpu(), bad), None) == why
 
 
 def test_healthy_gpus_are() -> None:
     """Those that can't tell, too: a consumer's card counts no errors."""
-    assert look_at_gpus(Nvml(Gpu(), Gpu(errors=None, remap_failed=None)), None) is None
-    assert look_at_gpus(Nvml(), None) is None
+    assert check_gpus(Nvml(Gpu(), Gpu(errors=None, remap_failed=None)), None) is None
+    assert check_gpus(Nvml(), None) is None
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_healthy_gpus_are() -> None:
 )
 def test_the_gpus_of_other_jobs_don_t_count(visible: str, counts: bool) -> None:
     """CUDA_VISIBLE_DEVICES says which are ours, by number or by name."""
-    assert (look_at_gpus(Nvml(Gpu(), Gpu(lost=True)), visible) is not None) is counts
+    assert (check_gpus(Nvml(Gpu(), Gpu(lost=True)), visible) is not None) is counts
 
 
 def test_a_driver_that_is_not_loaded_makes_its_host_unfit() -> None:
     """The job was to have GPUs, and this host has none to offer."""
-    assert look_at_gpus(Nvml(driver=False), None) == "no driver answers (Driver Not Loaded)"
+    assert check_gpus(Nvml(driver=False), None) == "no driver answers (Driver Not Loaded)"
 
 
 def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rallypoint.agent.config.rlimits import Quantity, parse_amount
-from rallypoint.agent.health.checks import CheckContext, look_at_disks, look_at_memory
+from rallypoint.agent.config.rlimits import Quantity, parse_quantity
+from rallypoint.agent.health.checks import CheckContext, check_disks, check_memory
 
 NOWHERE = CheckContext()
 GIB = 1 << 30
@@ -28,12 +28,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Path) -> None:
     """In bytes, and in parts of the whole."""
     where = CheckContext((tmp_path, tmp_path))
-    assert look_at_disks(where, parse_amount("10GiB")) is None
-    assert look_at_disks(where, parse_amount("10%")) is None
-    assert look_at_disks(where, parse_amount("11GiB")) == (
+    assert check_disks(where, parse_quantity("10GiB")) is None
+    assert check_disks(where, parse_quantity("10%")) is None
+    assert check_disks(where, parse_quantity("11GiB")) == (
         f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 11.0 GiB must be"
     )
-    assert look_at_disks(where, parse_amount("12%")) == (
+    assert check_disks(where, parse_quantity("12%")) == (
         f"10.0 GiB of 100.0 GiB are free at {tmp_path}; 12.0 GiB (12 %) must be"
     )
 
@@ -41,15 +41,15 @@ def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Pat
 def test_a_disk_without_inodes_has_no_room(disk: SimpleNamespace, tmp_path: Path) -> None:
     """Whatever is free of it. A file system that counts none (btrfs) has enough."""
     disk.f_favail = 0
-    assert "no inode left" in (look_at_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) or "")
+    assert "no inode left" in (check_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) or "")
     disk.f_files = 0
-    assert look_at_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) is None
+    assert check_disks(CheckContext((tmp_path,)), Quantity(bytes=0)) is None
 
 
 def test_a_folder_that_is_gone_is_no_healthy_one(tmp_path: Path) -> None:
     """The disk it was on may be."""
     with pytest.raises(OSError, match="none"):
-        look_at_disks(CheckContext((tmp_path / "none",)), Quantity(bytes=0))
+        check_disks(CheckContext((tmp_path / "none",)), Quantity(bytes=0))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def group(folder: Path, limit: str, used: int, cache: int, version: int = 2) -> 
 
 def look(host: Path, least: str) -> str | None:
     """Look at that host."""
-    return look_at_memory(NOWHERE, parse_amount(least), host / "proc", host / "cgroups")
+    return check_memory(NOWHERE, parse_quantity(least), host / "proc", host / "cgroups")
 
 
 def test_memory_is_what_the_kernel_calls_available(host: Path) -> None:

@@ -18,7 +18,7 @@ from rallypoint.agent.job.result import (
     UNFIT,
     JobResult,
     failure_message,
-    verdict,
+    judge,
 )
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
@@ -35,7 +35,7 @@ def judged(state: AgentState | None = None, **more: Any) -> JobResult:
         "stop_signal": None,
         "ran": True,
     }
-    return verdict(state or AgentState(), **{**values, **more})
+    return judge(state or AgentState(), **{**values, **more})
 
 
 def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OUTCOME_FAILED) -> pb.RunEnd:

@@ -17,7 +17,7 @@ import pytest
 from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.spawner.spawner import descendants, look_up
+from rallypoint.agent.spawner.spawner import descendants, read_process
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 
@@ -186,7 +186,7 @@ async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: 
     os.kill(spawner.pid, signal.SIGSTOP)
     for pid in (int(orphan.read_text()), worker.pid):
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: (found := look_up(pid)) is None or found.dead, "its death")  # noqa: B023
+        await until(lambda: (found := read_process(pid)) is None or found.dead, "its death")  # noqa: B023
     os.kill(spawner.pid, signal.SIGCONT)
     await until(lambda: len(exits) == 1, "the worker's end")
 
@@ -235,7 +235,7 @@ async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
     assert deaths == [True]
     (how,) = exits
     assert (how.pid, how.signal, how.inferred) == (worker.pid, signal.SIGKILL, True)
-    assert look_up(how.pid) is None
+    assert read_process(how.pid) is None
     with pytest.raises(SpawnError, match="spawner process is dead"):
         await spawner.spawn(sleep, exits.append)
     assert (await spawner.sweep()).left == ()
@@ -256,8 +256,8 @@ async def test_a_spawner_that_does_not_answer_is_given_up(monkeypatch: pytest.Mo
     os.kill(spawner.pid, signal.SIGSTOP)
     assert (await spawner.sweep(timeout=0.1)).left == ()
     assert deaths == [True]
-    assert look_up(worker.pid) is None
-    assert look_up(spawner.pid) is None
+    assert read_process(worker.pid) is None
+    assert read_process(spawner.pid) is None
     await spawner.close()
 
 
@@ -270,9 +270,9 @@ async def test_closing_leaves_no_process_and_no_descriptor() -> None:
     assert worker.pid is not None
     await spawner.close()
     await spawner.close()
-    assert look_up(worker.pid) is None
+    assert read_process(worker.pid) is None
     assert spawner.pid is not None
-    assert look_up(spawner.pid) is None
+    assert read_process(spawner.pid) is None
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -285,7 +285,7 @@ async def test_one_spawner_dies_without_the_other() -> None:
         theirs = await other.spawn(sleep, exits.append)
         ours = await one.spawn(sleep, exits.append)
         assert one.pid is not None
-        guard = look_up(one.pid)
+        guard = read_process(one.pid)
         assert guard is not None
         os.kill(guard.parent, signal.SIGKILL)
         os.kill(one.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ import pytest
 
 from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
 from rallypoint.agent.spawner import spawner
-from rallypoint.agent.spawner.spawner import ProcessStat, descendants, look_up, strike
+from rallypoint.agent.spawner.spawner import ProcessStat, descendants, kill_group, read_process
 
 WORKERS = 2
 
@@ -132,7 +132,7 @@ def test_terminal_signals_leave_spawner_and_workers_to_the_agent(agent: Agent) -
     for name in ("guard", "spawner"):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             os.kill(agent.pids[name], number)
-        process = look_up(agent.pids[name])
+        process = read_process(agent.pids[name])
         assert process is not None
         assert not process.dead
         assert process.session != os.getsid(0)
@@ -155,7 +155,7 @@ def test_descendants_are_found_parents_first() -> None:
         assert below[1].parent == below[0].pid
         spared = descendants(os.getpid(), keep=lambda process: process.pid == child.pid)
         assert not {child.pid, *(process.pid for process in below)} & {process.pid for process in spared}
-        for process in (*below, look_up(child.pid)):
+        for process in (*below, read_process(child.pid)):
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
 
@@ -165,9 +165,9 @@ def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with subprocess.Popen(command, start_new_session=True) as stranger:
         was = ProcessStat(stranger.pid, "S", parent=12345678, group=stranger.pid, session=stranger.pid)
-        assert strike([was], family={12345678}) == {}
+        assert kill_group([was], family={12345678}) == {}
         assert stranger.poll() is None
-        (pidfd,) = strike([was], family={os.getpid()}).values()
+        (pidfd,) = kill_group([was], family={os.getpid()}).values()
         os.close(pidfd)
         assert stranger.wait() == -signal.SIGKILL
 
@@ -178,7 +178,7 @@ def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "killpg", lambda group, _number: signalled.append(group))
     gone_by_now = 2**22 + 1
     victims = [ProcessStat(gone_by_now, "X", os.getpid(), group, -1) for group in (-1, 0, 1, gone_by_now)]
-    assert strike(victims, family={os.getpid()}) == {}
+    assert kill_group(victims, family={os.getpid()}) == {}
     assert signalled == [gone_by_now]
 
 

@@ -29,7 +29,7 @@ from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import KillResult
-from rallypoint.agent.spawner.spawner import look_up
+from rallypoint.agent.spawner.spawner import read_process
 from rallypoint.agent.workers import group as crew_module
 from rallypoint.agent.workers.affinity import Cpus
 from rallypoint.agent.workers.group import WorkerGroup
@@ -216,7 +216,7 @@ async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after
     pid = crew.workers[1].pid
     (tmp_path / "go").touch()
     # Without letting the event loop run: the spawner buries it, and the news waits.
-    wait_until(lambda: look_up(pid) is None, "the end")
+    wait_until(lambda: read_process(pid) is None, "the end")
     await crew.stop(signal.SIGTERM, 20.0)
     assert [(each.rank, each.exit_code) for each in told.earlier] == [(5, 7)]
     assert [(each.rank, each.exit_code) for each in crew.failures] == [(5, 7)]
@@ -502,5 +502,5 @@ async def test_of_workers_that_all_hang_each_is_examined(
 
 
 def _is_child(pid: int, parent: int | None) -> bool:
-    process = look_up(pid)
+    process = read_process(pid)
     return process is not None and process.parent == parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rallypoint.rendezvous.api.events import wanted
+from rallypoint.rendezvous.api.events import parse_filter
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause
 from rallypoint.rendezvous.runs.codec import encode_record
@@ -47,7 +47,7 @@ def at(seconds: int, nanos: int = 0) -> Timestamp:
 )
 def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching: list[facts.Fact]) -> None:
     """One of the nodes, of the kinds, of the rounds; `since` is within, `until` is not."""
-    check = wanted(filter_)
+    check = parse_filter(filter_)
     matched = [
         fact
         for seconds, fact in enumerate(HISTORY, start=100)
@@ -81,7 +81,7 @@ def test_events_match_every_field_that_is_set(filter_: pb.EventFilter, matching:
 def test_a_filter_that_makes_no_sense_is_refused(field: str, given: dict[str, Any], complaint: str) -> None:
     """By the field, and with what is wrong."""
     with pytest.raises(ServiceError) as error:
-        wanted(pb.EventFilter(**given))
+        parse_filter(pb.EventFilter(**given))
     ((named, description),) = error.value.field_violations
     assert named == f"filter.{field}"
     assert complaint in description

@@ -126,7 +126,7 @@ class Quantity:
         return self.bytes if self.bytes is not None else round((self.part or 0.0) * whole)
 
 
-def parse_amount(text: str) -> Quantity:
+def parse_quantity(text: str) -> Quantity:
     """Reads an amount.
 
     Raises:

@@ -168,14 +168,14 @@ def _note_update(state: AgentState, event: RunUpdated) -> tuple[AgentState, list
     return updated, [CollectFailures()] if concerned else []
 
 
-def _goes(state: AgentState) -> bool:
+def _is_leaving(state: AgentState) -> bool:
     """Whether this node is on its way out, or is out."""
     return state.leaving is not None or state.left or state.out
 
 
 def _parts(state: AgentState) -> bool:
     """Whether what becomes of this node's workers is the run's matter no longer."""
-    return _goes(state) or state.draining is not None or state.phase is Phase.CLOSED
+    return _is_leaving(state) or state.draining is not None or state.phase is Phase.CLOSED
 
 
 def _depart(state: AgentState, detail: str) -> tuple[AgentState, list[Effect]]:
@@ -188,13 +188,13 @@ def _note_parting(
     """What calls for this node to leave, now or soon. Who is going already goes on."""
     match event:
         case NodeUnhealthy():
-            return _note_unfit(state, event)
-        case StopRequested() if not _goes(state):
+            return _note_unhealthy(state, event)
+        case StopRequested() if not _is_leaving(state):
             return _depart(state, event.detail)
-        case DrainRequested() if not _goes(state) and state.draining is None:
+        case DrainRequested() if not _is_leaving(state) and state.draining is None:
             warned: list[Effect] = [WarnWorkers(event.detail)] if state.workers is Workers.RUNNING else []
             return replace(state, draining=event.detail), warned
-        case DrainOver() if not _goes(state) and state.draining is not None:
+        case DrainOver() if not _is_leaving(state) and state.draining is not None:
             return _depart(state, f"{state.draining} ({event.how})")
     return state, []
 
@@ -206,7 +206,7 @@ def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
     if state.workers is not Workers.RUNNING:
         return state, []
     stopping = replace(state, workers=Workers.STOPPING, health=Health.SUSPECT)
-    if state.draining is not None and not _goes(state):
+    if state.draining is not None and not _is_leaving(state):
         # The node takes its workers away in any case: that must not cost the run a restart of its budget.
         stopping, departed = _depart(stopping, f"{state.draining} (a worker of it failed meanwhile)")
         return stopping, [*departed, StopWorkers("a worker failed")]
@@ -214,11 +214,11 @@ def _note_failure(state: AgentState) -> tuple[AgentState, list[Effect]]:
     return stopping, [SendFailure(state.started), StopWorkers("a worker failed")]
 
 
-def _note_unfit(state: AgentState, event: NodeUnhealthy) -> tuple[AgentState, list[Effect]]:
+def _note_unhealthy(state: AgentState, event: NodeUnhealthy) -> tuple[AgentState, list[Effect]]:
     if state.unhealthy is not None:
         return state, []
     unfit = replace(state, unhealthy=event.detail)
-    if _goes(state):
+    if _is_leaving(state):
         return unfit, []
     if state.workers is Workers.ABSENT and state.succeeded and state.succeeded == state.started:
         # What its workers have achieved stands: to go now would cost the others a round.
@@ -283,7 +283,7 @@ def _step_in(state: AgentState) -> tuple[AgentState, Effect] | None:
 
 def _has_drained(state: AgentState, reason: str | None) -> bool:
     """Whether a node that is being drained has no workers left to wait for, and is to say that it goes."""
-    if _goes(state) or state.phase is Phase.CLOSED:
+    if _is_leaving(state) or state.phase is Phase.CLOSED:
         return False
     if state.workers is Workers.RUNNING:
         return reason is not None

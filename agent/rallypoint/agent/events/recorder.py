@@ -222,7 +222,7 @@ class EventRecorder:
         if restart.untold and isinstance(event, core.RunUpdated) and not _is_in_round(after):
             restart.untold = False
             told.append(self._part("told", now - restart.known, at))
-        if not _goes_on(after):
+        if not _continues(after):
             self._restart = None
         return told
 
@@ -383,7 +383,7 @@ def _round_is_over(before: core.AgentState, after: core.AgentState) -> bool:
     return bool(after.started) and _is_in_round(before) and not _is_in_round(after)
 
 
-def _goes_on(state: core.AgentState) -> bool:
+def _continues(state: core.AgentState) -> bool:
     """Whether workers are to run here again, as far as is known."""
     if state.leaving is not None or state.left or state.out:
         return False

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.hangs.kernel_stacks import ProcessLook, look_at, render_threads
+from rallypoint.agent.hangs.kernel_stacks import ProcessLook, inspect_process, render_threads
 from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, innermost, looks_like_stacks, spy
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.process import STACK_SIGNAL
@@ -131,7 +131,7 @@ def _state_of(look: ProcessLook, business: float | None) -> str:
     return f"it {waits} at the moment, and computed for a part of the time"
 
 
-async def gather(
+async def collect_diagnostics(
     evidence: Diagnostics, suspects: Sequence[InspectedProcess], pipe: StackPipe | None, timeout: float
 ) -> None:
     """Finds out what can be found out in time. Raises nothing but CancelledError.
@@ -146,9 +146,9 @@ async def gather(
     """
     try:
         async with asyncio.timeout(timeout):
-            await _look(evidence, suspects)
+            await _inspect(evidence, suspects)
             for suspect, look in zip(suspects, list(evidence.process_looks), strict=False):
-                await _ask_for_stacks(evidence, suspect, look, pipe)
+                await _request_stacks(evidence, suspect, look, pipe)
     except TimeoutError:
         evidence.gaps.append(f"whatever takes longer than {timeout:g} s to find out")
     except Exception as error:
@@ -156,14 +156,14 @@ async def gather(
         evidence.gaps.append(f"what a failure of the agent has cost ({error!r})")
 
 
-async def _look(evidence: Diagnostics, suspects: Sequence[InspectedProcess]) -> None:
+async def _inspect(evidence: Diagnostics, suspects: Sequence[InspectedProcess]) -> None:
     for suspect in suspects:
-        look = await in_background(partial(look_at, suspect.pid))
+        look = await in_background(partial(inspect_process, suspect.pid))
         if look is not None:
             evidence.process_looks.append(look)
 
 
-async def _ask_for_stacks(
+async def _request_stacks(
     evidence: Diagnostics, suspect: InspectedProcess, look: ProcessLook, pipe: StackPipe | None
 ) -> None:
     spare = evidence.hang.signal is None

@@ -206,7 +206,7 @@ class ProcessLook:
         return next((thread for thread in self.threads if thread.state == "D"), None)
 
 
-def look_at(pid: int) -> ProcessLook | None:
+def inspect_process(pid: int) -> ProcessLook | None:
     """Looks at a process; None if there is none. Never raises."""
     line = _read(f"/proc/{pid}/stat")
     main = _thread(pid, pid)

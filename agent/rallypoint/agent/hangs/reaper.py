@@ -18,11 +18,11 @@ from rallypoint.agent.hangs.diagnostics import (
     Diagnostics,
     InspectedProcess,
     PythonStacks,
-    gather,
+    collect_diagnostics,
     in_background,
 )
 from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.hangs.kernel_stacks import ProcessLook, caught_signals, look_at
+from rallypoint.agent.hangs.kernel_stacks import ProcessLook, caught_signals, inspect_process
 from rallypoint.agent.hangs.python_stacks import StackPipe, in_order, last_dump
 from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.rpc.logs import get_logger
@@ -44,7 +44,7 @@ _GATHERING = 0.8
 _log = get_logger("rallypoint.agent")
 
 
-def accusation(hang: HungWorker) -> str:
+def hang_message(hang: HungWorker) -> str:
     """One sentence that says what a worker has done, or rather not done."""
     if hang.requested:
         return hang.requested
@@ -155,7 +155,7 @@ class Reaping:
 
     def __post_init__(self) -> None:
         self._diagnostics_left = self.evidence_timeout
-        self.case = HangReport(accusation(self.hang), stderr=self.process.stderr)
+        self.case = HangReport(hang_message(self.hang), stderr=self.process.stderr)
 
     async def examine(self) -> None:
         """Gathers evidence, and puts it into the worker's file. Bounded."""
@@ -177,7 +177,9 @@ class Reaping:
 
     async def _collect(self, evidence: Diagnostics) -> None:
         with self._suspects() as suspects:
-            await gather(evidence, suspects, self.process.pipe, _GATHERING * self.evidence_timeout)
+            await collect_diagnostics(
+                evidence, suspects, self.process.pipe, _GATHERING * self.evidence_timeout
+            )
 
     async def end(self, kill: Callable[[], Awaitable[KillResult]]) -> KillResult:
         """Ends the worker and everything below it; see the module. Bounded, as `kill` is.
@@ -285,14 +287,14 @@ async def _exit_of(pidfd: int, patience: float) -> bool:
         loop.remove_reader(pidfd)
 
 
-async def who_outlives(pids: Sequence[int]) -> tuple[int, ...]:
+async def survivors_of(pids: Sequence[int]) -> tuple[int, ...]:
     """Those of the processes that SIGKILL, sent some seconds ago, does not end; waits for who is only slow to die."""
     lives = await asyncio.gather(*(_lives_on(pid) for pid in pids))
     return tuple(pid for pid, lives_on in zip(pids, lives, strict=True) if lives_on)
 
 
 async def _lives_on(pid: int) -> bool:
-    look = await _look_at(pid)
+    look = await _inspect_worker(pid)
     if look is not None and look.stuck is not None:
         return True
     try:
@@ -305,10 +307,10 @@ async def _lives_on(pid: int) -> bool:
         os.close(pidfd)
 
 
-async def _look_at(pid: int) -> ProcessLook | None:
+async def _inspect_worker(pid: int) -> ProcessLook | None:
     with suppress(TimeoutError):
         async with asyncio.timeout(LOOK_TIMEOUT):
-            return await in_background(partial(look_at, pid))
+            return await in_background(partial(inspect_process, pid))
     return None
 
 
@@ -316,7 +318,7 @@ async def describe_left(pids: Sequence[int]) -> str:
     """Says of processes that outlived SIGKILL what they wait for; a sentence for people."""
     told = []
     for pid in pids[:4]:
-        look = await _look_at(pid)
+        look = await _inspect_worker(pid)
         stuck = look.stuck if look is not None else None
         if stuck is not None:
             why = stuck.meaning or "waits in the kernel"

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from rallypoint.agent.hangs.diagnostics import in_background
-from rallypoint.agent.hangs.kernel_stacks import look_at
+from rallypoint.agent.hangs.kernel_stacks import inspect_process
 from rallypoint.rpc.endpoint import SettingError
 
 TIMEOUT_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
@@ -123,7 +123,7 @@ def find_sleepers(pids: Collection[int], proc: Path = Path("/proc")) -> list[Blo
 
 
 def _describe(stuck: BlockedThread, rank: int, timeout: float) -> str:
-    look = look_at(stuck.pid)
+    look = inspect_process(stuck.pid)
     thread = next((thread for thread in look.threads if thread.tid == stuck.tid), None) if look else None
     why = f": it {thread.meaning}" if thread is not None and thread.meaning else ""
     place = (

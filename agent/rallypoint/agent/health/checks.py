@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_amount
+from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_quantity
 from rallypoint.agent.health.programs import missing
 from rallypoint.rpc.endpoint import SettingError
 
@@ -77,29 +77,29 @@ def parse_health_check(text: str, path: str | None = None) -> HealthCheck:
     match name:
         case "disk" | "memory":
             example = "disk:2% or disk:10GiB" if name == "disk" else "memory:5% or memory:1GiB"
-            least = _amount(text, argument, example)
-            look = look_at_disks if name == "disk" else look_at_memory
+            least = _format_quantity(text, argument, example)
+            look = check_disks if name == "disk" else check_memory
             return HealthCheck(text, check=lambda where: look(where, least))
         case "gpu" if not colon:
             from rallypoint.agent.health.gpu import (  # noqa: PLC0415
                 GpuLibraryError,
+                check_gpus,
                 gpu_library,
-                look_at_gpus,
             )
 
             try:
                 nvml = gpu_library()
             except GpuLibraryError as error:
                 raise HealthCheckError(f"health check 'gpu': {error}") from None
-            return HealthCheck(text, check=lambda where: look_at_gpus(nvml, where.visible_gpus))
+            return HealthCheck(text, check=lambda where: check_gpus(nvml, where.visible_gpus))
         case "command":
             return HealthCheck(text, program=_command(text, argument, path))
     return HealthCheck(text, check=_plug_in(text, name, argument))
 
 
-def _amount(text: str, argument: str, example: str) -> Quantity:
+def _format_quantity(text: str, argument: str, example: str) -> Quantity:
     try:
-        return parse_amount(argument)
+        return parse_quantity(argument)
     except QuantityError as error:
         raise HealthCheckError(f"health check {text!r}: {error}; expected as in {example}") from None
 
@@ -144,7 +144,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def look_at_disks(where: CheckContext, least: Quantity) -> str | None:
+def check_disks(where: CheckContext, least: Quantity) -> str | None:
     """Why there is not room enough where the job writes; None if there is.
 
     Raises:
@@ -159,13 +159,13 @@ def look_at_disks(where: CheckContext, least: Quantity) -> str | None:
         disk = os.statvfs(folder)
         whole, free = disk.f_frsize * disk.f_blocks, disk.f_frsize * disk.f_bavail
         if free < least.of(whole):
-            return f"{in_words(free)} of {in_words(whole)} are free at {folder}; {_wanted(least, whole)}"
+            return f"{in_words(free)} of {in_words(whole)} are free at {folder}; {_required(least, whole)}"
         if disk.f_files and not disk.f_favail:
             return f"no file can be made at {folder}: its file system has no inode left"
     return None
 
 
-def look_at_memory(
+def check_memory(
     _: CheckContext, least: Quantity, proc: Path = _PROC, cgroups: Path = _CGROUPS
 ) -> str | None:
     """Why there is not memory enough, of the host or of a cgroup that this process is in; None if there is.
@@ -181,15 +181,15 @@ def look_at_memory(
     host = _figures(proc / "meminfo")
     whole, free = host["MemTotal:"] * 1024, host["MemAvailable:"] * 1024
     if free < least.of(whole):
-        return f"{in_words(free)} of {in_words(whole)} of memory are available; {_wanted(least, whole)}"
+        return f"{in_words(free)} of {in_words(whole)} of memory are available; {_required(least, whole)}"
     for whole, free in _rooms(proc, cgroups):
         if free < least.of(whole):
             left = f"{in_words(max(0, free))} of the {in_words(whole)} of memory that its cgroup may have are left"
-            return f"{left}; {_wanted(least, whole)}"
+            return f"{left}; {_required(least, whole)}"
     return None
 
 
-def _wanted(least: Quantity, whole: int) -> str:
+def _required(least: Quantity, whole: int) -> str:
     part = "" if least.part is None else f" ({100 * least.part:g} %)"
     return f"{in_words(least.of(whole))}{part} must be"
 

@@ -55,7 +55,7 @@ def driver(nvml: Any) -> Iterator[None]:
             nvml.nvmlShutdown()
 
 
-def look_at_gpus(nvml: Any, visible: str | None) -> str | None:
+def check_gpus(nvml: Any, visible: str | None) -> str | None:
     """Why the GPUs are not healthy; None if they are.
 
     Args:
@@ -65,7 +65,7 @@ def look_at_gpus(nvml: Any, visible: str | None) -> str | None:
     try:
         with driver(nvml):
             for index in range(nvml.nvmlDeviceGetCount()):
-                if (why := _look_at(nvml, index, visible)) is not None:
+                if (why := _check_gpu(nvml, index, visible)) is not None:
                     return f"GPU {index} {why}"
     except NoDriverError as error:
         return f"no driver answers ({error})"
@@ -74,7 +74,7 @@ def look_at_gpus(nvml: Any, visible: str | None) -> str | None:
     return None
 
 
-def _look_at(nvml: Any, index: int, visible: str | None) -> str | None:
+def _check_gpu(nvml: Any, index: int, visible: str | None) -> str | None:
     try:
         device = nvml.nvmlDeviceGetHandleByIndex(index)
         if not _is_visible(nvml, device, index, visible):

@@ -73,9 +73,9 @@ class HostMonitor:
             on_unfit: Called with a sentence once a worker is stuck in the kernel.
         """
         if self._maintenance is not None:
-            begin(_tell(drain, self._maintenance()))
+            begin(_call_back(drain, self._maintenance()))
         if self._stuck is not None:
-            begin(_tell(on_unfit, self._stuck()))
+            begin(_call_back(on_unfit, self._stuck()))
 
     async def examine(
         self, anew: bool, tell: Callable[[core.Event], None], on_unfit: Callable[[str], None]
@@ -99,7 +99,7 @@ class HostMonitor:
             await self._programs.close()
 
 
-async def _tell(whom: Callable[[str], None], what: Awaitable[str]) -> None:
+async def _call_back(whom: Callable[[str], None], what: Awaitable[str]) -> None:
     whom(await what)
 
 

@@ -20,7 +20,7 @@ from rallypoint.agent.health.monitor import HostMonitor
 from rallypoint.agent.job.drain import Drain, DrainNotice
 from rallypoint.agent.job.failure_file import FAILURE_FILE, failure_document, write_failure_files
 from rallypoint.agent.job.rendezvous import NodeMembership
-from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, verdict
+from rallypoint.agent.job.result import FAILED, SUCCEEDED, JobResult, judge
 from rallypoint.agent.job.sync import Background, Notifier
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
@@ -394,7 +394,7 @@ class Job:
         self._history.ended(result.exit_code, result.detail)
 
     def _result(self) -> JobResult:
-        return self._broken or verdict(
+        return self._broken or judge(
             self._state,
             run_end=self._membership.run_end,
             failure=self._failure,

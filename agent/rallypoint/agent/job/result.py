@@ -135,7 +135,7 @@ class JobResult:
         return _RETRY.get(self.exit_code, "here")
 
 
-def verdict(
+def judge(
     state: AgentState,
     *,
     run_end: pb.RunEnd | None,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.agent.sockets.timer_tables import LONGEST, Holder, Holders
-from rallypoint.agent.spawner.spawner import descendants, look_up
+from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.wire import MAX_SCOPE_BYTES, NO_SIGNAL
 
@@ -303,7 +303,7 @@ class TimerFifo:
             return worker_id, number
         now = self._holders.clock()
         if now >= self._looked_at + _BETWEEN_LOOKS:
-            self._looked_at, self._foreign_pids = now, _numbers_elsewhere(root)
+            self._looked_at, self._foreign_pids = now, _foreign_pids_of(root)
         # Of two that have the same number, in two namespaces, it can't be known which of them wrote.
         pids = self._foreign_pids.get(number, [])
         if len(pids) != 1:
@@ -358,7 +358,7 @@ class _ClientProcess:
 
     def gone(self) -> bool:
         """Whether it has ended."""
-        process = look_up(self.holder.pid)
+        process = read_process(self.holder.pid)
         return process is None or process.dead
 
     def close(self) -> None:
@@ -381,7 +381,7 @@ def _own_number(pid: int) -> int | None:
     return int(rest.split(b"\n", 1)[0].split()[-1]) if found else pid
 
 
-def _numbers_elsewhere(root: int) -> dict[int, list[int]]:
+def _foreign_pids_of(root: int) -> dict[int, list[int]]:
     """The processes of a worker that know themselves by another number than this host has for them, by that."""
     found: dict[int, list[int]] = {}
     for process in descendants(root):

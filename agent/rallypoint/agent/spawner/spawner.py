@@ -93,7 +93,7 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def look_up(pid: int) -> ProcessStat | None:
+def read_process(pid: int) -> ProcessStat | None:
     """Reads where a process stands; None if there is no such process."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -124,7 +124,7 @@ def descendants(root: int, keep: Callable[[ProcessStat], bool] | None = None) ->
     # trainer has hundreds of threads, each with a list of its own. Youngest first: they go the soonest.
     children: dict[int, list[ProcessStat]] = {}
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
-        if (process := look_up(pid)) is not None:
+        if (process := read_process(pid)) is not None:
             children.setdefault(process.parent, []).append(process)
     found: list[ProcessStat] = []
     frontier = [root]
@@ -142,7 +142,7 @@ def watch_forks() -> bytes:
         return file.read().rsplit(None, 1)[-1]
 
 
-def strike(victims: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
+def kill_group(victims: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
     """Sends SIGKILL to processes and to the process groups they are in.
 
     The groups, because a signal to a group and a fork exclude one another in the kernel: a process that forks
@@ -168,7 +168,7 @@ def strike(victims: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
     for group in {victim.group for victim in victims if victim.session != session}:
         if group <= 1:  # of a process in the middle of its end, stat may say -1: everybody, to killpg()
             continue
-        leader = look_up(group)
+        leader = read_process(group)
         if leader is None or leader.parent in family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
@@ -178,7 +178,7 @@ def strike(victims: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
             pidfd = os.pidfd_open(victim.pid)
         except OSError:
             continue
-        now = look_up(victim.pid)
+        now = read_process(victim.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if now is not None and now.parent in family:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -228,7 +228,7 @@ def kill_descendants(timeout: float, keep: Callable[[ProcessStat], bool] | None 
             select.poll().poll(2)  # overlooked, or dead but held by a debugger
             continue
         vain_looks = 0
-        struck = strike(living, {me, *(process.pid for process in tree)})
+        struck = kill_group(living, {me, *(process.pid for process in tree)})
         poll = select.poll()
         for pidfd in struck.values():
             if pidfd >= 0:
@@ -527,7 +527,7 @@ class _SpawnerLoop:
                 left = [process.pid for process in victims]
                 self._send(event="killed", request=hunt.request, count=len(hunt.struck), left=left)
                 continue
-            struck = strike(victims, family)
+            struck = kill_group(victims, family)
             hunt.struck.update(struck)
             for pidfd in struck.values():
                 if pidfd >= 0:
@@ -691,7 +691,7 @@ def _raw(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _stand_guard(spawner: int, agent: int) -> bool:
+def _guard_agent(spawner: int, agent: int) -> bool:
     """Waits for the end of the spawner or of the agent, then kills everything below; true when all is dead."""
     signals = _wake_on_signals(signal.SIGCHLD)
     poll = select.poll()
@@ -784,7 +784,7 @@ def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> No
     child = os.fork()
     if child != 0:
         prctl(PR_SET_NAME, b"rallypoint-grd")
-        all_dead = _stand_guard(child, agent)
+        all_dead = _guard_agent(child, agent)
         _clear_up(folders)
         sys.exit(0 if all_dead else 1)
     become_subreaper()

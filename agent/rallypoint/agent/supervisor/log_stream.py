@@ -202,7 +202,7 @@ def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:
     local_ranks = list(range(job.config.local_world_size))
     if request.ranks:
         local_ranks = [worker.local_rank for worker in workers_of(job, request.ranks)]
-    places = _places(job, request)
+    places = _positions(job, request)
     return [
         _StreamReader(job, local_rank, stream, places.get((local_rank, stream)), request.tail_bytes)
         for local_rank in local_ranks
@@ -210,7 +210,7 @@ def _readers(job: Job, request: pb.StreamLogsRequest) -> list[_StreamReader]:
     ]
 
 
-def _places(job: Job, request: pb.StreamLogsRequest) -> dict[tuple[int, pb.LogStream.ValueType], _Place]:
+def _positions(job: Job, request: pb.StreamLogsRequest) -> dict[tuple[int, pb.LogStream.ValueType], _Place]:
     places = {}
     for index, cursor in enumerate(request.cursors):
         field = f"cursors[{index}]"

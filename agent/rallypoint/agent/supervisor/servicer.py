@@ -153,7 +153,7 @@ class SupervisorServicer(pb_grpc.SupervisorServiceServicer):
             raise invalid("grace", f"must be from 0 to {MOST_SECONDS} seconds")
         jobs = [job for job in self._jobs.running if not job.stopping]
         if request.run_id:
-            jobs = [_going_on(self._jobs.find(_run_id(request.run_id)).job)]
+            jobs = [_is_running(self._jobs.find(_run_id(request.run_id)).job)]
         for job in jobs:
             job.drain(grace, reason)
         return pb.DrainResponse(run_ids=[job.config.run_id for job in jobs])
@@ -212,7 +212,7 @@ def _reason(value: str) -> str:
     return value or NO_REASON
 
 
-def _going_on(job: Job) -> Job:
+def _is_running(job: Job) -> Job:
     if job.result is not None or job.stopping:
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,

@@ -15,7 +15,7 @@ from rallypoint.agent.job.job import Job
 from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
-from rallypoint.rpc.calls import OUTCOME_UNKNOWN, ask_any
+from rallypoint.rpc.calls import OUTCOME_UNKNOWN, call_any
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replicas import ReplicaClient
 
@@ -41,12 +41,12 @@ async def restart_workers(job: Job, reason: str) -> int:
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_RENDEZVOUS.
     """
-    running_crew(job)
+    running_group(job)
     peer, run_id = job.config.rendezvous, job.config.run_id
     request = rendezvous_pb.RestartRunRequest(run_id=run_id, reason=reason)
     try:
         async with ReplicaClient(peer.endpoint, peer.tls) as board, asyncio.timeout(RENDEZVOUS_TIMEOUT):
-            answer: rendezvous_pb.RestartRunResponse = await ask_any(
+            answer: rendezvous_pb.RestartRunResponse = await call_any(
                 board,
                 rendezvous_grpc.RendezvousServiceStub,
                 lambda stub: stub.RestartRun(request),
@@ -78,7 +78,7 @@ async def reap_worker(job: Job, rank: int, reason: str) -> tuple[int, str]:
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_WORKER.
     """
-    crew = running_crew(job)
+    crew = running_group(job)
     worker = workers_of(job, (rank,))[0]
     if worker.exit is not None:
         raise _not_running(job.config.run_id, f"rank {rank} has ended already")
@@ -99,7 +99,7 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     Raises:
         ServiceError: JOB_ENDED, JOB_NOT_RUNNING, NO_WORKER.
     """
-    crew = running_crew(job)
+    crew = running_group(job)
     asked = [worker for worker in workers_of(job, ranks) if worker.exit is None]
     timeout = max(job.config.evidence_timeout, EVIDENCE_TIMEOUT)
     texts = await asyncio.gather(*(crew.diagnose(worker.local_rank, timeout) for worker in asked))
@@ -107,7 +107,7 @@ async def dump_stacks(job: Job, ranks: Sequence[int]) -> list[Stacks]:
     return [Stacks(worker, bounded(text, room)) for worker, text in zip(asked, texts, strict=True) if text]
 
 
-def running_crew(job: Job) -> WorkerGroup:
+def running_group(job: Job) -> WorkerGroup:
     """The workers that run.
 
     Raises:

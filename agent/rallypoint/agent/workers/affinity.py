@@ -65,7 +65,7 @@ def bind(binding: str, topology: Topology, allowed: Iterable[int], workers: int)
         NumaError: there is none for a worker.
     """
     usable = {node: cpus & frozenset(allowed) for node, cpus in sorted(topology.nodes.items())}
-    seats = _seats(topology, usable, workers)
+    seats = _assign_numa_nodes(topology, usable, workers)
     for seat, node in enumerate(seats[:workers]):
         if not usable.get(node):
             raise NumaError(
@@ -87,7 +87,7 @@ def bind(binding: str, topology: Topology, allowed: Iterable[int], workers: int)
     return [shares[local_rank] for local_rank in range(workers)]
 
 
-def _seats(topology: Topology, usable: Mapping[int, Cpus], workers: int) -> list[int]:
+def _assign_numa_nodes(topology: Topology, usable: Mapping[int, Cpus], workers: int) -> list[int]:
     """The NUMA node of each worker, and of each GPU that no worker here uses: its share is left free for others."""
     if topology.gpus:
         count = max(workers, len(topology.gpus))

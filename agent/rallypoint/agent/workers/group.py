@@ -27,14 +27,14 @@ from rallypoint.agent.failures.failure import (
 )
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.python_stacks import StackPipe
-from rallypoint.agent.hangs.reaper import HangReport, HungProcess, Reaping, describe_left, who_outlives
+from rallypoint.agent.hangs.reaper import HangReport, HungProcess, Reaping, describe_left, survivors_of
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.output import WorkerOutput
 from rallypoint.agent.logs.plan import LogDirectory, WorkerLogs, remove_attempts
 from rallypoint.agent.logs.streams import LogError, Streams
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.spawner.spawner import look_up
+from rallypoint.agent.spawner.spawner import read_process
 from rallypoint.agent.workers.affinity import Cpus, NumaError, bind, read_topology
 from rallypoint.agent.workers.environment import worker_command, worker_environment
 from rallypoint.agent.workers.signals import would_end
@@ -278,7 +278,7 @@ class WorkerGroup:
         _log.error(what, rank=rank, pid=pid, **case.figures)
         self._accused[local_rank] = case
         killed = await reaping.end(lambda: group.kill_worker(local_rank))
-        left = await who_outlives(killed.left)
+        left = await survivors_of(killed.left)
         if left and not self._stopped:
             await self._give_up(local_rank, pid, left)
         return case
@@ -313,7 +313,7 @@ class WorkerGroup:
         spawner, seen = self._spawner.pid, set[int]()
         while pid > 1 and pid not in seen:
             seen.add(pid)
-            process = look_up(pid)
+            process = read_process(pid)
             if process is None or process.parent == spawner:
                 return process is not None
             pid = process.parent

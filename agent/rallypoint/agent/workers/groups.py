@@ -14,7 +14,7 @@ from rallypoint.agent.core import core
 from rallypoint.agent.events.publisher import JobEvents
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.hangs.hung_worker import HungWorker
-from rallypoint.agent.hangs.reaper import describe_left, who_outlives
+from rallypoint.agent.hangs.reaper import describe_left, survivors_of
 from rallypoint.agent.logs.follower import Console
 from rallypoint.agent.logs.plan import LogDirectory
 from rallypoint.agent.sockets.worker_sockets import WorkerSockets
@@ -221,14 +221,14 @@ class WorkerGroups:
             )
         for worker in crew.names:
             self.equipment.sockets.clear(worker)
-        if left := await who_outlives(report.left):
+        if left := await survivors_of(report.left):
             self._callbacks.on_unhealthy(await describe_left(left))
         self._callbacks.publish(core.GroupStopped())
 
     async def _sweep(self, crew: WorkerGroup) -> None:
         """What workers left behind when they ended must not live into the next round."""
         report = await crew.stop(signal.SIGKILL, 0.0)
-        left = await who_outlives(report.left)
+        left = await survivors_of(report.left)
         unfit = await describe_left(left) if left else None
         if crew is not self._stopped:  # or else the next may run by now, which this would be taken for
             self._callbacks.publish(core.GroupSucceeded())

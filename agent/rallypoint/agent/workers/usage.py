@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rallypoint.agent.hangs.diagnostics import in_background
-from rallypoint.agent.spawner.spawner import SPAWN_MARK, ProcessStat, descendants, look_up
+from rallypoint.agent.spawner.spawner import SPAWN_MARK, ProcessStat, descendants, read_process
 
 READ_TIMEOUT = 1.0
 """Seconds that reading may take. Milliseconds as a rule; the kernel makes who asks for a process's memory wait while
@@ -125,7 +125,7 @@ def trees_of(spawner: int, workers: frozenset[int]) -> dict[int, list[int]]:
 def worker_of(pid: int, spawner: int, workers: frozenset[int]) -> int | None:
     """The worker that a process is, or descends from, even if it has lost its parents since; None for a stranger."""
     seen: set[int] = set()
-    while pid > 1 and pid not in seen and (process := look_up(pid)) is not None:
+    while pid > 1 and pid not in seen and (process := read_process(pid)) is not None:
         if (worker := _owner(process, spawner, workers, {})) is not None:
             return worker
         seen.add(pid)

@@ -9,7 +9,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rallypoint.rendezvous.api.events import EventFilter, event_of, wanted
+from rallypoint.rendezvous.api.events import EventFilter, event_of, parse_filter
 from rallypoint.rendezvous.base.cooperative import LatestValue
 from rallypoint.rendezvous.base.errors import EventsCompacted
 from rallypoint.rendezvous.core.commands import RevisionAhead, RunNotFound
@@ -183,7 +183,7 @@ class EventServicer:
         reader = EventReader(
             history,
             runs.settings(request.run_id),
-            wanted(request.filter),
+            parse_filter(request.filter),
             history.latest + 1 if request.newest_first else history.oldest - 1,
             request.newest_first,
         )
@@ -229,7 +229,7 @@ class EventServicer:
         reader = EventReader(
             history,
             engine.settings(request.run_id),
-            wanted(request.filter),
+            parse_filter(request.filter),
             request.revision or history.oldest - 1,
         )
         revisions = engine.follow(request.run_id, request.revision)

@@ -218,7 +218,7 @@ class EventFilter:
         )
 
 
-def wanted(message: pb.EventFilter) -> EventFilter:
+def parse_filter(message: pb.EventFilter) -> EventFilter:
     """A filter of a request, checked.
 
     Raises:

@@ -142,11 +142,11 @@ def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
     kept = pb.WorkerFailure()
     kept.CopyFrom(message)
     kept.node_id = node_id
-    kept.role = line(message.role, NAME_BYTES)
-    kept.host = line(message.host, NAME_BYTES)
-    kept.message = line(message.message, SENTENCE_BYTES)
-    kept.log_file = line(message.log_file, PATH_BYTES)
-    kept.core_file = line(message.core_file, PATH_BYTES)
+    kept.role = one_line(message.role, NAME_BYTES)
+    kept.host = one_line(message.host, NAME_BYTES)
+    kept.message = one_line(message.message, SENTENCE_BYTES)
+    kept.log_file = one_line(message.log_file, PATH_BYTES)
+    kept.core_file = one_line(message.core_file, PATH_BYTES)
     kept.age.FromNanoseconds(min(max(0, message.age.ToNanoseconds()), round(LONGEST * 1e9)))
     if message.kind not in {int(kind) for kind in FailureKind}:
         kept.ClearField("kind")  # of a newer agent
@@ -169,7 +169,7 @@ def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool 
     return seconds
 
 
-def line(value: str, most_bytes: int) -> str:
+def one_line(value: str, most_bytes: int) -> str:
     """The beginning of a text, with spaces for whatever would not print on a line."""
     head = value.encode()[:most_bytes].decode(errors="ignore")
     return head if head.isprintable() else "".join(c if c.isprintable() else " " for c in head)

@@ -12,7 +12,7 @@ from pathlib import Path
 from rallypoint.rendezvous.api.servicer import RendezvousServicer
 from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.api.store_servicer import store_registration
-from rallypoint.rendezvous.base.errors import going_away
+from rallypoint.rendezvous.base.errors import draining_error
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
 from rallypoint.rendezvous.shard.home import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
@@ -90,8 +90,8 @@ async def rendezvous_services(
     try:
         yield registrations(SingleShardLocator(shard), limits, list_replicas)
     finally:
-        await shard.retire(going_away)
-        shard.end_streams(going_away)
+        await shard.retire(draining_error)
+        shard.end_streams(draining_error)
 
 
 def registrations(

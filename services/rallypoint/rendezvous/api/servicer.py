@@ -13,9 +13,9 @@ from rallypoint.rendezvous.api.requests import (
     check_list_runs,
     first_node,
     join_command,
-    line,
     list_runs,
     nodes_page,
+    one_line,
     worker_failure,
 )
 from rallypoint.rendezvous.base.cooperative import LatestValue
@@ -259,7 +259,7 @@ async def _listen(engine: RendezvousEngine, member: Member, requests: AsyncItera
 def _watchdog_trouble(request: pb.JoinRequest) -> str | None:
     if request.WhichOneof("message") != "heartbeat":
         return None
-    return line(request.heartbeat.watchdog_trouble, SENTENCE_BYTES)
+    return one_line(request.heartbeat.watchdog_trouble, SENTENCE_BYTES)
 
 
 def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None:

@@ -142,7 +142,7 @@ Refusal: TypeAlias = Callable[[str], commands.Refused]
 would collect every traceback."""
 
 
-def going_away(run_id: str) -> commands.Refused:
+def draining_error(run_id: str) -> commands.Refused:
     """The refusal of whoever asks a server that is going away."""
     return Draining()
 

@@ -89,7 +89,7 @@ class RebalanceLog:
 
     def __init__(self) -> None:
         """Nothing has happened yet."""
-        self._batches = RebalanceBatches(_tell)
+        self._batches = RebalanceBatches(_log_moves)
 
     def claimed(self, before: PreviousOwner | None, why: MoveReason, runs: int, seconds: float) -> None:
         """A shard is served here now.
@@ -121,7 +121,7 @@ class RebalanceLog:
         self._batches.end()
 
 
-def _tell(moved: Hashable, wave: RebalanceBatch) -> None:
+def _log_moves(moved: Hashable, wave: RebalanceBatch) -> None:
     counts = {"shards": wave.shards, "runs": wave.runs, "seconds": round(wave.slowest, 3)}
     match moved:
         case _ClaimedShards(None, why):

@@ -63,7 +63,7 @@ Tell = Callable[[bool], Awaitable[None]]
 """Told whether a replica answers for runs."""
 
 
-async def tell_nobody(ready: bool) -> None:
+async def ignore_ready(ready: bool) -> None:
     """Nobody wants to know."""
 
 
@@ -90,7 +90,7 @@ class Replica:
         clock: Callable[[], float],
         lease_clock: Callable[[], float] = boot_time,
         pace: Pace | None = None,
-        on_ready: Tell = tell_nobody,
+        on_ready: Tell = ignore_ready,
     ) -> None:
         """Set up; `serve` makes it work.
 

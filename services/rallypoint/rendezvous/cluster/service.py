@@ -17,7 +17,7 @@ from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits, on_etcd
 from rallypoint.rendezvous.cluster.lookup import RemoteReader, ReplicatedLocator, list_replicas
-from rallypoint.rendezvous.cluster.replica import Replica, Replicas, Tell, tell_nobody
+from rallypoint.rendezvous.cluster.replica import Replica, Replicas, Tell, ignore_ready
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, JournalLocation
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
@@ -95,7 +95,7 @@ async def replicated_services(
     store_limits: StoreLimits | None = None,
     state_limits: StateLimits | None = None,
     state_ttl: float = DEFAULT_TTL,
-    on_ready: Tell = tell_nobody,
+    on_ready: Tell = ignore_ready,
     connect: Callable[..., EtcdClient] = EtcdClient,
 ) -> AsyncIterator[ReplicatedServices]:
     """One replica of the rendezvous service, for as long as the context lasts.

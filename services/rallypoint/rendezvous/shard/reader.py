@@ -18,7 +18,7 @@ from rallypoint.rendezvous.runs.recovery import recover_runs
 from rallypoint.rendezvous.runs.run import HostedRun
 from rallypoint.rendezvous.state.core import SPACE, FencedState, States
 from rallypoint.rendezvous.store.core import RunSpaces
-from rallypoint.rendezvous.store.service import check_answer
+from rallypoint.rendezvous.store.service import check_reply_size
 
 _T = TypeVar("_T")
 
@@ -201,7 +201,7 @@ class _StoreView:
 
     async def multi_get(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
         values = self._present(run_id, round, keys, timeout)
-        check_answer(values)
+        check_reply_size(values)
         return values
 
     async def wait(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> None:

@@ -20,7 +20,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError, decode, invalid
-from rallypoint.rpc.replicas import Where, switchboard
+from rallypoint.rpc.replicas import Where, replica_client
 from rallypoint.serving.requests import name
 
 # ---- Requests of the fenced state: what is well formed, and what it asks for.
@@ -102,7 +102,7 @@ class FencedStateClient:
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
         self._calls: RetryingCalls[rpc.StateServiceAsyncStub] = RetryingCalls(
-            switchboard(where), rpc.StateServiceStub, "state", pace or Pace()
+            replica_client(where), rpc.StateServiceStub, "state", pace or Pace()
         )
 
     async def get(self, *, timeout: float = DEFAULT_TIMEOUT) -> FencedState | None:

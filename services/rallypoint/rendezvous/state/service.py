@@ -16,7 +16,7 @@ from rallypoint.rendezvous.base.entries import (
     StoreJournal,
     at_once,
 )
-from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, going_away, of_unknown_outcome
+from rallypoint.rendezvous.base.errors import NotOwner, Refusal, RunBroken, draining_error, of_unknown_outcome
 from rallypoint.rendezvous.base.limits import Quota, SharedTotals
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.base.refusals import JournalFailed, StateBusy, TooManyWatchers
@@ -177,7 +177,7 @@ class FencedStateService:
             self.halt(NotOwner)
             return
         detail = str(error)
-        refusal = (lambda _: JournalFailed(detail)) if isinstance(error, Exception) else going_away
+        refusal = (lambda _: JournalFailed(detail)) if isinstance(error, Exception) else draining_error
         self._close(refusal)
         for pending in [*self._under_way, *self._take_queue()]:
             settle(pending.reply, refusal(pending.request.run_id))
@@ -272,7 +272,7 @@ class FencedStateService:
 
     async def drain(self) -> None:
         """Take no more requests, end all watches with Draining, and return when what was taken is answered."""
-        self._close(going_away)
+        self._close(draining_error)
         if self._unanswered:
             await asyncio.wait(self._unanswered)
 

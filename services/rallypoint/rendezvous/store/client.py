@@ -24,7 +24,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
-from rallypoint.rpc.replicas import Where, switchboard
+from rallypoint.rpc.replicas import Where, replica_client
 
 __all__ = ["StoreClient", "Writer"]
 
@@ -104,7 +104,7 @@ class StoreClient:
         self._writer = writer
         self._pace = pace or Pace()
         self._calls: RetryingCalls[rpc.StoreServiceAsyncStub] = RetryingCalls(
-            switchboard(where), rpc.StoreServiceStub, "store", self._pace
+            replica_client(where), rpc.StoreServiceStub, "store", self._pace
         )
 
     async def set(

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.base.entries import (
     StoreJournal,
     at_once,
 )
-from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, going_away
+from rallypoint.rendezvous.base.errors import Draining, Refusal, RunBroken, draining_error
 from rallypoint.rendezvous.base.limits import FRAME_BYTES, MAX_MULTI_BYTES, StoreLimits
 from rallypoint.rendezvous.base.ownership import CheckOwned, always_owned
 from rallypoint.rendezvous.base.refusals import AnswerTooLarge, KeyWaitTimedOut, RoundNotBegun, RoundOver
@@ -159,7 +159,7 @@ class StoreService:
         found = await self._until_present(run, round, distinct, timeout, wanted=distinct)
         by_key = dict(zip(distinct, found, strict=True))
         values = [by_key[key] for key in keys]
-        check_answer(values)
+        check_reply_size(values)
         return values
 
     async def wait(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> None:
@@ -215,7 +215,7 @@ class StoreService:
 
     async def drain(self) -> None:
         """Take no more requests, end all waiting with Draining, and return when what was taken is durable."""
-        self._closed = going_away
+        self._closed = draining_error
         for run in self._runs.values():
             run.waits.end(run.waits.rounds, Draining)
         if committing := self.committing():
@@ -263,7 +263,7 @@ class StoreService:
             del self._runs[run_id]
 
 
-def check_answer(values: Sequence[bytes]) -> None:
+def check_reply_size(values: Sequence[bytes]) -> None:
     """Check that values fit into one answer.
 
     Raises:

@@ -254,7 +254,7 @@ class TimerServicer(pb_grpc.TimerServiceServicer):
         try:
             match action.WhichOneof("action"):
                 case "acquire":
-                    _refuse_what_is_for_agents(acquire)
+                    _refuse_agent_requests(acquire)
                     name = TimerName(run_id, node_id, acquire.worker_id, acquire.scope)
                     after, elapsed = (
                         to_seconds(acquire.after, "after"),
@@ -372,7 +372,7 @@ def _lease(
     return request.lease if request.HasField("lease") else None
 
 
-def _refuse_what_is_for_agents(acquire: pb.Acquire) -> None:
+def _refuse_agent_requests(acquire: pb.Acquire) -> None:
     if acquire.sequence:
         raise InvalidField("sequence", "is for agents, and must not be set here")
     if acquire.learned_as:

@@ -248,7 +248,7 @@ class AgentConnection:
             # is not, that look may have come before. So nothing written goes unseen, and a slow agent finds one
             # message in its queue, not thousands.
             self._rung_at = now
-            self._attempt(table, link, _send_look)
+            self._attempt(table, link, _send_look_message)
         if link is not None and self._link is None and not (self._retry_at or self._closed):
             # It was lost since the last ring, and what is rung for may be the last that this process does.
             self._open(table, now)
@@ -326,5 +326,5 @@ class AgentConnection:
             self._send_changes(link)
 
 
-def _send_look(link: AgentSocket) -> None:
+def _send_look_message(link: AgentSocket) -> None:
     link.send(wire.LOOK)

@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from rallypoint.timer.worker.process import PATIENCE, ProcessTimers, TimerClient, process
 from rallypoint.timer.worker.process import process as this_process
-from rallypoint.timer.worker.scopes import CallSite, by_code, by_scope, encode, place_in, place_of
+from rallypoint.timer.worker.scopes import CallSite, by_code, by_scope, call_site_in, call_site_of, encode
 from rallypoint.timer.worker.table import SLOT_WORD, SLOT_WORDS, TableWriter
 
 # ---- What `expires` gives out: it guards a block, or each call of a function.
@@ -331,13 +331,13 @@ def expires(
         frame = _getframe(1)
         place = by_code.get(_address(frame.f_code) + frame.f_lasti)
         if place is None or place.given is not after or place.asked is not signal:
-            place = place_in(frame, after, signal)
+            place = call_site_in(frame, after, signal)
             if not place.after:
                 return learning_guard(place, client)
     else:
         place = by_scope.get(scope) if scope.__class__ is str else None
         if place is None or place.given is not after or place.asked is not signal:
-            place = place_of(scope, after, signal)
+            place = call_site_of(scope, after, signal)
             if not place.after:
                 return learning_guard(place, client)
     if client is not None:

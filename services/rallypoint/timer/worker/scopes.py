@@ -71,7 +71,7 @@ _learning_by_scope: dict[str, CallSite] = {}
 K = TypeVar("K")
 
 
-def place_in(frame: FrameType, given: object, asked: object) -> CallSite:
+def call_site_in(frame: FrameType, given: object, asked: object) -> CallSite:
     """A place whose scope is where it is, as file#line.
 
     Raises:
@@ -87,7 +87,7 @@ def place_in(frame: FrameType, given: object, asked: object) -> CallSite:
     return place
 
 
-def place_of(scope: str, given: object, asked: object) -> CallSite:
+def call_site_of(scope: str, given: object, asked: object) -> CallSite:
     """A place with a scope of its own.
 
     Raises:
