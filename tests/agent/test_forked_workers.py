@@ -20,7 +20,7 @@ from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.agent.spawner.start import start_forkserver
-from rallypoint.agent.workers.workers import WorkerProcesses
+from rallypoint.agent.workers.processes import WorkerProcesses
 from rallypoint.worker.call import load_results, save_call
 
 pytestmark = pytest.mark.integration

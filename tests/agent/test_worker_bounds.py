@@ -16,7 +16,7 @@ import pytest
 from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
-from rallypoint.agent.workers.workers import WorkerProcesses
+from rallypoint.agent.workers.processes import WorkerProcesses
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 

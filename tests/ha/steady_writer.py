@@ -7,7 +7,7 @@ from typing import Self
 
 from ha.waiting import PATIENCE
 from rallypoint.rendezvous.store.client import StoreClient
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 
 # Between two additions, seconds: one is to be under way at each trouble, not to use up the machine.
 _PAUSE = 0.01

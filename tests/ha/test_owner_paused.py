@@ -25,7 +25,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as store_grpc
 from rallypoint.rpc.errors import decode
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

@@ -22,7 +22,7 @@ from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.launcher import replicated
 from rallypoint.launcher.replicated import OwnReplica, replicated_rendezvous
 from rallypoint.launcher.run_lease import SEAT_TTL, run_lease
-from rallypoint.rendezvous.cluster import shards as hosting
+from rallypoint.rendezvous.cluster import shard_manager as hosting
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.journal import Owner

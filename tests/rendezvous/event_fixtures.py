@@ -21,7 +21,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 
 PATIENCE = 20.0
 LIMITS = RendezvousLimits(events_per_run=200, subscribers_per_run=3)

@@ -14,7 +14,7 @@ from rallypoint.rendezvous.api.service import registrations
 from rallypoint.rendezvous.base.cooperative import CooperativeRunner
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rendezvous.shard.home import SingleShardLocator
+from rallypoint.rendezvous.shard.locator import SingleShardLocator
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.errors import ServiceError

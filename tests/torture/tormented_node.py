@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rallypoint.rendezvous.client import Admitted, Event, Membership, MembershipReset
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import ClientTLS
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 
 RUN = "run-1"
 WORKERS = 2

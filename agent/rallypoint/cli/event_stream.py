@@ -13,7 +13,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, decode
-from rallypoint.rpc.replicas import ReplicaClient, ReplicaConnection
+from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 
 _PAGE = 10_000  # the most that a page may have
 # Seconds between attempts to connect: doubled from the first to the longest, each cut by a random half.

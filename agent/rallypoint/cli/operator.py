@@ -19,7 +19,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, tls_advice
 from rallypoint.rpc.loop import run
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.timer.v1 import timer_service_pb2 as timer_pb
 from rallypoint.timer.v1 import timer_service_pb2_grpc as timer_grpc
 

@@ -23,7 +23,7 @@ from rallypoint.launcher.services import embedded_timer
 from rallypoint.rendezvous.api.errors import translate as translate_rendezvous
 from rallypoint.rendezvous.api.service import open_journal, rendezvous_services
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
-from rallypoint.rendezvous.shard.home import OnlyReplica
+from rallypoint.rendezvous.shard.locator import OnlyReplica
 from rallypoint.rpc.endpoint import ClientTLS, ServerOptions, SettingError
 from rallypoint.rpc.logs import configure_logs
 from rallypoint.rpc.loop import run

@@ -46,11 +46,11 @@ from rallypoint.rpc.endpoint import (
 )
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import Server
 
 if TYPE_CHECKING:
-    from rallypoint.launcher.hosting import EmbeddedService
+    from rallypoint.launcher.embedded_service import EmbeddedService
     from rallypoint.launcher.replicated import OwnReplica
 
 
@@ -211,7 +211,7 @@ async def _meet(plan: LaunchPlan, conf: RendezvousConf, stack: AsyncExitStack) -
     _check_endpoints("--rdzv-endpoint", place.endpoint)
     if isinstance(place, ExternalService):
         return _LaunchedRendezvous(Peer(place.endpoint, plan.tls), await address(place.endpoint))
-    from rallypoint.launcher.hosting import rendezvous_at  # noqa: PLC0415
+    from rallypoint.launcher.embedded_service import rendezvous_at  # noqa: PLC0415
 
     host = await stack.enter_async_context(rendezvous_at(place, plan.tls))
     if host is None:

@@ -18,7 +18,7 @@ from rallypoint.rpc.calls import call_any
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.submission.following import Followed, RemoteAgent, labels
 from rallypoint.submission.launching import launch_everywhere
 from rallypoint.submission.output import JobStatusLines, Lines, LineSink, lost_in_words

@@ -17,7 +17,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.address import Address
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import ReplicaConnection, Where, replica_client
+from rallypoint.rpc.replica_client import ReplicaConnection, Where, replica_client
 
 # ---- What people are told of the time between two streams: once, that the rendezvous was lost, or that the run moved.
 

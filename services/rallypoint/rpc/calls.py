@@ -12,7 +12,7 @@ import grpc.aio
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import ReplicaClient, ReplicaConnection
+from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 from rallypoint.rpc.selector import ReplicaSearch
 
 _TELL_AFTER = 10.0  # seconds without an answer after which whoever reads the log is told why nothing goes on

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.health.checks import CheckContext, HealthCheck
+from rallypoint.agent.health.helper_processes import HelperProcesses
 from rallypoint.agent.health.monitor import RECENT, HostHealth
-from rallypoint.agent.health.programs import HelperProcesses
 
 PATIENCE = 30.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.agent.health import monitor
+from rallypoint.agent.health.helper_processes import HelperProcesses
 from rallypoint.agent.health.monitor import FIRST_PAUSE, LONGEST_PAUSE, await_maintenance, next_pause
-from rallypoint.agent.health.programs import HelperProcesses
 
 
 @pytest.fixture

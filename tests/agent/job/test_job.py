@@ -26,7 +26,7 @@ from rallypoint.agent.job.result import FAILED, REFUSED, SUCCEEDED, UNFIT, JobRe
 from rallypoint.agent.logs.streams import LogError, Redirect, Streams
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.workers.group import WorkerGroup
-from rallypoint.agent.workers.workers import StopReport
+from rallypoint.agent.workers.processes import StopReport
 from rallypoint.launcher.services import embedded_rendezvous, embedded_timer
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc

@@ -14,7 +14,7 @@ from rallypoint.agent.job import rendezvous as membership_module
 from rallypoint.agent.job.rendezvous import NodeMembership, sentence
 from rallypoint.agent.job.sync import Background
 from rallypoint.agent.workers.group import WorkerGroup
-from rallypoint.agent.workers.workers import StopReport
+from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
 

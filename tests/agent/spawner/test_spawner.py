@@ -21,7 +21,7 @@ WORKERS = 2
 
 AGENT = """
 import asyncio, json, os, sys
-from rallypoint.agent.workers.workers import Spawner, WorkerGroup, WorkerSpec
+from rallypoint.agent.workers.processes import Spawner, WorkerGroup, WorkerSpec
 
 def say(**what):
     print(json.dumps(what), flush=True)

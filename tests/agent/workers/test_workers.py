@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from process_probe import all_there, fresh_marker, gone, living, stubborn, until
-from rallypoint.agent.workers.workers import (
+from rallypoint.agent.workers.processes import (
     Spawner,
     SpawnError,
     StopReport,

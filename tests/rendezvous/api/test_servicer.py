@@ -23,7 +23,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Registration, Server, ServerOptions
 from rendezvous.engine_fixtures import RUN, Stage, staged
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 
 Code = grpc.StatusCode
 SERVICE = "rallypoint.rendezvous.v1.RendezvousService"

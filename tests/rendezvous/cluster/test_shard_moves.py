@@ -11,7 +11,7 @@ import pytest
 from etcd_server import NEEDS_ETCD
 from log_events import log_events
 from rallypoint.etcd.endpoint import EtcdAddress
-from rallypoint.rendezvous.cluster import moves_log
+from rallypoint.rendezvous.cluster import rebalance_log
 from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import parse_endpoint
@@ -50,8 +50,8 @@ class _Told:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> _Told:
     # A machine that stalls for a second makes two waves of one.
-    monkeypatch.setattr(moves_log, "QUIET", 3.0)
-    monkeypatch.setattr(moves_log, "LONGEST", 30.0)
+    monkeypatch.setattr(rebalance_log, "QUIET", 3.0)
+    monkeypatch.setattr(rebalance_log, "LONGEST", 30.0)
     return _Told(caplog)
 
 

@@ -23,7 +23,7 @@ from rallypoint.rendezvous.core.commands import Refused, RunNotFound
 from rallypoint.rendezvous.core.state import RunState, WorkerFailure
 from rallypoint.rendezvous.journal.journal import JournalError, Record
 from rallypoint.rendezvous.runs import run as hosted_run
-from rallypoint.rendezvous.shard.home import RunLocator
+from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.state.core import SetState
 from rallypoint.rendezvous.store.writes import Add, DeleteKey, Set

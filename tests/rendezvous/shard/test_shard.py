@@ -14,7 +14,7 @@ from rallypoint.rendezvous.base.errors import NotOwner, OutcomeUnknown
 from rallypoint.rendezvous.base.refusals import JournalFailed
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
-from rallypoint.rendezvous.shard.home import SingleShardLocator
+from rallypoint.rendezvous.shard.locator import SingleShardLocator
 from rallypoint.rendezvous.state.core import SPACE, SetState
 from rallypoint.rendezvous.store.writes import Add
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

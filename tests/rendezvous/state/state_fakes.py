@@ -14,7 +14,7 @@ from rallypoint.rendezvous.api.state_servicer import fenced_registration
 from rallypoint.rendezvous.state.core import SetState, StateLimits
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 from rendezvous.store.store_fakes import RUN, TestJournal, channel_to
 
 __all__ = [

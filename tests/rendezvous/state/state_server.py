@@ -14,7 +14,7 @@ from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.state.core import SPACE
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 
 
 async def serve(journal_path: str, endpoint: str) -> None:

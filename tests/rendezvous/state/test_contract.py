@@ -19,7 +19,7 @@ from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import SPACE, FencedState, SetOutcome
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 from rendezvous.state.state_fakes import RUN, channel_to
 
 JOURNALS: dict[str, Callable[[Path], Journal]] = {

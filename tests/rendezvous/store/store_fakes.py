@@ -17,7 +17,7 @@ from rallypoint.rendezvous.store.client import StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rpc.channel import open_channel
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 
 if TYPE_CHECKING:
     import grpc.aio

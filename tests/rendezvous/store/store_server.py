@@ -11,7 +11,7 @@ from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.serving.server import Server, ServerOptions
-from rendezvous.homes import home_of
+from rendezvous.locators import home_of
 from rendezvous.store.store_fakes import RUN
 
 

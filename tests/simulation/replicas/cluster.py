@@ -20,10 +20,10 @@ from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.ownership import MoveSettings, shard_of
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
-from rallypoint.rpc import replicas
+from rallypoint.rpc import replica_client
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import Endpoint
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 from simulation.clockwork import Process
 from simulation.cluster import Cluster
 from simulation.network import Link, Listener
@@ -237,7 +237,7 @@ class ReplicaCluster(Cluster):
                 lambda own: self.dial(_process(), _address(own._endpoint)),
             )
             patch.setattr(
-                replicas,
+                replica_client,
                 "channel_at",
                 lambda endpoint, *_: self.dial(_process(), _address(endpoint)),
             )

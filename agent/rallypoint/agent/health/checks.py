@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rallypoint.agent.config.rlimits import Quantity, QuantityError, in_words, parse_quantity
-from rallypoint.agent.health.programs import missing
+from rallypoint.agent.health.helper_processes import missing
 from rallypoint.rpc.endpoint import SettingError
 
 ENTRY_POINTS = "rallypoint.health_checks"

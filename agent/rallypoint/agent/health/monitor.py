@@ -16,13 +16,13 @@ from rallypoint.agent.config.job import JobConfig
 from rallypoint.agent.core import core
 from rallypoint.agent.hangs.diagnostics import in_background
 from rallypoint.agent.health.checks import CheckContext, HealthCheck
-from rallypoint.agent.health.programs import HelperProcesses, ProgramTimeoutError
+from rallypoint.agent.health.helper_processes import HelperProcesses, ProgramTimeoutError
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
 if TYPE_CHECKING:
-    from rallypoint.agent.health.programs import HelperProcesses
+    from rallypoint.agent.health.helper_processes import HelperProcesses
 
 _STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 # Seconds; the rendezvous service's, where a run has no other.
@@ -104,7 +104,7 @@ async def _call_back(whom: Callable[[str], None], what: Awaitable[str]) -> None:
 
 
 def _side_programs(config: JobConfig, folder: Path) -> HelperProcesses:
-    from rallypoint.agent.health.programs import HelperProcesses  # noqa: PLC0415
+    from rallypoint.agent.health.helper_processes import HelperProcesses  # noqa: PLC0415
 
     return HelperProcesses(folder, config.environment, config.working_directory)
 
@@ -129,7 +129,7 @@ def _host_health(config: JobConfig, log_dir: Path, programs: HelperProcesses) ->
 def _maintenance(
     config: JobConfig, command: tuple[str, ...], programs: HelperProcesses
 ) -> Callable[[], Awaitable[str]]:
-    from rallypoint.agent.health.programs import missing  # noqa: PLC0415
+    from rallypoint.agent.health.helper_processes import missing  # noqa: PLC0415
 
     if (why := missing(command[0], config.environment.get("PATH"))) is not None:
         raise SettingError(f"the maintenance command can't be run: {why}")

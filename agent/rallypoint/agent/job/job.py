@@ -31,7 +31,7 @@ from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.agent.workers.groups import Callbacks, GroupSettings, WorkerGroups
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 
 # Requests to stop that come within so many seconds are one. Ctrl-C may arrive twice, from the terminal and from a
 # wrapper around this program that passes it on; that must not cost the workers their checkpoints.

@@ -16,7 +16,7 @@ from rallypoint.rendezvous.client import Admitted, Event, Membership, Membership
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, tls_advice
 from rallypoint.rpc.logs import get_logger
-from rallypoint.rpc.replicas import Where
+from rallypoint.rpc.replica_client import Where
 from rallypoint.serving.requests import SENTENCE_BYTES
 
 HEARD_TIMEOUT = 1.0

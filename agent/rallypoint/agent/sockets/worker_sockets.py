@@ -17,7 +17,7 @@ from rallypoint.agent.sockets.watchdog import HostWatchdog
 from rallypoint.rendezvous.store.client import StoreClient, Writer
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import SettingError
-from rallypoint.rpc.replicas import Where
+from rallypoint.rpc.replica_client import Where
 from rallypoint.timer.client.client import NodeTimers
 
 # A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.

@@ -15,7 +15,7 @@ from rallypoint.agent.job.job import Job
 from rallypoint.agent.logs.files import LogFile, Piece
 from rallypoint.agent.logs.plan import STDERR_FILE, STDOUT_FILE
 from rallypoint.agent.logs.watch import FALLBACK_INTERVAL, FileWatch
-from rallypoint.agent.supervisor.steering import workers_of
+from rallypoint.agent.supervisor.operator_actions import workers_of
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError, invalid
 

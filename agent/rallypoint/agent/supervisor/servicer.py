@@ -14,7 +14,7 @@ from rallypoint.agent.config.settings import MOST_SECONDS
 from rallypoint.agent.job.job import Job
 from rallypoint.agent.supervisor.jobs import MOST_ENDED, Jobs, job_message, worker_message
 from rallypoint.agent.supervisor.log_stream import LOG_STREAMS, stream_logs
-from rallypoint.agent.supervisor.steering import dump_stacks, reap_worker, restart_workers
+from rallypoint.agent.supervisor.operator_actions import dump_stacks, reap_worker, restart_workers
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
 from rallypoint.agent.workers.usage import UsageMeter

@@ -37,9 +37,9 @@ from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import read_process
 from rallypoint.agent.workers.affinity import Cpus, NumaError, bind, read_topology
 from rallypoint.agent.workers.environment import worker_command, worker_environment
+from rallypoint.agent.workers.processes import StopReport, WorkerProcesses
 from rallypoint.agent.workers.signals import would_end
 from rallypoint.agent.workers.usage import worker_of
-from rallypoint.agent.workers.workers import StopReport, WorkerProcesses
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.process import STACKS_VARIABLE
 

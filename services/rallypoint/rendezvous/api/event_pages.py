@@ -17,7 +17,7 @@ from rallypoint.rendezvous.core.state import RunSettings
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.history import History
-from rallypoint.rendezvous.shard.home import RunLocator
+from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import RunsReader
 from rallypoint.rendezvous.v1 import journal_pb2
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.api.store_servicer import store_registration
 from rallypoint.rendezvous.base.errors import draining_error
 from rallypoint.rendezvous.base.limits import RendezvousLimits, StoreLimits
 from rallypoint.rendezvous.journal.journal import Journal, MemoryJournal
-from rallypoint.rendezvous.shard.home import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
+from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator, SingleShardLocator
 from rallypoint.rendezvous.shard.shard import open_shard
 from rallypoint.rendezvous.state.core import StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL

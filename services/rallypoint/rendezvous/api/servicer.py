@@ -23,7 +23,7 @@ from rallypoint.rendezvous.base.errors import Draining
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import Member
-from rallypoint.rendezvous.shard.home import ListReplicas, OnlyReplica, RunLocator
+from rallypoint.rendezvous.shard.locator import ListReplicas, OnlyReplica, RunLocator
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.errors import invalid

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from rallypoint.rendezvous.shard.home import RunLocator
+from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.state.client import check_run_id, set_state
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypedDict
 import grpc.aio
 
 from rallypoint.rendezvous.base.entries import Operation, Writer
-from rallypoint.rendezvous.shard.home import RunLocator
+from rallypoint.rendezvous.shard.locator import RunLocator
 from rallypoint.rendezvous.shard.reader import StoreReader
 from rallypoint.rendezvous.store.requests import (
     ReadRequest,

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.cluster.keys import Keys, agreed_shards
 from rallypoint.rendezvous.cluster.ownership import MoveSettings, decide
 from rallypoint.rendezvous.cluster.registering import register, wait_for_name, withdraw
-from rallypoint.rendezvous.cluster.shards import ShardManager
+from rallypoint.rendezvous.cluster.shard_manager import ShardManager
 from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.shard.shard import Shard

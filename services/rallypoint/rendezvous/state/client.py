@@ -20,7 +20,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError, decode, invalid
-from rallypoint.rpc.replicas import Where, replica_client
+from rallypoint.rpc.replica_client import Where, replica_client
 from rallypoint.serving.requests import name
 
 # ---- Requests of the fenced state: what is well formed, and what it asks for.

@@ -24,7 +24,7 @@ from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
-from rallypoint.rpc.replicas import Where, replica_client
+from rallypoint.rpc.replica_client import Where, replica_client
 
 __all__ = ["StoreClient", "Writer"]
 

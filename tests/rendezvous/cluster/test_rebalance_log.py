@@ -7,14 +7,14 @@ from collections.abc import Hashable
 
 import pytest
 
-from rallypoint.rendezvous.cluster import moves_log
-from rallypoint.rendezvous.cluster.moves_log import RebalanceBatch, RebalanceBatches
+from rallypoint.rendezvous.cluster import rebalance_log
+from rallypoint.rendezvous.cluster.rebalance_log import RebalanceBatch, RebalanceBatches
 
 
 async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it was in all; what is not alike is another wave."""
-    monkeypatch.setattr(moves_log, "QUIET", 0.05)
-    monkeypatch.setattr(moves_log, "LONGEST", 3600.0)
+    monkeypatch.setattr(rebalance_log, "QUIET", 0.05)
+    monkeypatch.setattr(rebalance_log, "LONGEST", 3600.0)
     told: asyncio.Queue[tuple[Hashable, RebalanceBatch]] = asyncio.Queue()
     both = RebalanceBatches(lambda alike, wave: told.put_nowait((alike, wave)))
     for number in range(64):
@@ -30,8 +30,8 @@ async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.Monkey
 
 
 async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves_log, "QUIET", 3600.0)
-    monkeypatch.setattr(moves_log, "LONGEST", 0.05)
+    monkeypatch.setattr(rebalance_log, "QUIET", 3600.0)
+    monkeypatch.setattr(rebalance_log, "LONGEST", 0.05)
     told: asyncio.Queue[RebalanceBatch] = asyncio.Queue()
     endless = RebalanceBatches(lambda alike, wave: told.put_nowait(wave))
     endless.add("came", runs=1)

@@ -14,8 +14,8 @@ import pytest
 
 from process_probe import until
 from rallypoint.agent.config.job import Peer
-from rallypoint.launcher import hosting
-from rallypoint.launcher.hosting import EmbeddedService, answers_calls, is_this_host, rendezvous_at
+from rallypoint.launcher import embedded_service
+from rallypoint.launcher.embedded_service import EmbeddedService, answers_calls, is_this_host, rendezvous_at
 from rallypoint.launcher.plan import Hosted
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
@@ -123,7 +123,7 @@ async def test_two_that_must_serve_at_one_place_are_told(port: int) -> None:
 
 async def test_a_port_that_is_a_strangers_is_told(stranger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked first: joining something that is no service would take a minute to fail."""
-    monkeypatch.setattr(hosting, "_ANSWER", 0.3)
+    monkeypatch.setattr(embedded_service, "_ANSWER", 0.3)
     with pytest.raises(SettingError, match="another program listens there") as caught:
         async with rendezvous_at(Hosted(stranger), None):
             pass

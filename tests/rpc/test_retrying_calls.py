@@ -13,7 +13,7 @@ from grpc import StatusCode
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 
 
 class Timeline:

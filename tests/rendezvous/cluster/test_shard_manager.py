@@ -9,7 +9,7 @@ import pytest
 
 from log_events import log_events
 from rallypoint.etcd.values import KeyValue
-from rallypoint.rendezvous.cluster import shards as hosting_module
+from rallypoint.rendezvous.cluster import shard_manager as hosting_module
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.ownership import (
     Claim,
@@ -19,7 +19,7 @@ from rallypoint.rendezvous.cluster.ownership import (
     MoveSettings,
     decide,
 )
-from rallypoint.rendezvous.cluster.shards import ShardManager
+from rallypoint.rendezvous.cluster.shard_manager import ShardManager
 from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal

@@ -17,7 +17,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as rendezvous_pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as rendezvous_grpc
 from rallypoint.rpc.calls import OUTCOME_UNKNOWN, call_any
 from rallypoint.rpc.errors import ServiceError
-from rallypoint.rpc.replicas import ReplicaClient
+from rallypoint.rpc.replica_client import ReplicaClient
 
 RENDEZVOUS_TIMEOUT = 10.0
 """Seconds in which the rendezvous service is to answer, before whoever wants a restart is told that it does not."""

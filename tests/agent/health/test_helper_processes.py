@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from process_probe import fresh_marker, gone, living, until
-from rallypoint.agent.health.programs import MOST_KEPT, HelperProcesses, ProgramTimeoutError, missing
+from rallypoint.agent.health.helper_processes import MOST_KEPT, HelperProcesses, ProgramTimeoutError, missing
 from rallypoint.agent.spawner.protocol import SpawnError
 
 PATIENCE = 30.0

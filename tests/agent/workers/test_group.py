@@ -33,7 +33,7 @@ from rallypoint.agent.spawner.spawner import read_process
 from rallypoint.agent.workers import group as crew_module
 from rallypoint.agent.workers.affinity import Cpus
 from rallypoint.agent.workers.group import WorkerGroup
-from rallypoint.agent.workers.workers import StopReport
+from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
 
 SEAT = Assignment(

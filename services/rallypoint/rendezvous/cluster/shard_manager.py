@@ -11,7 +11,6 @@ from typing import Protocol
 
 from rallypoint.etcd.errors import EtcdError
 from rallypoint.rendezvous.base.errors import NotOwner, Refusal
-from rallypoint.rendezvous.cluster.moves_log import RebalanceLog
 from rallypoint.rendezvous.cluster.ownership import (
     Claim,
     DeleteOwnerKey,
@@ -20,6 +19,7 @@ from rallypoint.rendezvous.cluster.ownership import (
     ReplicaState,
     declined_until,
 )
+from rallypoint.rendezvous.cluster.rebalance_log import RebalanceLog
 from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster
 from rallypoint.rendezvous.journal.etcd.keys import OwnedElsewhere, Owner
 from rallypoint.rendezvous.journal.journal import JournalError

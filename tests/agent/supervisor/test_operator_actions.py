@@ -10,7 +10,7 @@ import pytest
 
 from agent.fake_job import FakeJob, as_job, crew, ended, running
 from rallypoint.agent.core.core import AgentState, Workers
-from rallypoint.agent.supervisor.steering import bounded, dump_stacks, restart_workers
+from rallypoint.agent.supervisor.operator_actions import bounded, dump_stacks, restart_workers
 from rallypoint.rpc.errors import ServiceError
 
 RUNNING = AgentState(workers=Workers.RUNNING, started=3)

@@ -11,7 +11,7 @@ from process_probe import until
 from rallypoint.agent.core import core
 from rallypoint.agent.job.sync import Background
 from rallypoint.agent.workers.groups import Callbacks, WorkerGroups
-from rallypoint.agent.workers.workers import StopReport
+from rallypoint.agent.workers.processes import StopReport
 
 
 class SlowToSweep:

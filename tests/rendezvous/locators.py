@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
-from rallypoint.rendezvous.shard.home import RunLocator, SingleShardLocator
+from rallypoint.rendezvous.shard.locator import RunLocator, SingleShardLocator
 from rallypoint.rendezvous.state.service import FencedStateService
 from rallypoint.rendezvous.store.service import StoreService
 
