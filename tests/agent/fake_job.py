@@ -30,7 +30,7 @@ def config(run_id: str = "run-1", workers: int = 1) -> Any:
     )
 
 
-def crew(round_: int = 3, base_rank: int = 4, world_size: int = 8) -> Any:
+def worker_group(round_: int = 3, base_rank: int = 4, world_size: int = 8) -> Any:
     """The workers of a round."""
     seat = Assignment(round_, 1, 2, base_rank, world_size, 0, world_size, "10.0.0.1", 1234, 1)
     return SimpleNamespace(assignment=seat)
@@ -48,7 +48,7 @@ class FakeJob:
     draining: DrainNotice | None = None
     stop_reason: str = ""
     watchdog_trouble: str = ""
-    crew: Any = None
+    group: Any = None
     config: Any = field(default_factory=config)
     changed: Notifier = field(default_factory=Notifier)
     start_time: float = LAUNCHED

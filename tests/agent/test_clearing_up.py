@@ -29,9 +29,9 @@ async def main():
         folder = Path(sys.argv[1], name)
         (folder / "below").mkdir(parents=True)
         (folder / "below" / "link").symlink_to(sys.argv[2])
-        spawner.entrust(folder)
+        spawner.register_cleanup(folder)
     await spawner.spawn(WorkerSpec(0, ["sleep", "60"], dict(os.environ)), lambda how: None)
-    print(spawner._guard.pid, spawner.pid, flush=True)
+    print(spawner._handle.pid, spawner.pid, flush=True)
     while not spawner.dead:
         await asyncio.sleep(0.01)
     await spawner.close()

@@ -114,7 +114,7 @@ async def test_an_unreadable_tls_file_is_told_in_one_line(
     garbage.write_text("no certificate")
     for file, reason in ((tmp_path / "none.pem", "No such file"), (tmp_path, "directory"), (garbage, "PEM")):
         with pytest.raises(SettingError, match=f"^--tls-ca {file}.*{reason}"):
-            await launch(plan(tmp_path, place=ExternalService(taken), tls=ClientTLS(ca=file)), spawner)
+            await launch(plan(tmp_path, service=ExternalService(taken), tls=ClientTLS(ca=file)), spawner)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0"])

@@ -293,7 +293,7 @@ class World:
         place = self.core.Assignment(round_, 0, 2, 0, 4, 0, 4, "10.0.0.1", 5000, 7) if round_ else None
         passed = phase is self.core.Phase.FINAL and self.random.random() < 0.3
         settling = phase is self.core.Phase.FINAL and round_ == self.running
-        return self.core.Updated(phase, place, exit_barrier_passed=passed, settling=settling)
+        return self.core.RunUpdated(phase, place, exit_barrier_passed=passed, settling=settling)
 
     def can_happen(self, event: Any) -> bool:
         """Whether the world is so that this may be next."""
@@ -345,10 +345,10 @@ class World:
             self.check(going, "stayed when all was done")
         if self.draining and not self.running and self.state.phase is not core.Phase.CLOSED:
             self.check(going, "waits for nothing")
-        if "ReportFailure" in kinds:
+        if "SendFailure" in kinds:
             self.check(self.out or not self.draining, "a restart used up by a node that goes")
-            first = next(kind for kind in kinds if kind in ("ReportFailure", "StopWorkers"))
-            self.check(self.stopping and first == "ReportFailure", "a failure reported late")
+            first = next(kind for kind in kinds if kind in ("SendFailure", "StopWorkers"))
+            self.check(self.stopping and first == "SendFailure", "a failure reported late")
 
     def check(self, holds: bool, what: str) -> None:
         """Hold the core to an invariant; `what` is how it is broken."""
@@ -360,7 +360,7 @@ class World:
         kind = type(effect).__name__
         self.done[kind] += 1
         self.check(not self.finished, "something to do after the end")
-        if kind in ("StartWorkers", "Confirm", "Leave", "Finish"):
+        if kind in ("StartWorkers", "SendConfirm", "SendLeave", "Finish"):
             self.check(not self.running, f"{kind} while workers are alive")
         match kind:
             case "StartWorkers":
@@ -374,27 +374,27 @@ class World:
                 self.check(self.draining and bool(self.running) and not self.stopping, "a warning to nobody")
                 self.check(not self.warned, "warned twice")
                 self.warned = True
-            case "Examine":
+            case "CheckHealth":
                 self.check(self.checks and not self.running, "examined without need")
                 self.check(not self.examining, "examined twice at once")
                 self.examining = True
             case "StopWorkers":
                 self.check(bool(self.running) and not self.stopping, "a stop of nothing")
                 self.stopping = True
-            case "LookForFailures":
+            case "CollectFailures":
                 self.check(bool(self.running) and not self.stopping, "a look at nobody")
-            case "Confirm":
+            case "SendConfirm":
                 self.check(not self.unfit, "confirmed while something lives that can't be killed")
                 found = self.healthy_since == self.done["StartWorkers"]
                 self.check(found or not self.checks, "confirmed by a host that nobody has looked at")
                 self.confirmed = effect.round
-            case "ReportSuccess":
+            case "SendSuccess":
                 self.succeeded = effect.round
-            case "Depart":
+            case "SendDeparture":
                 self.check(not self.departed, "departed twice")
                 self.check(not self.left, "departed when it had left")
                 self.departed = True
-            case "Leave":
+            case "SendLeave":
                 self.check(not self.left, "left twice")
                 self.check(self.departed or self.may_go(), "left without departing, or before it might")
                 self.left = True
@@ -414,7 +414,7 @@ class World:
         for _ in range(50):
             self.happen(self.next_event())
         self.happen(self.core.MembershipEnded())
-        self.happen(self.core.WorkersGone())
+        self.happen(self.core.GroupStopped())
         self.check(self.finished == 1 and self.state.finished, "no end")
 
 
@@ -443,11 +443,11 @@ def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
     assert len(done) == len(core.Effect.__args__)
 
 
-REVERSED = 'StopWorkers("a worker failed"), ReportFailure(state.started)'
+REVERSED = 'StopWorkers("a worker failed"), SendFailure(state.started)'
 IF_OUT = "if state.out:\n        return state.detail"
 LET_GO = "let_go = state.exit_barrier_passed or state.draining is not None"
 ANY_ROUND = "let_go and state.succeeded != 0"
-BUDGET = "if state.draining is not None and not _goes(state):"
+BUDGET = "if state.draining is not None and not _is_leaving(state):"
 UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                return state, []\n            "
 
 
@@ -457,18 +457,18 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
         ("state.workers is not Workers.ABSENT:", "False:", "while workers are alive|without need"),
         ("and state.confirmed == seat.round and", "and", "not confirmed"),
         ("confirmed=0, started=0, succeeded=0", "succeeded=0", "not confirmed"),
-        ('ReportFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
-        ("[Depart(detail)]", "[]", "without departing"),
-        ("case StopRequested() if not _goes(state):", "case StopRequested():", "departed"),
-        ("case DrainOver() if not _goes(state) and", "case DrainOver() if", "departed"),
+        ('SendFailure(state.started), StopWorkers("a worker failed")', REVERSED, "reported late"),
+        ("[SendDeparture(detail)]", "[]", "without departing"),
+        ("case StopRequested() if not _is_leaving(state):", "case StopRequested():", "departed"),
+        ("case DrainOver() if not _is_leaving(state) and", "case DrainOver() if", "departed"),
         ("is not None or state.left or state.out\n", "is not None or state.out\n", "when it had left"),
         (LET_GO, "let_go = True", "before it might"),
         ("let_go and seat is not None and state.succeeded == seat.round", ANY_ROUND, "before it might"),
         (IF_OUT, IF_OUT.replace("state.out", "False"), "no end"),
         (UNLESS_RUNNING + "done", "done", "while workers are alive|without need"),
-        ("unfit = state.unfit is not None and not", "unfit = False and not", "can't be killed"),
-        ("unfit = replace(state, unfit=event.detail)", "unfit = state", "can't be killed"),
-        ("if _goes(state):\n        return unfit", "if state.out:\n        return unfit", "departed"),
+        ("unfit = state.unhealthy is not None and not", "unfit = False and not", "can't be killed"),
+        ("unfit = replace(state, unhealthy=event.detail)", "unfit = state", "can't be killed"),
+        ("if _is_leaving(state):\n        return unfit", "if state.out:\n        return unfit", "departed"),
         (
             "and state.confirmed != seat.round and fit:",
             "and state.confirmed != seat.round:",
@@ -478,7 +478,7 @@ UNLESS_RUNNING = "if state.workers is not Workers.RUNNING:\n                retu
         (BUDGET, "if False:", "a restart used up"),
         ("if state.draining is not None and _has_drained", "if False and _has_drained", "waits for nothing"),
         ("if state.workers is Workers.RUNNING else []", "if True else []", "a warning to nobody"),
-        ("not _goes(state) and state.draining is None:", "not _goes(state):", "warned twice"),
+        ("not _is_leaving(state) and state.draining is None:", "not _is_leaving(state):", "warned twice"),
     ],
 )
 def test_a_broken_core_is_caught(monkeypatch: pytest.MonkeyPatch, whole: str, broken: str, seen: str) -> None:

@@ -63,7 +63,7 @@ class News(program._AgentNotifier):
         """Nothing yet."""
         self.said: list[dict[str, Any]] = []
 
-    def say(self, **news: Any) -> None:
+    def notify(self, **news: Any) -> None:
         """As to the agent."""
         self.said.append(news)
 

@@ -21,15 +21,15 @@ WORKERS = 2
 
 AGENT = """
 import asyncio, json, os, sys
-from rallypoint.agent.workers.processes import Spawner, WorkerGroup, WorkerSpec
+from rallypoint.agent.workers.processes import Spawner, WorkerProcesses, WorkerSpec
 
 def say(**what):
     print(json.dumps(what), flush=True)
 
 async def main():
     spawner = Spawner.start(on_death=lambda: say(what="death"))
-    guard = spawner._guard.pid
-    group = WorkerGroup(spawner, lambda how: say(what="exit", rank=how.local_rank, inferred=how.inferred))
+    guard = spawner._handle.pid
+    group = WorkerProcesses(spawner, lambda how: say(what="exit", rank=how.local_rank, inferred=how.inferred))
     command = json.loads(sys.argv[1])
     await group.start([
         WorkerSpec(rank, command, {**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(int(sys.argv[2]))
@@ -192,7 +192,7 @@ child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]
 look, misses = spawner.descendants, iter(range(3))
 spawner.descendants = lambda root, keep: look(root, keep) if next(misses, None) is None else []
 assert spawner.kill_descendants(10.0) == []
-assert spawner.look_up(child.pid) is None
+assert spawner.read_process(child.pid) is None
 child.returncode = 0
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -216,13 +216,13 @@ if not parent:
     os._exit(0)
 os.waitid(os.P_PID, parent, os.WEXITED | os.WNOWAIT)
 child = int(os.read(told, 20))
-assert spawner.look_up(child).dead
+assert spawner.read_process(child).dead
 look = spawner.descendants
-seen = [spawner.Process(parent, "Z", os.getpid(), 1, 1), spawner.Process(child, "Z", parent, 1, 1)]
+seen = [spawner.ProcessStat(parent, "Z", os.getpid(), 1, 1), spawner.ProcessStat(child, "Z", parent, 1, 1)]
 looks = iter([seen])
 spawner.descendants = lambda root, keep: next(looks, None) or look(root, keep)
 assert spawner.kill_descendants(10.0, keep=lambda process: False) == []
-assert spawner.look_up(child) is None
+assert spawner.read_process(child) is None
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

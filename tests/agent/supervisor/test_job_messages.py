@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.fake_job import LAUNCHED, FakeJob, as_job, crew, ended, running
+from agent.fake_job import LAUNCHED, FakeJob, as_job, worker_group, ended, running
 from rallypoint.agent.core.core import AgentState, Phase, Workers
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.drain import DrainNotice
@@ -39,7 +39,7 @@ def test_a_job_is_told_with_its_workers() -> None:
     job = told(
         FakeJob(
             state=AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3, restart_count=2),
-            crew=crew(),
+            group=worker_group(),
             workers=[running(0), ended(1, code=0), ended(2, code=3), ended(3, signal=9)],
             log_dir=Path("/logs/run-1_x"),
         ),
@@ -125,7 +125,9 @@ def test_a_job_whose_workers_nobody_guards_says_why() -> None:
     """For programs by itself, and for people with what it does."""
     running_state = AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3)
     job = told(
-        FakeJob(state=running_state, crew=crew(), watchdog_trouble="the timer service does not answer")
+        FakeJob(
+            state=running_state, group=worker_group(), watchdog_trouble="the timer service does not answer"
+        )
     )
     assert job.watchdog_trouble == "the timer service does not answer"
     assert job.detail == "no watchdog guards the workers: the timer service does not answer"

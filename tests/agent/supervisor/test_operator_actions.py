@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent.fake_job import FakeJob, as_job, crew, ended, running
+from agent.fake_job import FakeJob, as_job, worker_group, ended, running
 from rallypoint.agent.core.core import AgentState, Workers
 from rallypoint.agent.supervisor.operator_actions import bounded, dump_stacks, restart_workers
 from rallypoint.rpc.errors import ServiceError
@@ -19,12 +19,12 @@ RUNNING = AgentState(workers=Workers.RUNNING, started=3)
 def looked_into(text: str) -> Any:
     """A crew of whose workers that is found out."""
 
-    async def look_into(local_rank: int, timeout: float) -> str:
+    async def diagnose(local_rank: int, timeout: float) -> str:
         await asyncio.sleep(0)
         return text if local_rank != 2 else ""
 
-    made = crew()
-    made.look_into = look_into
+    made = worker_group()
+    made.diagnose = diagnose
     return made
 
 
@@ -33,7 +33,7 @@ async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -
     """They share the room alike."""
     state = SimpleNamespace(evidence_timeout=0.0, run_id="run-1")
     job = FakeJob(
-        crew=looked_into("\N{SNOWMAN}" * 200_000),
+        group=looked_into("\N{SNOWMAN}" * 200_000),
         state=RUNNING,
         workers=[running(rank + 10) for rank in range(workers)],
         config=state,
@@ -46,7 +46,7 @@ async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -
 async def test_who_has_ended_has_no_stacks() -> None:
     """Neither who ended before, nor who ends while somebody looks."""
     job = FakeJob(
-        crew=looked_into("it waits"),
+        group=looked_into("it waits"),
         state=RUNNING,
         workers=[running(0), ended(1, code=0), running(2)],
         config=SimpleNamespace(evidence_timeout=2.0, run_id="run-1"),
@@ -56,7 +56,7 @@ async def test_who_has_ended_has_no_stacks() -> None:
 
 async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
     """And that is said, with where it was sought."""
-    job = FakeJob(crew=crew(), state=RUNNING)
+    job = FakeJob(group=worker_group(), state=RUNNING)
     job.config.rendezvous = SimpleNamespace(endpoint="127.0.0.1:1", tls=None)
     with pytest.raises(
         ServiceError, match=r"the rendezvous service at 127.0.0.1:1 did not take the restart"

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.fake_job import FakeJob, as_job, config, crew, ended, running
+from agent.fake_job import FakeJob, as_job, config, worker_group, ended, running
 from process_probe import PATIENCE, until
 from rallypoint.agent.core.core import AgentState, Workers
 from rallypoint.agent.job.result import JobResult
@@ -71,7 +71,7 @@ def named(run_id: str) -> FakeJob:
 
 async def test_jobs_are_told_by_name_and_all_together(agent: Agent) -> None:
     """One with its workers, all without."""
-    first = FakeJob(config=config("run-1"), crew=crew(), workers=[running(0)])
+    first = FakeJob(config=config("run-1"), group=worker_group(), workers=[running(0)])
     stub = await agent.serve(first, named("run-2"))
     job = (await stub.GetJob(pb.GetJobRequest(run_id="run-1"))).job
     assert (job.run_id, len(job.workers)) == ("run-1", 1)
@@ -148,7 +148,7 @@ async def test_readers_of_logs_leave_an_agent_the_files_that_it_needs_itself(
 async def test_workers_are_told_with_their_progress(agent: Agent) -> None:
     """Where they told any; those that ended are told with how."""
     job = FakeJob(
-        crew=crew(), workers=[running(0, pid=2**22 + 1), running(1, pid=2**22 + 2), ended(2, code=3)]
+        group=worker_group(), workers=[running(0, pid=2**22 + 1), running(1, pid=2**22 + 2), ended(2, code=3)]
     )
     stub = await agent.serve(job)
     answer = await stub.ListWorkers(pb.ListWorkersRequest())
@@ -235,7 +235,7 @@ async def test_a_name_that_no_run_can_have_is_refused(agent: Agent) -> None:
     ("job", "reason"),
     [
         (FakeJob(), "JOB_NOT_RUNNING"),
-        (FakeJob(crew=crew(), state=AgentState(workers=Workers.STOPPING)), "JOB_NOT_RUNNING"),
+        (FakeJob(group=worker_group(), state=AgentState(workers=Workers.STOPPING)), "JOB_NOT_RUNNING"),
         (FakeJob(result=JobResult(0, "done")), "JOB_ENDED"),
     ],
 )
@@ -251,7 +251,7 @@ async def test_workers_that_do_not_run_are_not_touched(agent: Agent, job: FakeJo
 async def test_a_worker_of_another_host_is_not_found(agent: Agent) -> None:
     """With the ranks that are here."""
     state = AgentState(workers=Workers.RUNNING)
-    stub = await agent.serve(FakeJob(crew=crew(), state=state, workers=[running(0), running(1)]))
+    stub = await agent.serve(FakeJob(group=worker_group(), state=state, workers=[running(0), running(1)]))
     for call in (
         stub.ReapWorker(pb.ReapWorkerRequest(rank=3)),
         stub.DumpStacks(pb.DumpStacksRequest(ranks=[4, 3])),

@@ -277,7 +277,7 @@ async def test_of_a_long_history_no_more_is_told(end: str) -> None:
         told: list[pb.WatchEventsResponse] = []
 
         class Watcher:
-            async def tell(self, response: pb.WatchEventsResponse) -> None:
+            async def send(self, response: pb.WatchEventsResponse) -> None:
                 told.append(response)
                 if end == "halt":
                     scene.shard.halt(elsewhere)

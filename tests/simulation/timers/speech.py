@@ -75,12 +75,12 @@ _speakers: dict[str, ByTable] = {}
 def simulated_links() -> Iterator[None]:
     """Has the product's uplinks connect to simulated agents."""
     module: Any = connection
-    before = module.Link
-    module.Link = lambda path, patience, opened_at: _speakers[path].open(opened_at)
+    before = module.AgentSocket
+    module.AgentSocket = lambda path, patience, opened_at: _speakers[path].open(opened_at)
     try:
         yield
     finally:
-        module.Link = before
+        module.AgentSocket = before
         _speakers.clear()
 
 

@@ -276,7 +276,7 @@ def test_places_do_not_fill_memory(watched: Watched) -> None:
         code = compile("once = expires(60)", f"<cell {number}>", "exec")
         names: dict[str, object] = {"expires": expires}
         exec(code, names)  # noqa: S102
-        assert names["once"]._place.scope == b"<cell %d>#1" % number  # type: ignore[attr-defined]
+        assert names["once"]._call_site.scope == b"<cell %d>#1" % number  # type: ignore[attr-defined]
         expires(60, f"scope {number}")
     for number in range(5_000):
         expires("auto", f"scope {number}")

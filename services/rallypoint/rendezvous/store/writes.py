@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 from zlib import crc32
 
 from rallypoint.rendezvous.base.entries import Operation, Writer, is_repetition
@@ -26,11 +26,14 @@ class Write(ABC, Generic[T_co]):
     """A write to one space.
 
     Attributes:
+        kind: The name that fingerprints are made with. Journals keep fingerprints: never change it.
         round: The space: 0 for the run's own, otherwise that of a round.
         writer_round: The round that the writer is a worker of; 0: none.
         writer: The node that it is done for; None: none.
         operation: The client's name for the write; None: a repetition is a new write.
     """
+
+    kind: ClassVar[str]
 
     round: int
     writer_round: int = 0
@@ -63,7 +66,7 @@ class Write(ABC, Generic[T_co]):
 
     def fingerprint(self) -> int:
         """Return a checksum of what is asked. It is kept in journals: a write must go on having the same."""
-        checksum = crc32(self.target().encode(), crc32(type(self).__name__.encode()))
+        checksum = crc32(self.target().encode(), crc32(self.kind.encode()))
         for part in self.content():
             checksum = crc32(part, checksum)
         return checksum
@@ -87,6 +90,8 @@ class KeyWrite(Write[T_co]):
 class Set(KeyWrite[None]):
     """Store a value."""
 
+    kind = "Set"
+
     value: bytes
 
     def content(self) -> tuple[bytes, ...]:
@@ -103,6 +108,8 @@ class Set(KeyWrite[None]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(KeyWrite[int]):
     """Add to an integer; the answer is the sum."""
+
+    kind = "Add"
 
     amount: int
 
@@ -130,6 +137,8 @@ class Add(KeyWrite[int]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append(KeyWrite[int]):
     """Add bytes to the end of a value, of nothing if the key is absent; the answer is the length."""
+
+    kind = "Append"
 
     value: bytes
 
@@ -165,6 +174,8 @@ class Comparison:
 class CompareSet(KeyWrite[Comparison]):
     """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
 
+    kind = "CompareSet"
+
     expected: bytes
     desired: bytes
 
@@ -187,6 +198,8 @@ class CompareSet(KeyWrite[Comparison]):
 class DeleteKey(KeyWrite[bool]):
     """Remove a key; the answer is whether it was there."""
 
+    kind = "Delete"
+
     def content(self) -> tuple[bytes, ...]:
         return ()
 
@@ -207,6 +220,8 @@ class MultiSet(Write[None]):
     Attributes:
         entries: Values by key; at least one.
     """
+
+    kind = "MultiSet"
 
     entries: Mapping[str, bytes]
 
