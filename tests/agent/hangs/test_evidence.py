@@ -205,7 +205,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
     def hang(_pid: int) -> None:
         release.wait(60)
 
-    monkeypatch.setattr(evidence_module, "look_at", hang)
+    monkeypatch.setattr(evidence_module, "inspect_process", hang)
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         began = time.monotonic()
@@ -238,7 +238,7 @@ async def test_a_failure_of_ours_is_a_gap_and_no_failure(
     def fail(_pid: int) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(evidence_module, "look_at", fail)
+    monkeypatch.setattr(evidence_module, "inspect_process", fail)
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         await collect_diagnostics(evidence, asked, pipe, 20.0)

@@ -301,7 +301,7 @@ async def test_what_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatc
         8: ProcessLook(8, 0.0, (Thread(8, "sh", "R"),), 1),
         **dict.fromkeys(range(9, 13)),
     }
-    monkeypatch.setattr(reaping_module, "look_at", looks.get)
+    monkeypatch.setattr(reaping_module, "inspect_process", looks.get)
     assert await describe_left([7]) == (
         "process of workers outlived SIGKILL: 7 (trainer) is in uninterruptible sleep: it waits for a disk "
         "(folio_wait_bit_common, write of /data/x (descriptor 3))"
@@ -315,7 +315,7 @@ async def test_describing_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatc
     """A look into /proc may need the very lock that the process holds."""
     release = threading.Event()
     monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
-    monkeypatch.setattr(reaping_module, "look_at", lambda _pid: release.wait(60))
+    monkeypatch.setattr(reaping_module, "inspect_process", lambda _pid: release.wait(60))
     assert await asyncio.wait_for(describe_left([7]), 20) == "process of workers outlived SIGKILL: 7"
     release.set()
 
@@ -344,7 +344,7 @@ async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.M
         dead.kill()
         asleep = ProcessLook(stuck.pid, 0.0, (Thread(stuck.pid, "sleep", "D"),), 1)
         looks = {stuck.pid: asleep}
-        monkeypatch.setattr(reaping_module, "look_at", lambda pid: looks.get(pid) or inspect_process(pid))
+        monkeypatch.setattr(reaping_module, "inspect_process", lambda pid: looks.get(pid) or inspect_process(pid))
         asyncio.get_running_loop().call_later(0.2, slow.kill)
         assert await asyncio.wait_for(survivors_of([slow.pid, stuck.pid, dead.pid]), 19) == (stuck.pid,)
         monkeypatch.setattr(reaping_module, "SLOW_DEATH", 0.05)

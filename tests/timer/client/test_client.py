@@ -290,10 +290,12 @@ async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) ->
     await eventually(lambda: "no longer holds lease 1: lease 2" in older.client.trouble)
     await eventually(lambda: len(service.watchdog.table) == 0)
     assert newer.client.trouble == ""
-    assert older.troubles == ["", older.client.trouble]
+    # On a busy machine, the first answer may be late: that is a trouble of its own, before these.
+    assert older.troubles[-2:] == ["", older.client.trouble]
+    reported = len(older.troubles)
     older.client.renew(3)
     await eventually(lambda: older.client.trouble == "" and len(service.watchdog.table) == 1)
-    assert older.troubles[2:] == [""]
+    assert older.troubles[reported:] == [""]
     await older.client.close()
     await newer.client.close()
 
