@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mortal import mortal
-from process_probe import fresh_marker, gone, wait_until
 from rallypoint.agent.spawner.client import Spawner
+from support.mortal import mortal
+from support.processes import fresh_marker, gone
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

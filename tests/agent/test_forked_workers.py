@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from agent.forked_work import work
-from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import descendants, read_process
 from rallypoint.agent.spawner.start import start_forkserver
 from rallypoint.agent.workers.processes import WorkerProcesses
 from rallypoint.worker.call import load_results, save_call
+from support.waiting import until
 
 pytestmark = pytest.mark.integration
 

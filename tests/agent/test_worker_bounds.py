@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.workers.processes import WorkerProcesses
+from support.waiting import until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 

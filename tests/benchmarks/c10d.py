@@ -11,7 +11,7 @@ from benchmarks.clients.c10d_order import C10dOrder, C10dResult
 from benchmarks.processes import BenchmarkError, DidNotFinish, client_command, driven
 from benchmarks.session import Session
 from benchmarks.trials import median
-from mortal import MORTAL_ONCE_MORE
+from support.mortal import MORTAL_ONCE_MORE
 
 # Seconds. At 256 nodes some rendezvous take 11, and some go on for ever.
 PATIENCE = 120.0

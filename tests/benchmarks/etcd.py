@@ -25,10 +25,10 @@ from benchmarks.processes import (
 )
 from benchmarks.session import Session
 from benchmarks.trials import FLOOR, in_turns, measured
-from etcd_server import ETCD, EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.values import prefix_end
+from support.etcd_server import ETCD, EtcdCluster, etcd_cluster
 
 CALLERS = (64, 256)
 NODES = (256,)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mortal import mortal
+from support.mortal import mortal
 
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
 # What is set for other programs is none of a benchmark's business.

@@ -18,7 +18,8 @@ from benchmarks import __main__ as command
 from benchmarks.figures import Figure
 from benchmarks.processes import BenchmarkError
 from benchmarks.session import Session
-from process_probe import fresh_marker, gone, wait_until
+from support.processes import fresh_marker, gone
+from support.waiting import wait_until
 
 TESTS = Path(__file__).parent.parent
 KEYS = {"name", "n", "value", "unit", "floor", "peer", "note", "ratio_to_floor", "ratio_to_peer"}

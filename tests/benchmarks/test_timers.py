@@ -15,8 +15,8 @@ from benchmarks.clients.block_costs import PACES, BlocksOrder, cost_of, costs_of
 from benchmarks.clients.timer_requests import RequestsOrder, messages
 from benchmarks.processes import BenchmarkError, running
 from benchmarks.session import Session
-from process_probe import wait_until
 from rallypoint.timer.v1 import timer_service_pb2 as pb
+from support.waiting import wait_until
 
 
 def _session(folder: Path, torch: Path | None = None) -> Session:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, refusal
-from etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster, free_port
-from mortal import mortal
 from rallypoint.rendezvous.cluster.replica import Replicas
+from support.etcd_server import NEEDS_ETCD, EtcdCluster, EtcdMember, etcd_cluster, free_port
+from support.mortal import mortal
+from support.waiting import wait_until
 
 pytestmark = [NEEDS_ETCD, pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -91,14 +91,6 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         each.process.wait()
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < PATIENCE, f"waited {PATIENCE:g} s in vain for: {what}"
-        time.sleep(0.05)
-
-
 @contextmanager
 def agent(where: Path, *endpoints: str) -> Iterator[subprocess.Popen[bytes]]:
     """An agent with two workers that end when they are told to."""
@@ -125,9 +117,9 @@ def test_an_agents_run_survives_the_death_of_its_owner(
     """SIGKILL, and a drain after it: the next one has the run each time, and no worker is started again."""
     journal = f"{etcd.url}/survival?shards=4"
     replicas = [serve(journal, "--replica-name", name) for name in "abc"]
-    until(lambda: all(each.has_logged("session with etcd") for each in replicas), "sessions")
+    wait_until(lambda: all(each.has_logged("session with etcd") for each in replicas), "sessions")
     with agent(tmp_path, *(each.address for each in replicas)) as process:
-        until(lambda: len(list(tmp_path.glob("started-*"))) == 2, "workers")
+        wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2, "workers")
         for number in (signal.SIGKILL, signal.SIGTERM):
             place = replicas[0].listed("--run", "digits")["run"]
             owner = next(each for each in replicas if each.address == place["address"])
@@ -138,9 +130,9 @@ def test_an_agents_run_survives_the_death_of_its_owner(
                 run = replicas[0].listed("--run", "digits").get("run", {})
                 return run.get("address", "") not in ("", before)
 
-            until(taken_over, "another owner")
+            wait_until(taken_over, "another owner")
         (left,) = replicas
-        until(lambda: _connected(left), "the node to be back")
+        wait_until(lambda: _connected(left), "the node to be back")
         (tmp_path / "end").touch()
         assert process.wait(timeout=PATIENCE) == 0, (tmp_path / "agent.log").read_text()
     assert sorted(path.name for path in tmp_path.glob("started-*")) == ["started-0-0", "started-1-0"]
@@ -177,7 +169,7 @@ def test_a_wrong_password_ends_it_with_a_clear_line(serve: Serve, tmp_path: Path
         assert line.startswith(f"Error: etcd://root@{cluster.endpoints}/x refuses us: ")
         assert "wrong" not in line.replace("root@", "")
         right = serve(f"etcd://root@{cluster.endpoints}/x", RALLYPOINT_ETCD_PASSWORD="right")  # noqa: S106
-        until(lambda: right.has_logged("session with etcd"), "a session with the right password")
+        wait_until(lambda: right.has_logged("session with etcd"), "a session with the right password")
 
 
 def _etcdctl(member: EtcdMember, *arguments: str) -> None:
@@ -194,7 +186,7 @@ def test_a_start_without_etcd_says_so_once_and_ends_at_ctrl_c(serve: Serve) -> N
     """It is not ready, and neither dies nor fills the log; Ctrl-C is obeyed at once."""
     process = serve(f"etcd://127.0.0.1:{free_port()}/x")
     event = "no session with etcd: runs wait until there is one"
-    until(lambda: process.has_logged(event), "a line about it")
+    wait_until(lambda: process.has_logged(event), "a line about it")
     assert process.end(signal.SIGINT) == 0
     assert [record["event"] for record in process.records()].count(event) == 1
 
@@ -205,11 +197,13 @@ def test_an_address_that_leads_others_nowhere_is_told(serve: Serve) -> None:
     event = "this replica is advertised on loopback: only clients of this machine can follow to it"
     silent = serve(journal, "--advertise", "10.0.0.7:29400")
     warned = serve(journal)
-    until(lambda: warned.has_logged(event), "a line about it")
+    wait_until(lambda: warned.has_logged(event), "a line about it")
     (record,) = (each for each in warned.records() if each["event"] == event)
     assert record["address"] == warned.address
     assert "--advertise HOST:PORT" in record["advice"]
-    until(lambda: silent.has_logged("no session with etcd: runs wait until there is one"), "a line after it")
+    wait_until(
+        lambda: silent.has_logged("no session with etcd: runs wait until there is one"), "a line after it"
+    )
     assert not silent.has_logged(event)
 
 

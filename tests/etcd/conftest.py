@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from etcd_server import ETCD, EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from serving.conftest import Certificates, make_certificates
+from support.etcd_server import ETCD, EtcdCluster, etcd_cluster
 
 
 @pytest.fixture(scope="session")

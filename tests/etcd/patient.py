@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdUnavailable
@@ -29,11 +28,3 @@ async def put(client: EtcdClient, key: bytes, value: bytes = b"") -> None:
             if time.monotonic() - began > PATIENCE:
                 raise
             await asyncio.sleep(0.05)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < PATIENCE, f"waited {PATIENCE} s in vain for: {what}"
-        await asyncio.sleep(0.01)

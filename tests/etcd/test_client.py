@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from etcd_server import EtcdCluster
 from rallypoint.etcd.client import EtcdClient, next_page_size
 from rallypoint.etcd.errors import ClientClosed, EtcdRefused, EtcdUnavailable, Reason
 from rallypoint.etcd.values import CreateRevision, Delete, Get, ModRevision, Put, Txn, prefix_end
+from support.etcd_server import EtcdCluster
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etcd_server import etcd_cluster
 from rallypoint.etcd.client import EtcdClient, check_versions
 from rallypoint.etcd.errors import (
     Compacted,
@@ -20,6 +19,7 @@ from rallypoint.etcd.errors import (
     error_for,
 )
 from rallypoint.etcd.values import Delete, Put, Txn
+from support.etcd_server import etcd_cluster
 
 pytestmark = pytest.mark.timeout(240)
 

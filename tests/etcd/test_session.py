@@ -10,9 +10,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from etcd.patient import FIRST, PATIENCE, put, until
+from etcd.patient import FIRST, PATIENCE, put
 from etcd.relay import relay_to
-from etcd_server import EtcdCluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.endpoint import parse_address
@@ -20,6 +19,8 @@ from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.loop import boot_time
+from support.etcd_server import EtcdCluster
+from support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 

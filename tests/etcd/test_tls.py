@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from etcd.patient import put
-from etcd_server import EtcdCluster, EtcdTLS, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdUnavailable
@@ -17,6 +16,7 @@ from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Put, Txn
 from rallypoint.rpc.tls import TLSFileError
 from serving.conftest import Certificates, make_certificates
+from support.etcd_server import EtcdCluster, EtcdTLS, etcd_cluster
 
 pytestmark = pytest.mark.timeout(240)
 

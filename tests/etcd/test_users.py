@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from etcd.patient import FIRST, put, until
-from etcd_server import EtcdCluster, etcd_cluster
+from etcd.patient import FIRST, put
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Put, Txn, prefix_end
+from support.etcd_server import EtcdCluster, etcd_cluster
+from support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
 

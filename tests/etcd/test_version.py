@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from etcd_server import EtcdCluster, free_port
 from rallypoint.etcd.client import (
     RECOMMENDED,
     EtcdClient,
@@ -16,6 +15,7 @@ from rallypoint.etcd.client import (
     parse_version,
 )
 from rallypoint.etcd.errors import EtcdRefused, EtcdUnavailable, Reason
+from support.etcd_server import EtcdCluster, free_port
 
 pytestmark = pytest.mark.timeout(240)
 

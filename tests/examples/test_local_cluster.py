@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from local_cluster import RENDEZVOUS, Job, LocalCluster
-from process_probe import fresh_marker, gone, living
 from programs import ClusterError, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.processes import fresh_marker, gone, living
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import programs
-from process_probe import PATIENCE, fresh_marker, gone, wait_until
 from programs import ClusterError, Deaths, Feed, Line, Program
+from support.processes import fresh_marker, gone
+from support.waiting import PATIENCE, wait_until
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from functools import cache, partial
 
 from ha.network import AGENTS, missing
 from ha.waiting import until
-from mortal import mortal
+from support.mortal import mortal
 
 _BRIDGE = "bridge"
 _TOOLS = ("ip", "iptables", "nsenter", "setpriv", "tc", "unshare")

@@ -12,7 +12,7 @@ from pathlib import Path
 from cli.cli_process import clean_environment
 from ha.network import Network
 from ha.waiting import PATIENCE
-from mortal import mortal
+from support.mortal import mortal
 
 
 class ProcessError(AssertionError):

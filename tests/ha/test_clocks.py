@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ha.clocks import BootClock, Clock, WallClock, library
-from mortal import mortal
+from support.mortal import mortal
 
 pytestmark = pytest.mark.integration
 

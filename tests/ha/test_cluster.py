@@ -17,8 +17,8 @@ from ha.etcd_gateway import EtcdSilent, ask, read
 from ha.etcd_members import CLIENT_PORT
 from ha.network import AGENTS, claim_number
 from ha.waiting import until
-from mortal import mortal
-from process_probe import fresh_marker, gone, living
+from support.mortal import mortal
+from support.processes import fresh_marker, gone, living
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(5 * PATIENCE)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from process_probe import wait_until
+from support.waiting import wait_until
 
 MOST_RUNS = 40
 MOST_NODES = 3

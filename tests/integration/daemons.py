@@ -14,10 +14,11 @@ from pathlib import Path
 import grpc
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
-from process_probe import fresh_marker, wait_until
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+from support.mortal import mortal
+from support.processes import fresh_marker
+from support.waiting import wait_until
 
 WORKER = Path(__file__).with_name("submitted_worker.py")
 PATIENCE = 60.0

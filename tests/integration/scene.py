@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from local_cluster import Job, LocalCluster, RunWatch
-from process_probe import fresh_marker, gone
 from programs import Line, Program
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.processes import fresh_marker, gone
 
 WORKER = Path(__file__).with_name("obedient_worker.py")
 RUN = "run-1"

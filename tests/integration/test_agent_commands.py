@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from integration.daemons import PATIENCE, WORKER, Cluster, Started, cluster
-from process_probe import wait_until
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
-from mortal import mortal
-from process_probe import PATIENCE, wait_until
 from rallypoint.agent.workers.affinity import bind, read_topology
+from support.mortal import mortal
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 

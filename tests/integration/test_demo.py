@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import demo
-from process_probe import fresh_marker, gone
+from support.processes import fresh_marker, gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(180)]
 

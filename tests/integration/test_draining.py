@@ -11,8 +11,8 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from integration.scene import PATIENCE, Scene, scene
-from process_probe import until
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -17,8 +17,9 @@ import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
 from integration.scene import PATIENCE, WORKER
-from process_probe import STUBBORN, all_there, fresh_marker, gone, until, wait_until
 from programs import Program
+from support.processes import STUBBORN, all_there, fresh_marker, gone
+from support.waiting import until, wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from etcd_server import EtcdCluster, EtcdTLS, etcd_cluster, free_port
-from mortal import mortal
-from process_probe import wait_until
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.values import KeyValue
 from serving.conftest import Certificates, make_certificates
+from support.etcd_server import EtcdCluster, EtcdTLS, etcd_cluster, free_port
+from support.mortal import mortal
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

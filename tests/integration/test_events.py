@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mortal import mortal
-from process_probe import wait_until
+from support.mortal import mortal
+from support.waiting import wait_until
 
 RALLYPOINT = Path(sys.executable).with_name("rallypoint")
 WORKER = Path(__file__).with_name("measuring_worker.py")

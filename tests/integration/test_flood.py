@@ -19,8 +19,8 @@ import pytest
 
 from benchmarks.clients.flooding import FloodOrder, lines
 from cli.cli_process import PATIENCE, RALLYPOINT, clean_environment
-from mortal import mortal
-from process_probe import wait_until
+from support.mortal import mortal
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint
-from mortal import mortal
-from process_probe import fresh_marker, gone, living, wait_until
+from support.mortal import mortal
+from support.processes import fresh_marker, gone, living
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

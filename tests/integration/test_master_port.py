@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
-from process_probe import wait_until
+from support.mortal import mortal
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 

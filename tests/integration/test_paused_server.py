@@ -13,8 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
 from rallypoint.rpc.channel import open_channel
+from support.mortal import mortal
 
 # gRPC's own patience, which our keep-alive is to be shorter than: 60 s beside the 10 s until it asks.
 TOO_LATE = 50.0

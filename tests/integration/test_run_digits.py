@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import run_digits
-from process_probe import fresh_marker, gone
+from support.processes import fresh_marker, gone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

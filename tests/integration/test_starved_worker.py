@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
-from small_cgroup import GLUTTON, small_cgroup
+from support.mortal import mortal
+from support.small_cgroup import GLUTTON, small_cgroup
 
 pytestmark = [
     pytest.mark.integration,

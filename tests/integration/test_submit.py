@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from integration.daemons import WORKER, Cluster, cluster, interrupt
-from process_probe import wait_until
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from serving.conftest import make_certificates
+from support.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

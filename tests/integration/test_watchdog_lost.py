@@ -14,7 +14,7 @@ import pytest
 from cli.cli_process import RALLYPOINT, clean_environment, rallypoint, service
 from integration.scene import PATIENCE, RUN
 from local_cluster import Job, LocalCluster
-from mortal import mortal
+from support.mortal import mortal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from cli.cli_process import clean_environment
 from integration.torchrun_cases import PROBE, Case
-from mortal import mortal
+from support.mortal import mortal
 
 PATIENCE = 120.0
 """Seconds that a job may take on a machine that is busy with much else."""

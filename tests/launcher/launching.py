@@ -37,7 +37,7 @@ def linger() -> None:
 
 def tree() -> None:
     """Has a child and a daemon, and ignores SIGTERM."""
-    from process_probe import STUBBORN
+    from support.processes import STUBBORN
 
     sys.argv = ["stubborn", os.environ["MARKER"], FOLDER]
     exec(STUBBORN, {})  # noqa: S102 (ours)

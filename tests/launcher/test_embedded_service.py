@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.config.job import Peer
 from rallypoint.launcher import embedded_service
 from rallypoint.launcher.embedded_service import EmbeddedService, answers_calls, is_this_host, rendezvous_at
@@ -22,6 +21,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from serving.conftest import make_certificates
+from support.waiting import until
 
 RUN = "run-1"
 

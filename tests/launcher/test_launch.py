@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.job.options import job_fields
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.launcher.launch import launch
 from rallypoint.launcher.plan import ExternalService, LaunchPlan
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from support.waiting import until
 
 
 @pytest.fixture

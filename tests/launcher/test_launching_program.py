@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mortal import mortal
-from process_probe import PATIENCE, all_there, fresh_marker, gone, wait_until
 from rallypoint.agent.spawner.spawner import descendants
+from support.mortal import mortal
+from support.processes import all_there, fresh_marker, gone
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etcd_server import EtcdCluster, etcd_cluster, free_port
-from log_events import log_events
 from rallypoint.agent.config.job import Peer
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
@@ -35,6 +33,8 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import decode
 from serving.conftest import make_certificates
+from support.etcd_server import EtcdCluster, etcd_cluster, free_port
+from support.log_events import log_events
 
 RUN = "run-1"
 PATIENCE = 60.0

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.errors import EtcdRefused
@@ -25,6 +24,7 @@ from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
+from support.etcd_server import EtcdCluster, etcd_cluster
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session
 from rallypoint.launcher.run_lease import SEATS, seat
+from support.etcd_server import EtcdCluster, etcd_cluster
 
 PATIENCE = 60.0
 

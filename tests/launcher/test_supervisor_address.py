@@ -9,8 +9,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etcd_server import free_port
-from process_probe import PATIENCE, until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
@@ -19,6 +17,8 @@ from rallypoint.launcher.plan import LaunchPlan
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from serving.conftest import make_certificates
+from support.etcd_server import free_port
+from support.waiting import PATIENCE, until
 
 WAIT = ("sh", "-c", "touch $1; exec sleep 60", "worker")
 

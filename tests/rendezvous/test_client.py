@@ -32,6 +32,7 @@ from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.serving.server import Registration, Server
 from rendezvous.cut_proxy import CutProxy
+from support.waiting import until
 
 PATIENCE = 20.0
 RUN = "run-1"
@@ -314,7 +315,7 @@ async def test_what_was_said_last_is_said_again_on_the_next_stream(
     if lost == "what was said":
         proxy.swallow()
         one.membership.confirm(1, 5000)
-        await eventually(lambda: proxy.swallowed > 0)
+        await until(lambda: proxy.swallowed > 0)
     else:
         proxy.keep_back()
         one.membership.confirm(1, 5000)
@@ -363,9 +364,9 @@ async def test_a_failure_that_is_said_again_has_grown_older(
     failure = pb.WorkerFailure(round=1, message="it broke")
     failure.age.FromMilliseconds(500)
     one.membership.report_failure(failure)
-    await eventually(lambda: proxy.swallowed > 0)
+    await until(lambda: proxy.swallowed > 0)
     said = asyncio.get_running_loop().time()
-    await eventually(lambda: asyncio.get_running_loop().time() - said >= 0.2)
+    await until(lambda: asyncio.get_running_loop().time() - said >= 0.2)
     proxy.heal()
     proxy.cut()
     await one.end()
@@ -419,7 +420,7 @@ async def test_a_leave_that_a_draining_service_did_not_take_is_said_again(
     await one.admitted()
     proxy.swallow()
     one.membership.leave("no longer needed")
-    await eventually(lambda: proxy.swallowed > 0)
+    await until(lambda: proxy.swallowed > 0)
     await service.server.drain(grace=0.1)
     await service.stop()
     proxy.heal()
@@ -661,7 +662,7 @@ async def test_a_node_with_nothing_to_say_says_that_it_is_alive(join: Callable[.
     async with AsyncExitStack() as stack:
         script = Script([lease(7)])
         one = join(await serve_script(script, stack), join_request("a"))
-        await eventually(lambda: len(script.heard) > 5)
+        await until(lambda: len(script.heard) > 5)
         assert script.heard[0].join == join_request("a")
         assert {request.WhichOneof("message") for request in script.heard[1:]} == {"heartbeat"}
         await one.close()
@@ -687,9 +688,9 @@ async def test_a_node_without_a_watchdog_says_so_at_once_and_until_it_has_one(
                 if request.WhichOneof("message") == "heartbeat"
             ]
 
-        await eventually(lambda: "the timer service does not answer" in told())
+        await until(lambda: "the timer service does not answer" in told())
         one.membership.report_watchdog("")
-        await eventually(lambda: told()[-1:] == [""])
+        await until(lambda: told()[-1:] == [""])
         await one.close()
 
 
@@ -734,10 +735,3 @@ async def test_a_service_that_goes_away_before_it_gives_a_lease_admits_nobody(
         asked = [request.WhichOneof("message") for request in script.heard]
         assert [each for each in asked if each != "heartbeat"] == ["join", "join", "resume", "resume"]
         await one.close()
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait for what no event tells of here."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)

@@ -12,7 +12,6 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from log_events import log_events
 from rallypoint.rendezvous import client
 from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.api.service import SERVICE_NAME, rendezvous_services
@@ -28,6 +27,7 @@ from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 from rallypoint.serving.server import Registration, Server
 from serving.fleet import mute, not_owner, refusing
+from support.log_events import log_events
 
 PATIENCE = 30.0
 JOIN = pb.JoinRun(

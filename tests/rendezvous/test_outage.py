@@ -7,10 +7,10 @@ import logging
 import grpc
 import pytest
 
-from log_events import log_events
 from rallypoint.rendezvous.client import Outage
 from rallypoint.rpc.errors import ServiceError
 from serving.fleet import not_owner
+from support.log_events import log_events
 
 ALL = "a:1,b:1"
 LOST = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "socket closed")

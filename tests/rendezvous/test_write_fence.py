@@ -10,7 +10,6 @@ from random import Random
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.base.entries import Operation
 from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, RoundNotBegun, RoundOver
 from rallypoint.rendezvous.core import commands
@@ -25,6 +24,7 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.journal.conftest import etcd as etcd  # noqa: PLC0414 - a fixture
 from rendezvous.journal.etcd_shelf import etcd_shelf
 from rendezvous.shard_fixtures import RUN, begun, elsewhere, idle, opened, refusal_of
+from support.etcd_server import NEEDS_ETCD
 
 # ---- one after the other, over a journal whose commits the test holds
 

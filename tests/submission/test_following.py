@@ -8,11 +8,11 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from process_probe import PATIENCE
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.backoff import Pace
 from rallypoint.submission.following import Followed, LogPieces, Lost, RemoteAgent, Retries
 from submission.fake_agents import FakeAgent, agents, gone_agent, piece, refusal
+from support.waiting import PATIENCE
 
 LAUNCH = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1"), launch_id="launch-1")
 BREAK = refusal("UNEXPECTED_ERROR", grpc.StatusCode.UNAVAILABLE)

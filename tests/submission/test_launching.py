@@ -7,11 +7,11 @@ import asyncio
 import grpc
 import pytest
 
-from process_probe import PATIENCE, until
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.backoff import Pace
 from rallypoint.submission.launching import NotLaunched, launch_everywhere
 from submission.fake_agents import agents, gone_agent, refusal
+from support.waiting import PATIENCE, until
 
 REQUEST = pb.LaunchJobRequest(spec=pb.JobSpec(run_id="run-1", command=["true"]), launch_id="launch-1")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from process_probe import PATIENCE
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.submission.session import Submission, SubmissionSession
 from submission.fake_agents import agents, piece
 from submission.test_lines import Screen
+from support.waiting import PATIENCE
 
 
 async def test_the_last_words_of_workers_are_shown_though_their_line_has_no_end() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -25,12 +24,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until it holds; the test's own timeout is what bounds it."""
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.005)
 
 
 class Service:

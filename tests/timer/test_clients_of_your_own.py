@@ -10,7 +10,7 @@ import pytest
 from rallypoint.timer import Client, TimerClient, configure, expires
 from rallypoint.timer.worker.expires import progress
 from rallypoint.timer.worker.process import SOCKET_VARIABLE, process
-from timer_agent import Agent
+from support.timer_agent import Agent
 
 
 class Recording:

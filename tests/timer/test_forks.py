@@ -13,7 +13,8 @@ import pytest
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
-from remembered_timers import RememberedTimers, eventually
+from support.remembered_timers import RememberedTimers
+from support.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -170,13 +171,13 @@ async def test_many_forks_inside_a_block(host: Host, forks: int) -> None:
     await host.run(f"FORKS = {forks}\n{FORKS}")
     await host.asked("forked")
     outliving = sorted(f"outliving {number}" for number in range(2, forks, 3))
-    await eventually(lambda: timers.scopes() == ["outer", *outliving])
+    await until(lambda: timers.scopes() == ["outer", *outliving])
     host.answer()
     await host.asked("left")
-    await eventually(lambda: timers.scopes() == outliving)
+    await until(lambda: timers.scopes() == outliving)
     host.answer()
     await host.asked("reaped")
-    await eventually(lambda: timers.scopes() == [])
+    await until(lambda: timers.scopes() == [])
     once = [scope for _, scope in timers.acquired if scope.startswith("out")]
     assert sorted(once) == sorted(["outer", *outliving]), "a timer was lost for a while, or there were two"
     host.answer()
@@ -199,10 +200,10 @@ if child == 0:
     os._exit(0)
 """)
     await host.asked("in both")
-    await eventually(lambda: host.timers.scopes() == ["child", "more", "parent"])
+    await until(lambda: host.timers.scopes() == ["child", "more", "parent"])
     host.answer()
     await host.asked("in one")
-    await eventually(lambda: "later" in host.timers.scopes())
+    await until(lambda: "later" in host.timers.scopes())
     assert host.timers.scopes() == ["later", "parent"]
     assert [scope for _, scope in host.timers.acquired].count("parent") == 1
     host.answer()
@@ -229,13 +230,13 @@ client.release("later")
 ask("in none")
 """)
     await host.asked("in both")
-    await eventually(lambda: host.timers.scopes() == ["child", "parent"])
+    await until(lambda: host.timers.scopes() == ["child", "parent"])
     host.answer()
     await host.asked("in one")
-    await eventually(lambda: host.timers.scopes() == ["later", "parent"])
+    await until(lambda: host.timers.scopes() == ["later", "parent"])
     host.answer()
     await host.asked("in none")
-    await eventually(lambda: host.timers.scopes() == [])
+    await until(lambda: host.timers.scopes() == [])
     host.answer()
     await host.done()
 
@@ -255,10 +256,10 @@ with expires(60, "parent"):
     os._exit(0)
 """)
     await host.asked("held")
-    await eventually(lambda: host.timers.scopes() == ["parent"])
+    await until(lambda: host.timers.scopes() == ["parent"])
     host.answer()
     assert await host.worker.wait() == 0
-    await eventually(lambda: host.timers.scopes() == [])
+    await until(lambda: host.timers.scopes() == [])
     assert host.worker.stdin is not None
     host.worker.stdin.close()
 
@@ -292,6 +293,6 @@ for thread in churning:
 ask("forked")
 """)
     await host.asked("forked")
-    await eventually(lambda: host.timers.scopes() == [])
+    await until(lambda: host.timers.scopes() == [])
     host.answer()
     await host.done()

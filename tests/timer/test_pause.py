@@ -16,8 +16,9 @@ import pytest
 from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTimers
 from rallypoint.timer.durations import to_duration, to_seconds
 from rallypoint.timer.v1 import timer_service_pb2 as pb
+from support.waiting import until
 
-from .conftest import Clock, Service, eventually
+from .conftest import Clock, Service
 from .scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration
@@ -95,20 +96,20 @@ async def test_a_host_that_was_paused_costs_no_worker_that_runs(service: Service
     good, bad = [await start(WORKER, path, scope) for scope in ("good", "bad")]
     timers = service.watchdog.table.timers
     try:
-        await eventually(lambda: len(service.watchdog.table) == 2)
+        await until(lambda: len(service.watchdog.table) == 2)
         for process in (agent, good, bad):
             process.send_signal(signal.SIGSTOP)
-        await eventually(lambda: all(view.offers for view in timers(service.watchdog.now())))
+        await until(lambda: all(view.offers for view in timers(service.watchdog.now())))
         for process in (agent, good, bad):
             process.send_signal(signal.SIGCONT)
         # It has heard of both, and does not obey.
-        await eventually(lambda: not any(view.offers for view in timers(service.watchdog.now())))
+        await until(lambda: not any(view.offers for view in timers(service.watchdog.now())))
         assert good.stdin is not None
         good.stdin.write(b"\n")
         assert await line_of(good) == "released"
         assert await line_of(agent) == "reaped bad"
         assert await bad.wait() == -signal.SIGKILL
-        await eventually(lambda: len(service.watchdog.table) == 0)
+        await until(lambda: len(service.watchdog.table) == 0)
         assert good.returncode is None
     finally:
         for process in (agent, good, bad):
@@ -158,7 +159,7 @@ async def test_an_expiry_in_a_pause_is_not_obeyed_but_counted_anew(
         client = NodeTimers(channel, run_id="run", node_id="a", settings=settings, clock=clock)
         client.start(reap)
         client.acquire("0@1", "s", 60.0, clock.now - 20)
-        await eventually(lambda: len(script.seen) == 1 and len(script.seen[0]) == (7 if hangs else 5))
+        await until(lambda: len(script.seen) == 1 and len(script.seen[0]) == (7 if hangs else 5))
         _, first, _, acknowledged, second, *rest = script.seen[0]
         assert acknowledged.acknowledge.expiry_id == 7
         assert second.acquire.sequence > first.acquire.sequence

@@ -14,7 +14,8 @@ import pytest
 
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerSocket
-from remembered_timers import RememberedTimers, eventually
+from support.remembered_timers import RememberedTimers
+from support.waiting import until
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
@@ -112,7 +113,7 @@ class Host:
 
     async def shows(self, *scopes: str) -> None:
         """Waits until the agent knows of these timers and no others."""
-        await eventually(lambda: self.timers.scopes() == sorted(scopes))
+        await until(lambda: self.timers.scopes() == sorted(scopes))
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ async def test_timers_are_told_with_messages(host: Host) -> None:
     assert [after for _, after, _ in host.timers.held.values()] == [60.5, 5.0]
     await host.say("acquire 1 70 train.c#12", "release 2", "release 99")
     await host.shows("train.c#12")
-    await eventually(lambda: [after for _, after, _ in host.timers.held.values()] == [70.0])
+    await until(lambda: [after for _, after, _ in host.timers.held.values()] == [70.0])
 
 
 async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
@@ -150,13 +151,13 @@ async def test_a_timer_that_learns_is_told_with_messages(host: Host) -> None:
     await host.shows("learned")
     assert host.timers.learned_as["0@1", "learned"] == "learned"
     await host.say("release 1")
-    await eventually(lambda: host.timers.completed == [("0@1", "learned")])
+    await until(lambda: host.timers.completed == [("0@1", "learned")])
 
 
 async def test_progress_is_told_with_a_message(host: Host) -> None:
     """With the step, for the worker's rank."""
     await host.say("progress 7")
-    await eventually(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 7)])
+    await until(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 7)])
 
 
 async def test_timers_are_kept_in_a_table(host: Host) -> None:
@@ -175,7 +176,7 @@ async def test_timers_are_kept_in_a_table(host: Host) -> None:
 async def test_progress_is_kept_in_a_table(host: Host) -> None:
     """As timers are."""
     await host.say("table", "table-progress 8")
-    await eventually(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 8)])
+    await until(lambda: [step[:3] for step in host.timers.steps] == [("0@1", 3, 8)])
 
 
 async def test_a_table_can_be_written_fast(host: Host) -> None:

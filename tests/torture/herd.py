@@ -15,10 +15,10 @@ from typing import TextIO
 import psutil
 
 from local_cluster import Job, LocalCluster, RunWatch
-from process_probe import until
 from programs import Program
 from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import until
 
 WORKER = Path(__file__).with_name("patient_worker.py")
 RUN = "herd"

@@ -24,11 +24,11 @@ from ha.process import HostProcess
 from ha.replicas import records
 from ha.waiting import until
 from local_cluster import RunWatch
-from process_probe import fresh_marker, living
 from rallypoint.cli.rounds import Round, rounds_of
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
+from support.processes import fresh_marker, living
 
 WORKER = Path(__file__).with_name("ring_worker.py")
 RUN = "run-1"

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS
 from serving.conftest import Certificates
+from support.mortal import mortal
 
 PATIENCE = 60.0
 """Seconds that are waited for what takes a moment on an idle machine."""

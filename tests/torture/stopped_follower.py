@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
+from support.mortal import mortal
 from torture.mortal_server import PATIENCE
 from torture.tormented_node import RUN
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from local_cluster import Job, LocalCluster
-from mortal import mortal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.mortal import mortal
 from torture.length import ordinarily
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]

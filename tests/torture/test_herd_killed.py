@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 
 from local_cluster import LocalCluster
-from process_probe import fresh_marker, gone
+from support.processes import fresh_marker, gone
 from torture.herd import Herd
 from torture.length import ordinarily
 

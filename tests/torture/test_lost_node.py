@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import clean_environment
-from mortal import mortal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.mortal import mortal
 from torture import lone_node
 from torture.chronicle import check_one_membership_a_round, read_chronicle
 from torture.crowd import Crowd, crowd, seconds

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from cli.cli_process import RALLYPOINT, clean_environment
-from mortal import mortal
-from process_probe import PATIENCE, all_there, fresh_marker, gone, living, stubborn, wait_until
 from rallypoint.agent.spawner.spawner import descendants
+from support.mortal import mortal
+from support.processes import all_there, fresh_marker, gone, living, stubborn
+from support.waiting import PATIENCE, wait_until
 from torture.length import FULL_LENGTH, ordinarily
 
 pytestmark = pytest.mark.integration

@@ -21,7 +21,7 @@ from rallypoint.agent.failures.out_of_memory import (
 )
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import WorkerExit, WorkerSpec
-from small_cgroup import GLUTTON, small_cgroup
+from support.small_cgroup import GLUTTON, small_cgroup
 
 MIB = 1 << 20
 KILLED = WorkerExit(0, 4711, None, signal.SIGKILL, at=5.0, time=1.8e9, max_rss=60 * MIB)

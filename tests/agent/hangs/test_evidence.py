@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from agent.hung_process import hung
-from process_probe import until
 from rallypoint.agent.hangs import diagnostics as evidence_module
 from rallypoint.agent.hangs.diagnostics import (
     Diagnostics,
@@ -26,6 +25,7 @@ from rallypoint.agent.hangs.diagnostics import (
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, inspect_process
 from rallypoint.agent.hangs.python_stacks import StackPipe
+from support.waiting import until
 
 HANG = HungWorker("1@3", "step", after=60.0, late_by=0.01, pid=7, cpu_seconds=10.0)
 MAIN = Thread(7, "trainer", "S", "futex_do_wait", "futex", ("futex_do_wait+0x1/0x2",), 3.0)

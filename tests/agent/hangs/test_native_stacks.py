@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 
 from agent.hung_process import STACK_SIGNAL, hung
-from process_probe import wait_until
 from rallypoint.agent.hangs.kernel_stacks import (
     MOST_THREADS,
     ProcessLook,
@@ -20,6 +19,7 @@ from rallypoint.agent.hangs.kernel_stacks import (
     inspect_process,
     render_threads,
 )
+from support.waiting import wait_until
 
 
 def look(pid: int) -> ProcessLook:

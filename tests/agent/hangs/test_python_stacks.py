@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from agent.hung_process import STACK_SIGNAL, hung
-from process_probe import until
 from rallypoint.agent.hangs import python_stacks
 from rallypoint.agent.hangs.kernel_stacks import inspect_process
 from rallypoint.agent.hangs.python_stacks import (
@@ -23,6 +22,7 @@ from rallypoint.agent.hangs.python_stacks import (
     spy,
 )
 from rallypoint.timer.worker import process as stacks
+from support.waiting import until
 
 HELPER = """\
 Thread 0x00007f16b7b7e6c0 (most recent call first):

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from agent.hung_process import hung
-from process_probe import until
 from rallypoint.agent.failures.failure import MAX_TRACEBACK, WorkerFailure
 from rallypoint.agent.hangs import diagnostics as evidence_module
 from rallypoint.agent.hangs import reaper as reaping_module
@@ -25,6 +24,7 @@ from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_sig
 from rallypoint.agent.hangs.python_stacks import StackPipe
 from rallypoint.agent.hangs.reaper import HungProcess, Reaping, describe_left, hang_message, survivors_of
 from rallypoint.agent.spawner.protocol import KillResult
+from support.waiting import until
 
 FAILURE = WorkerFailure(1, 5, "trainer", "host", 7, -9, 1.0, "killed by SIGKILL", "the last lines")
 
@@ -344,7 +344,9 @@ async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.M
         dead.kill()
         asleep = ProcessLook(stuck.pid, 0.0, (Thread(stuck.pid, "sleep", "D"),), 1)
         looks = {stuck.pid: asleep}
-        monkeypatch.setattr(reaping_module, "inspect_process", lambda pid: looks.get(pid) or inspect_process(pid))
+        monkeypatch.setattr(
+            reaping_module, "inspect_process", lambda pid: looks.get(pid) or inspect_process(pid)
+        )
         asyncio.get_running_loop().call_later(0.2, slow.kill)
         assert await asyncio.wait_for(survivors_of([slow.pid, stuck.pid, dead.pid]), 19) == (stuck.pid,)
         monkeypatch.setattr(reaping_module, "SLOW_DEATH", 0.05)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import fresh_marker, gone, living, until
 from rallypoint.agent.health.helper_processes import MOST_KEPT, HelperProcesses, ProgramTimeoutError, missing
 from rallypoint.agent.spawner.protocol import SpawnError
+from support.processes import fresh_marker, gone, living
+from support.waiting import until
 
 PATIENCE = 30.0
 

@@ -14,11 +14,11 @@ import pytest
 
 from agent.job.test_job import PATIENCE, Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
-from process_probe import until
 from rallypoint.agent.config.job import Peer
 from rallypoint.agent.job.result import SUCCEEDED, UNFIT
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.endpoint import SettingError
+from support.waiting import until
 
 
 @pytest.fixture

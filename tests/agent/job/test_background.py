@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from process_probe import until
 from rallypoint.agent.job.sync import Background
+from support.waiting import until
 
 
 async def test_what_work_raises_is_told() -> None:

@@ -15,11 +15,11 @@ import pytest
 
 from agent.job.test_job import PATIENCE, Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
-from process_probe import until
 from rallypoint.agent.core import core
 from rallypoint.agent.job.drain import Drain, all_saved
 from rallypoint.agent.job.result import SUCCEEDED, JobResult
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
+from support.waiting import until
 
 WAITS = "touch $1/started.$RANK; while [ ! -e $1/go ]; do sleep 0.02; done"
 SAVES = """

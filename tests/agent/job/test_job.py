@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from process_probe import fresh_marker, gone, living, until
 from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.agent.failures.failure import failure_to_start
 from rallypoint.agent.hangs import reaper
@@ -32,6 +31,8 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
+from support.processes import fresh_marker, gone, living
+from support.waiting import until
 
 PATIENCE = 30.0
 RUN = "run-1"

@@ -8,7 +8,6 @@ import pytest
 
 from agent.job.test_job import PATIENCE, Bench
 from agent.job.test_job import bench as bench  # noqa: PLC0414  # a fixture
-from process_probe import until
 from rallypoint.agent.core import core
 from rallypoint.agent.job import rendezvous as membership_module
 from rallypoint.agent.job.rendezvous import NodeMembership, sentence
@@ -17,6 +16,7 @@ from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.channel import open_channel
+from support.waiting import until
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.logs.follower import Console, OutputThread
 from rallypoint.agent.logs.plan import ConsoleCopy
 from rallypoint.agent.logs.streams import Streams
+from support.waiting import until
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.logs.watch import FileWatch
+from support.waiting import until
 
 
 def _opened(path: Path) -> FileIO:

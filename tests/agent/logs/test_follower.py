@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process_probe import until
 from rallypoint.agent.logs import follower as module
 from rallypoint.agent.logs.files import rotated_name
 from rallypoint.agent.logs.follower import Follower, cut
 from rallypoint.agent.logs.lines import LineFilter
 from rallypoint.agent.logs.watch import FileWatch
+from support.waiting import until
 
 
 class Collected:

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mortal import mortal
-from process_probe import PATIENCE, wait_until
 from rallypoint.agent.logs import copier as program
 from rallypoint.agent.logs.copier import bytes_to_move
 from rallypoint.agent.logs.files import LogFile, rotated_files, rotated_name
+from support.mortal import mortal
+from support.waiting import PATIENCE, wait_until
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.flooding import lines
-from mortal import mortal
-from process_probe import PATIENCE, until
 from rallypoint.agent.logs import copier
 from rallypoint.agent.logs import rotation as module
 from rallypoint.agent.logs.files import LogFile, rotated_files
 from rallypoint.agent.logs.plan import Attempt, LogDirectory
 from rallypoint.agent.logs.rotation import Rotation
 from rallypoint.agent.logs.streams import LogError, Streams
+from support.mortal import mortal
+from support.waiting import PATIENCE, until
 
 _PRINT = """
 import os, sys

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.sockets.metrics import MeasurementSocket, read_measurement
 from rallypoint.worker.metrics import METRICS_VARIABLE, Measurement
+from support.waiting import until
 
 
 def _sender(place: str) -> tuple[socket.socket, Callable[[object], None]]:

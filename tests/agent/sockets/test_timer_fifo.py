@@ -26,7 +26,8 @@ from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.agent.sockets.torch_timers import MalformedRequest, TimerFifo, TimerRequest, parse
 from rallypoint.agent.spawner.spawner import descendants
 from rallypoint.timer.worker.wire import NO_SIGNAL
-from remembered_timers import RememberedTimers, eventually
+from support.remembered_timers import RememberedTimers
+from support.waiting import until
 
 WALL = 1_700_000_000.0
 
@@ -187,12 +188,12 @@ async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
     """In the order in which it wrote; one that stays unknown is not."""
     known, host.worker = host.worker, None
     host.write(line(), line(scope_id="b"), host.release(), line(pid=1))
-    await eventually(lambda: len(host.fifo._waiting) == 4)
+    await until(lambda: len(host.fifo._waiting) == 4)
     host.worker = known
     host.fifo.introduce()
     assert host.timers.scopes() == ["b"]
     host.now += 1
-    await eventually(lambda: host.fifo._waiting == [])
+    await until(lambda: host.fifo._waiting == [])
     assert caplog.text.count("neither this worker nor a descendant of it") == 1
 
 
@@ -200,7 +201,7 @@ async def test_what_was_written_before_a_process_was_known_comes_first(host: Hos
     """Or else the start of a timer would be taken after its end, and kill a worker that is done."""
     known, host.worker = host.worker, None
     host.write(line())
-    await eventually(lambda: len(host.fifo._waiting) == 1)
+    await until(lambda: len(host.fifo._waiting) == 1)
     host.worker = known
     host.write(host.release(), line(scope_id="b"))
     host.fifo.read_requests()
@@ -219,7 +220,7 @@ async def test_only_the_worker_and_its_descendants_are_believed(
     (grandchild,) = await _children(mine.pid)
     host.write(line(scope_id="a", pid=mine.pid), line(scope_id="b", pid=grandchild))
     host.write(*[line(pid=pid) for pid in (other.pid, os.getpid(), 1, 0, -1, 2**40) for _ in range(5)])
-    await eventually(lambda: len(host.fifo._waiting) == 30)
+    await until(lambda: len(host.fifo._waiting) == 30)
     assert host.timers.scopes() == ["a", "b"]
     host.now += 1
     host.fifo.introduce()
@@ -232,7 +233,7 @@ async def test_only_the_worker_and_its_descendants_are_believed(
 
 
 async def _children(pid: int) -> list[int]:
-    await eventually(lambda: bool(descendants(pid)))
+    await until(lambda: bool(descendants(pid)))
     return [process.pid for process in descendants(pid)]
 
 
@@ -284,9 +285,9 @@ async def test_of_two_namespaces_with_the_same_number_none_is_believed(
     script = " ".join(_unshare("sleep", "60"))
     process = await asyncio.create_subprocess_exec("sh", "-c", f"{script} & {script}")
     host.worker = ("0@1", process.pid)
-    await eventually(lambda: _sleeping(process.pid) == 2)
+    await until(lambda: _sleeping(process.pid) == 2)
     host.write(line(pid=1))
-    await eventually(lambda: len(host.fifo._waiting) == 1)
+    await until(lambda: len(host.fifo._waiting) == 1)
     host.now += 1
     host.fifo.introduce()
     assert host.timers.scopes() == []

@@ -6,7 +6,7 @@ import os
 from random import Random
 
 from rallypoint.agent.sockets.timer_tables import HeldTimer, Holders, TimerLimits, _WorkerTimers
-from remembered_timers import RememberedTimers
+from support.remembered_timers import RememberedTimers
 
 PLENTY = 1024
 

@@ -18,7 +18,7 @@ from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.sockets.timers import TimerLimits, TimerSocket, TimerSocketError
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
-from remembered_timers import RememberedTimers
+from support.remembered_timers import RememberedTimers
 
 pytestmark = pytest.mark.integration
 

@@ -31,7 +31,8 @@ from rallypoint.agent.sockets.timers import TimerSocket
 from rallypoint.timer.client.client import ExpiredTimer
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import SIZE, SLOTS, TableWriter
-from remembered_timers import RememberedTimers, eventually
+from support.remembered_timers import RememberedTimers
+from support.waiting import until
 
 ADD_SEALS, SHRINK, GROW = 1033, 0x2, 0x4
 MILLISECOND = 1_000_000
@@ -206,13 +207,13 @@ async def test_all_tables_are_looked_at_without_being_asked(host: Host, process:
     tables = [host.tables.open(host.holder(), each.descriptor) for each in (process, other)]
     process.acquire(b"a")
     other.acquire(b"b")
-    await eventually(lambda: host.timers.scopes() == ["a", "b"])
+    await until(lambda: host.timers.scopes() == ["a", "b"])
     host.clock.now += 10
-    await eventually(lambda: not host.tables._watched)
+    await until(lambda: not host.tables._watched)
     process.acquire(b"c")
     tables[0].wake()
     process.acquire(b"d")
-    await eventually(lambda: host.timers.scopes() == ["a", "b", "c", "d"])
+    await until(lambda: host.timers.scopes() == ["a", "b", "c", "d"])
     for table in tables:
         table.close()
     assert host.timers.scopes() == []
@@ -403,7 +404,7 @@ async def test_a_ring_is_heard(agent: Agent, process: Process) -> None:
     """Of a process that wrote when nobody looked any more."""
     with agent.connect() as connection:
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
-        await eventually(lambda: process.table.listening[0] > 0)
+        await until(lambda: process.table.listening[0] > 0)
         (table,) = agent.socket._tables._open
         agent.socket._tables._watched.clear()
         process.acquire(b"s", since=time.monotonic())
@@ -482,7 +483,7 @@ async def test_no_descriptor_outlives_a_connection(agent: Agent, process: Proces
             connection.shutdown(socket.SHUT_WR)
             connection.setblocking(False)
             await ended(connection)
-    await eventually(lambda: open_memory() == before)
+    await until(lambda: open_memory() == before)
     os.close(unsafe)
 
 

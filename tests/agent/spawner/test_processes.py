@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from process_probe import until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError, WorkerExit, WorkerSpec
 from rallypoint.agent.spawner.spawner import descendants, read_process
+from support.waiting import until
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from process_probe import all_there, fresh_marker, gone, living, stubborn, wait_until
 from rallypoint.agent.spawner import spawner
 from rallypoint.agent.spawner.spawner import ProcessStat, descendants, kill_group, read_process
+from support.processes import all_there, fresh_marker, gone, living, stubborn
+from support.waiting import wait_until
 
 WORKERS = 2
 

@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 
-from process_probe import PATIENCE, fresh_marker, gone, until
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.supervisor.daemon import Daemon
@@ -26,6 +25,8 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
+from support.processes import fresh_marker, gone
+from support.waiting import PATIENCE, until
 
 
 class Host:

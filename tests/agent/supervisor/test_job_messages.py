@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.fake_job import LAUNCHED, FakeJob, as_job, worker_group, ended, running
+from agent.fake_job import LAUNCHED, FakeJob, as_job, ended, running, worker_group
 from rallypoint.agent.core.core import AgentState, Phase, Workers
 from rallypoint.agent.failures.failure import WorkerFailure
 from rallypoint.agent.job.drain import DrainNotice

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from agent.fake_job import FakeJob, as_job, config
-from process_probe import PATIENCE
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.logs.files import rotated_name
 from rallypoint.agent.logs.watch import FileWatch
 from rallypoint.agent.supervisor.log_stream import PIECE_BYTES, stream_logs
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.rpc.errors import ServiceError
+from support.waiting import PATIENCE
 
 OUT, ERR = pb.LOG_STREAM_STDOUT, pb.LOG_STREAM_STDERR
 

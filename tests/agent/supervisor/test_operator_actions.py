@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agent.fake_job import FakeJob, as_job, worker_group, ended, running
+from agent.fake_job import FakeJob, as_job, ended, running, worker_group
 from rallypoint.agent.core.core import AgentState, Workers
 from rallypoint.agent.supervisor.operator_actions import bounded, dump_stacks, restart_workers
 from rallypoint.rpc.errors import ServiceError

@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from agent.fake_job import FakeJob, as_job, config, worker_group, ended, running
-from process_probe import PATIENCE, until
+from agent.fake_job import FakeJob, as_job, config, ended, running, worker_group
 from rallypoint.agent.core.core import AgentState, Workers
 from rallypoint.agent.job.result import JobResult
 from rallypoint.agent.supervisor import servicer
@@ -24,6 +23,7 @@ from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ServerOptions
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server
+from support.waiting import PATIENCE, until
 
 
 class Agent:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from process_probe import until, wait_until
 from rallypoint.agent.config.job import JobConfig, Peer
 from rallypoint.agent.core.core import Assignment
 from rallypoint.agent.events.publisher import JobEvents, JobIdentity
@@ -35,6 +34,7 @@ from rallypoint.agent.workers.affinity import Cpus
 from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
 from rallypoint.rendezvous.v1.rendezvous_service_pb2 import RunSettings
+from support.waiting import until, wait_until
 
 SEAT = Assignment(
     round=3,

@@ -7,11 +7,11 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from process_probe import until
 from rallypoint.agent.core import core
 from rallypoint.agent.job.sync import Background
 from rallypoint.agent.workers.groups import Callbacks, WorkerGroups
 from rallypoint.agent.workers.processes import StopReport
+from support.waiting import until
 
 
 class SlowToSweep:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mortal import mortal
-from process_probe import until, wait_until
 from rallypoint.agent.spawner.spawner import SPAWN_MARK, ProcessStat
 from rallypoint.agent.workers.usage import UsageMeter, _owner, trees_of
+from support.mortal import mortal
+from support.waiting import until, wait_until
 
 MEBIBYTE = 1024 * 1024
 

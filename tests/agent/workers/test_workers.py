@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from process_probe import all_there, fresh_marker, gone, living, stubborn, until
 from rallypoint.agent.workers.processes import (
     Spawner,
     SpawnError,
@@ -21,6 +20,8 @@ from rallypoint.agent.workers.processes import (
     WorkerProcesses,
     WorkerSpec,
 )
+from support.processes import all_there, fresh_marker, gone, living, stubborn
+from support.waiting import until
 
 SLEEPERS = [WorkerSpec(rank, ["sleep", "60"], {"PATH": os.environ["PATH"]}) for rank in range(4)]
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from benchmarks.clients.c10d_order import C10dOrder, C10dResult
-from mortal import mortal
+from support.mortal import mortal
 
 _RUN_ID = "benchmark"
 _HOST = "127.0.0.1"

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.clients import announcing
 from benchmarks.clients.command import obey
 from benchmarks.clients.launching import with_compiled
-from mortal import mortal
+from support.mortal import mortal
 
 _START = 60.0  # seconds until all workers run
 _SETTLE = 3.0  # seconds after that until the agent is through with what a start brings

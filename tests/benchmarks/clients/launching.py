@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.clients.command import obey
-from mortal import mortal
+from support.mortal import mortal
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.clients import announcing
 from benchmarks.clients.command import obey
 from benchmarks.clients.launching import with_compiled
-from mortal import mortal
+from support.mortal import mortal
 
 _END = 15.0  # seconds that an agent may take to end
 

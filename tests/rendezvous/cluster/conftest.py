@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
+from support.etcd_server import EtcdCluster, etcd_cluster
 
 _prefixes = count()
 

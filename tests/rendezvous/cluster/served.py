@@ -25,6 +25,7 @@ from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.errors import ServiceError, decode
 from rallypoint.serving.server import Server, ServerOptions
+from support.waiting import until
 
 _T = TypeVar("_T")
 
@@ -138,14 +139,6 @@ async def served(
         replica = Served(name, services, server, channel, readiness=readiness)
         services.begin(name, server.address, replica.failures.append)
         yield replica
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < PATIENCE, f"waited {PATIENCE:g} s in vain for: {what}"
-        await asyncio.sleep(0.01)
 
 
 async def shared_out(*replicas: Served, shards: int = SHARDS) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from cli.cli_process import RALLYPOINT
-from etcd_server import NEEDS_ETCD
-from mortal import mortal
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.cluster.served import PATIENCE, refusal, run_in, served, shared_out
+from support.etcd_server import NEEDS_ETCD
+from support.mortal import mortal
 
 pytestmark = NEEDS_ETCD
 

@@ -13,14 +13,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.errors import EtcdRefused, Reason
 from rallypoint.etcd.values import Delete, Put, Txn
 from rallypoint.rendezvous.base.errors import EtcdFull
 from rallypoint.rendezvous.cluster.keys import Keys
-from rendezvous.cluster.served import PATIENCE, SHARDS, Served, refusal, run_in, served, shared_out, until
+from rendezvous.cluster.served import PATIENCE, SHARDS, Served, refusal, run_in, served, shared_out
+from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster
+from support.waiting import until
 
 pytestmark = [
     NEEDS_ETCD,

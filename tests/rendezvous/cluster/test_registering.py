@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress, parse_address
 from rallypoint.etcd.values import Delete, Put, Txn
@@ -18,6 +17,7 @@ from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.cluster.registering import wait_for_name
 from rallypoint.rendezvous.cluster.view import ReplicaRegistration
 from rallypoint.rpc.endpoint import SettingError
+from support.etcd_server import etcd_cluster
 
 PATIENCE = 60.0
 OTHERS = ReplicaRegistration("10.9.9.9:29400", "the other", 0.0, lease_ttl=0.5)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.session import Session
@@ -20,6 +19,7 @@ from rallypoint.rendezvous.cluster.lookup import RemoteReader
 from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal, JournalLocation, Owner
 from rallypoint.rendezvous.journal.journal import Recovered
 from rendezvous.turn_counter import TickingClock
+from support.etcd_server import NEEDS_ETCD
 
 pytestmark = NEEDS_ETCD
 

@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.endpoint import EtcdAddress
 from rallypoint.etcd.values import Delete, Put, Txn
@@ -36,9 +35,10 @@ from rendezvous.cluster.served import (
     run_in,
     served,
     shared_out,
-    until,
 )
 from rendezvous.cut_proxy import CutProxy
+from support.etcd_server import NEEDS_ETCD
+from support.waiting import until
 
 pytestmark = NEEDS_ETCD
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from log_events import log_events
 from rallypoint.etcd.values import KeyValue
 from rallypoint.rendezvous.cluster import shard_manager as hosting_module
 from rallypoint.rendezvous.cluster.keys import Keys
@@ -24,6 +23,7 @@ from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaR
 from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.journal import JournalError, MemoryJournal
 from rallypoint.rendezvous.shard.shard import Shard, open_shard
+from support.log_events import log_events
 
 _KEYS = Keys("/test")
 _ME = Owner("replica-0", "10.0.0.1:29400", "mine")

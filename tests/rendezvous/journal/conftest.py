@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import ETCD, EtcdCluster, etcd_cluster
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.etcd_shelf import EtcdShelf, etcd_shelf
+from support.etcd_server import ETCD, EtcdCluster, etcd_cluster
 
 
 @pytest.fixture

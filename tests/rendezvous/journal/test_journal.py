@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.journal.journal import (
     MARK,
     Checkpoint,
@@ -22,6 +21,7 @@ from rallypoint.rendezvous.journal.journal import (
 from rallypoint.rendezvous.journal.sqlite import SqliteJournal
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.etcd_shelf import etcd_shelf
+from support.etcd_server import NEEDS_ETCD
 
 Reopen = Callable[[], Awaitable[Recovered]]
 

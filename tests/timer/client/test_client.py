@@ -21,7 +21,8 @@ from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTim
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from timer.conftest import Clock, Service, eventually
+from support.waiting import until
+from timer.conftest import Clock, Service
 from timer.scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration
@@ -80,11 +81,11 @@ async def node(service: Service) -> AsyncIterator[Node]:
 async def test_what_runs_out_is_told_once_and_gone(service: Service, node: Node) -> None:
     """Acquired, run out, dealt with, acknowledged."""
     node.client.acquire("0@1", "s", 0.05)
-    await eventually(lambda: len(node.expired) == 1)
+    await until(lambda: len(node.expired) == 1)
     (expired,) = node.expired
     assert (expired.worker_id, expired.scope, expired.after) == ("0@1", "s", 0.05)
     assert expired.late_by >= 0
-    await eventually(lambda: len(service.watchdog.table) == 0)
+    await until(lambda: len(service.watchdog.table) == 0)
     assert not node.client.holds(expired)
 
 
@@ -96,17 +97,17 @@ async def test_what_is_released_is_not_told(service: Service, clock: Clock) -> N
     for scope in ("released", "again"):
         node.client.acquire("0@1", scope, 10)
     node.client.acquire("1@1", "cleared", 10)
-    await eventually(lambda: len(service.watchdog.table) == 3)
+    await until(lambda: len(service.watchdog.table) == 3)
     node.client.release("0@1", "released")
     node.client.acquire("0@1", "again", 60)
     node.client.clear("1@1")
     node.client.acquire("2@1", "late", 15)
-    await eventually(lambda: remaining(service, clock) == {"again": 60, "late": 15})
+    await until(lambda: remaining(service, clock) == {"again": 60, "late": 15})
     clock.now += 20
     service.watchdog.ring()
-    await eventually(lambda: len(node.expired) == 1)
+    await until(lambda: len(node.expired) == 1)
     assert node.expired[0].scope == "late"
-    await eventually(lambda: list(remaining(service, clock)) == ["again"])
+    await until(lambda: list(remaining(service, clock)) == ["again"])
     await node.client.close()
 
 
@@ -120,7 +121,7 @@ async def test_a_restarted_service_is_told_everything_with_the_time_that_has_pas
     node.client.acquire("0@1", "long", 60.0)
     clock.now += 10
     node.client.acquire("0@1", "short", 20.0)
-    await eventually(lambda: len(service.watchdog.table) == 2)
+    await until(lambda: len(service.watchdog.table) == 2)
     assert remaining(service, clock) == {"long": pytest.approx(50), "short": pytest.approx(20)}
     await service.server.stop()
     clock.now += 5
@@ -128,10 +129,10 @@ async def test_a_restarted_service_is_told_everything_with_the_time_that_has_pas
     node.client.acquire("0@1", "meanwhile", 3.0)
     clock.now += 5
     await service.start(clock=clock)
-    await eventually(lambda: len(node.expired) == 1)
+    await until(lambda: len(node.expired) == 1)
     assert node.expired[0].scope == "meanwhile"
     assert node.expired[0].late_by == pytest.approx(2)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     assert remaining(service, clock) == {"long": pytest.approx(40)}
     await node.client.close()
 
@@ -164,11 +165,11 @@ async def test_a_killed_service_fires_at_the_deadline_it_was_told_before(tmp_pat
         node = Node(channel)
         began = time.monotonic()
         node.client.acquire("0@1", "s", 3.0)
-        await eventually(lambda: node.client._subscribed)
+        await until(lambda: node.client._subscribed)
         process.kill()
         await process.communicate()
         process = await serve()
-        await eventually(lambda: bool(node.expired))
+        await until(lambda: bool(node.expired))
         assert time.monotonic() - began >= 3.0
         (expired,) = node.expired
         assert expired.after == 3.0
@@ -184,10 +185,10 @@ async def test_an_expiry_that_could_not_be_dealt_with_is_told_again(service: Ser
     node = Node(service.channel())
     node.answer = False
     node.client.acquire("0@1", "s", 0.01)
-    await eventually(lambda: len(node.expired) >= 2)
+    await until(lambda: len(node.expired) >= 2)
     assert len(service.watchdog.table) == 1
     node.answer = None
-    await eventually(lambda: len(service.watchdog.table) == 0)
+    await until(lambda: len(service.watchdog.table) == 0)
     await node.client.close()
 
 
@@ -195,7 +196,7 @@ async def test_one_that_raises_counts_as_dealt_with(service: Service, node: Node
     """As torch has it; the log has the traceback."""
     node.answer = ValueError("reaping failed")
     node.client.acquire("0@1", "s", 0.01)
-    await eventually(lambda: len(node.expired) == 1 and len(service.watchdog.table) == 0)
+    await until(lambda: len(node.expired) == 1 and len(service.watchdog.table) == 0)
 
 
 async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
@@ -215,14 +216,14 @@ async def test_dealing_with_an_expiry_once_at_a_time(service: Service) -> None:
     def offers() -> int:
         return sum(view.offers for view in service.watchdog.table.timers(time.monotonic()))
 
-    await eventually(lambda: offers() >= 3)
+    await until(lambda: offers() >= 3)
     client.renew(1)
-    await eventually(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [1])
+    await until(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [1])
     before = offers()
-    await eventually(lambda: offers() >= before + 3)
+    await until(lambda: offers() >= before + 3)
     assert len(calls) == 1
     go.set()
-    await eventually(lambda: len(service.watchdog.table) == 0)
+    await until(lambda: len(service.watchdog.table) == 0)
     await client.close()
 
 
@@ -231,10 +232,10 @@ async def test_a_new_lease_is_no_trouble(
 ) -> None:
     """The client subscribes anew under it at once; whoever reads the log is not sent to look at the network."""
     node.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
+    await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     node.client.renew(7)
-    await eventually(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [7])
-    await eventually(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
+    await until(lambda: [each.lease for each, _ in service.watchdog._mailboxes.values()] == [7])
+    await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
@@ -242,7 +243,7 @@ async def test_closing_tells_the_service_that_no_worker_is_left(service: Service
     """Nothing is left there to run out."""
     node.client.acquire("0@1", "s", 60.0)
     # The table alone would not do: whoever closes before the client heard of the service does not wait for it.
-    await eventually(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
+    await until(lambda: node.client._subscribed and len(service.watchdog.table) == 1)
     node.client.acquire("1@1", "s", 60.0)
     await node.client.close(grace=30)
     assert len(service.watchdog.table) == 0
@@ -267,7 +268,7 @@ async def test_a_stream_that_ends_while_it_is_closed_is_no_error(
     async def fail(call: Any) -> None:
         raise failed
 
-    await eventually(lambda: node.client._subscribed)
+    await until(lambda: node.client._subscribed)
     monkeypatch.setattr(type(node.client._call), "done_writing", fail)
     await node.client.close(grace=0.2)
     assert [record.levelname for record in caplog.records if record.levelno >= logging.ERROR] == logged
@@ -275,9 +276,9 @@ async def test_a_stream_that_ends_while_it_is_closed_is_no_error(
 
 async def test_closing_does_not_wait_for_a_service_that_is_gone(service: Service, node: Node) -> None:
     """Whatever the grace."""
-    await eventually(lambda: node.client._subscribed)
+    await until(lambda: node.client._subscribed)
     await service.server.stop()
-    await eventually(lambda: not node.client._subscribed)
+    await until(lambda: not node.client._subscribed)
     await asyncio.wait_for(node.client.close(grace=600), 30)
 
 
@@ -285,16 +286,16 @@ async def test_who_is_superseded_says_so_and_goes_on_trying(service: Service) ->
     """The older of two agents of one node takes nothing from the newer one; a newer lease helps at once."""
     older = Node(service.channel(), lease=1)
     older.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     newer = Node(service.channel(), lease=2)
-    await eventually(lambda: "no longer holds lease 1: lease 2" in older.client.trouble)
-    await eventually(lambda: len(service.watchdog.table) == 0)
+    await until(lambda: "no longer holds lease 1: lease 2" in older.client.trouble)
+    await until(lambda: len(service.watchdog.table) == 0)
     assert newer.client.trouble == ""
     # On a busy machine, the first answer may be late: that is a trouble of its own, before these.
     assert older.troubles[-2:] == ["", older.client.trouble]
     reported = len(older.troubles)
     older.client.renew(3)
-    await eventually(lambda: older.client.trouble == "" and len(service.watchdog.table) == 1)
+    await until(lambda: older.client.trouble == "" and len(service.watchdog.table) == 1)
     assert older.troubles[reported:] == [""]
     await older.client.close()
     await newer.client.close()
@@ -316,7 +317,7 @@ async def test_two_agents_of_one_node_take_turns_at_a_bounded_rate(
     script = Scripted(pushed_out)
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
-        await eventually(lambda: len(script.seen) >= 6)
+        await until(lambda: len(script.seen) >= 6)
         # 0.01, 0.02, 0.04 and then 0.05 s, of each three quarters by the jitter.
         assert all(later - former > 0.03 for former, later in pairwise(began[3:6]))
         assert f"{code.name}: another agent came" in node.troubles
@@ -327,15 +328,15 @@ async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: S
     """Static, c10d and memory rendezvous begin again from low numbers, and the service remembers high ones."""
     first = Node(service.channel(), lease=50, incarnation="first")
     first.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     second = Node(service.channel(), lease=2, incarnation="second")
     second.client.acquire("0@1", "hangs", 0.05)
-    await eventually(lambda: [each.scope for each in second.expired] == ["hangs"])
+    await until(lambda: [each.scope for each in second.expired] == ["hangs"])
     assert second.client.trouble == ""
     # The first one's agent is still there, and must not come back.
-    await eventually(lambda: "in a newer run of that name" in first.client.trouble)
+    await until(lambda: "in a newer run of that name" in first.client.trouble)
     second.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     assert [each.incarnation for each, _ in service.watchdog._mailboxes.values()] == ["second"]
     await first.client.close()
     await second.client.close()
@@ -345,12 +346,12 @@ async def test_a_service_that_does_not_answer_is_told_after_a_while(tmp_path: Pa
     """That nobody guards the workers, and once somebody does; a short break is told to nobody."""
     service = Service(tmp_path / "timer")
     node = Node(service.channel())
-    await eventually(lambda: node.troubles == ["the timer service does not answer"])
+    await until(lambda: node.troubles == ["the timer service does not answer"])
     await service.start()
-    await eventually(lambda: node.troubles[1:] == [""])
+    await until(lambda: node.troubles[1:] == [""])
     await service.server.stop()
     await service.start()
-    await eventually(lambda: bool(service.watchdog._mailboxes))
+    await until(lambda: bool(service.watchdog._mailboxes))
     assert node.client.trouble == ""
     await node.client.close()
     await service.close()
@@ -374,7 +375,7 @@ async def test_an_expiry_that_crossed_a_release_is_acknowledged_and_nobody_reape
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
         node.client.acquire("0@1", "s", 60.0)
-        await eventually(lambda: bool(script.seen) and len(script.seen[0]) == 5)
+        await until(lambda: bool(script.seen) and len(script.seen[0]) == 5)
         assert [action.acknowledge.expiry_id for action in script.seen[0][3:]] == [7, 7]
         assert node.expired == []
         await node.client.close(grace=0)
@@ -408,7 +409,7 @@ async def test_an_id_of_an_earlier_stream_is_not_acknowledged(tmp_path: Path) ->
         client = NodeTimers(channel, run_id="run", node_id="a", settings=SETTINGS)
         client.start(deal)
         client.acquire("0@1", "s", 60.0, time.monotonic() - 60)
-        await eventually(lambda: len(script.seen) > 1 and len(script.seen[1]) == 4)
+        await until(lambda: len(script.seen) > 1 and len(script.seen[1]) == 4)
         assert script.seen[1][3] == pb.SuperviseAction(release=pb.Release(worker_id="0@1", scope="s"))
         await client.close(grace=0)
 
@@ -428,7 +429,7 @@ async def test_any_other_end_of_the_stream_is_retried(tmp_path: Path) -> None:
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
         node.client.acquire("0@1", "s", 60.0)
-        await eventually(lambda: len(script.seen) >= 6)
+        await until(lambda: len(script.seen) >= 6)
         for seen in script.seen[:5]:
             assert [action.WhichOneof("action") for action in seen] == ["subscribe", "acquire", "registered"]
         await node.client.close(grace=0)
@@ -455,13 +456,13 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
     script = Scripted(nonsense, sense)
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
-        await eventually(lambda: node.client._subscribed)
+        await until(lambda: node.client._subscribed)
         assert "is no valid duration" in caplog.text
         with monkeypatch.context() as buggy:
             buggy.setattr("rallypoint.timer.client.client.action_of", fail)
             node.client.acquire("0@1", "s", 60.0)
-            await eventually(lambda: "a bug" in caplog.text)
-        await eventually(lambda: any(seen[1:2] and seen[1].HasField("acquire") for seen in script.seen))
+            await until(lambda: "a bug" in caplog.text)
+        await until(lambda: any(seen[1:2] and seen[1].HasField("acquire") for seen in script.seen))
         await node.client.close(grace=0)
 
 
@@ -472,9 +473,9 @@ async def test_a_client_waits_for_a_service_that_is_not_there_yet(
     service = Service(tmp_path / "timer")
     node = Node(service.channel())
     node.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: "no connection to the timer service" in caplog.text)
+    await until(lambda: "no connection to the timer service" in caplog.text)
     await service.start()
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     await node.client.close()
     await service.close()
     assert caplog.text.count("no connection to the timer service") == 1
@@ -487,10 +488,10 @@ async def test_time_that_passes_while_a_connection_comes_about_is_told_as_well(
     service = Service(tmp_path / "timer")
     node = Node(service.channel(), clock=clock)
     node.client.acquire("0@1", "s", 60.0)
-    await eventually(lambda: "the timer service does not answer" in caplog.text)
+    await until(lambda: "the timer service does not answer" in caplog.text)
     clock.now += 45
     await service.start(clock=clock)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     assert remaining(service, clock) == {"s": pytest.approx(15)}
     await node.client.close()
     await service.close()

@@ -14,7 +14,8 @@ from rallypoint.timer.client.client import ClientSettings, ExpiredTimer, NodeTim
 from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from timer.conftest import Clock, Service, eventually
+from support.waiting import until
+from timer.conftest import Clock, Service
 from timer.scripted import Scripted, listen, serving
 
 pytestmark = pytest.mark.integration
@@ -73,7 +74,7 @@ async def test_what_workers_do_is_told(tmp_path: Path, clock: Clock) -> None:
         node.client.observe("s", 4, 1.5)
         node.client.observe("s", 1, 2.5)
         node.client.progress("0@1", 6, 1000, clock.now - 1)
-        await eventually(lambda: len(script.seen) == 1 and len(script.seen[0]) >= 6)
+        await until(lambda: len(script.seen) == 1 and len(script.seen[0]) >= 6)
         assert script.seen[0][:6] == [
             pb.SuperviseAction(
                 subscribe=pb.Subscribe(run_id="run", node_id="a", stall_after=to_duration(90.0))
@@ -112,7 +113,7 @@ async def test_what_the_service_learned_is_brought_to_the_next(tmp_path: Path, c
     async with serving(script, tmp_path) as channel:
         node = Node(channel, clock)
         node.client.progress("0@1", 6, 1, clock.now)
-        await eventually(lambda: len(script.seen) == 2 and len(script.seen[1]) == 4)
+        await until(lambda: len(script.seen) == 2 and len(script.seen[1]) == 4)
         assert kinds(script.seen[1]) == ["subscribe", "learned", "progress", "registered"]
         assert script.seen[1][1].learned == pb.Learned(scope="s", count=40, longest=to_duration(2.5))
         assert node.forgotten == ["t"]
@@ -146,7 +147,7 @@ async def test_a_learned_expiry_says_what_it_was_learned_from(tmp_path: Path, cl
     async with serving(script, tmp_path) as channel:
         node = Node(channel, clock)
         node.client.acquire("0@1", "s", 0.0, clock.now - 8, "s")
-        await eventually(lambda: bool(node.expired))
+        await until(lambda: bool(node.expired))
         (expired,) = node.expired
         assert (expired.after, expired.learned_from) == (7.5, 30)
         # The longer one had not run out by this agent's own watch.
@@ -174,7 +175,7 @@ async def test_a_run_that_stalls_is_in_the_agents_log(
     with caplog.at_level("INFO"):
         async with serving(script, tmp_path) as channel:
             node = Node(channel, clock)
-            await eventually(lambda: "advance again" in caplog.text)
+            await until(lambda: "advance again" in caplog.text)
             await node.client.close(grace=0)
     (told,) = [record for record in caplog.records if "no worker of the run advances" in record.getMessage()]
     assert told.levelname == "WARNING"
@@ -199,7 +200,7 @@ async def test_that_timers_are_refused_is_logged_once_for_each_worker_and_reason
     script = Scripted(stream)
     async with serving(script, tmp_path) as channel:
         node = Node(channel, clock)
-        await eventually(lambda: caplog.text.count("timers of a worker are refused") == 8)
+        await until(lambda: caplog.text.count("timers of a worker are refused") == 8)
         await node.client.close(grace=0)
     assert "s0" in caplog.text
     assert "s1" not in caplog.text
@@ -219,27 +220,27 @@ async def test_a_hang_is_found_by_what_was_learned(service: Service) -> None:
     node = Node(service.channel(), time.monotonic)
     node.client.acquire("0@1", "s", 0.0, learned_as="s")
     node.client.observe("s", 2, 0.01)
-    await eventually(lambda: len(service.watchdog.table) == 1)
+    await until(lambda: len(service.watchdog.table) == 1)
     assert node.expired == []
     node.client.observe("s", 1, 0.1)
-    await eventually(lambda: len(node.expired) == 1)
+    await until(lambda: len(node.expired) == 1)
     (expired,) = node.expired
     assert (expired.scope, expired.learned_from) == ("s", 3)
     assert expired.after == pytest.approx(0.2)
-    await eventually(lambda: len(service.watchdog.table) == 0)
-    await eventually(lambda: bool(node.client._mirror._lessons))
+    await until(lambda: len(service.watchdog.table) == 0)
+    await until(lambda: bool(node.client._mirror._lessons))
 
     await service.server.stop()
     await service.start(settings)
     node.client.acquire("0@1", "again", 0.0, learned_as="s")
-    await eventually(lambda: len(node.expired) == 2)
+    await until(lambda: len(node.expired) == 2)
     assert await scopes(service) == {"s": 3}
 
     await service.stub().ForgetScopes(pb.ForgetScopesRequest(run_id="run", scope="s"))
-    await eventually(lambda: node.forgotten == ["s"])
+    await until(lambda: node.forgotten == ["s"])
     await service.server.stop()
     await service.start(settings)
-    await eventually(lambda: node.client._subscribed)
+    await until(lambda: node.client._subscribed)
     assert await scopes(service) == {}
     await node.client.close()
 
@@ -249,7 +250,7 @@ async def test_progress_is_brought_to_the_next_service(service: Service) -> None
     node = Node(service.channel(), time.monotonic)
     node.client.progress("0@1", 6, 1000, time.monotonic() - 100)
     for _ in range(2):
-        await eventually(lambda: node.client._subscribed)
+        await until(lambda: node.client._subscribed)
         answer = pb.GetProgressResponse()
         while not answer.slowest:
             answer = await service.stub().GetProgress(pb.GetProgressRequest(run_id="run"))
@@ -257,6 +258,6 @@ async def test_progress_is_brought_to_the_next_service(service: Service) -> None
         assert (worker.node_id, worker.worker_id, worker.rank, worker.step) == ("a", "0@1", 6, 1000)
         assert 100 <= worker.idle.seconds < 160
         await service.server.stop()
-        await eventually(lambda: not node.client._subscribed)
+        await until(lambda: not node.client._subscribed)
         await service.start()
     await node.client.close()

@@ -9,7 +9,8 @@ import pytest
 
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.timer.client.pacing import Watch
-from timer.conftest import Clock, eventually
+from support.waiting import until
+from timer.conftest import Clock
 
 LAG = LagSettings(tolerance=0.1, pulse=0.25, settle=1.0)
 
@@ -67,7 +68,7 @@ async def test_a_pause_does_not_count(watch: Watch, clock: Clock, told: Told) ->
 async def test_the_pulse_notices_a_pause_by_itself(watch: Watch, clock: Clock, told: Told) -> None:
     """Nobody needs to ask."""
     clock.now += 20
-    await eventually(lambda: bool(told.pauses))
+    await until(lambda: bool(told.pauses))
 
 
 async def test_what_began_before_a_pause_is_as_old_as_was_watched(watch: Watch, clock: Clock) -> None:

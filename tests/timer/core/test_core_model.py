@@ -32,7 +32,7 @@ from rallypoint.timer.core.values import (
     TimerState,
     TooMany,
 )
-from timer_model import ROUNDING, SETTINGS, Held, Known, Model, Place
+from support.timer_model import ROUNDING, SETTINGS, Held, Known, Model, Place
 
 
 def eighths(least: int, most: int) -> st.SearchStrategy[float]:

@@ -13,7 +13,7 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.timer.core.values import Learned, TimerSettings
 from rallypoint.timer.server.learned import LearnedFile, LearnedKeeper, LearnedRun, keep_learned
 from rallypoint.timer.server.watchdog import Watchdog
-from timer.conftest import eventually
+from support.waiting import until
 
 SOON = 0.01
 
@@ -73,7 +73,7 @@ async def test_what_is_learned_together_is_written_together(path: Path) -> None:
         subscription, _ = watchdog.subscribe("run", "a", 0)
         for _ in range(1000):
             watchdog.observe(subscription, "step", 1, 1.5)
-        await eventually(lambda: bool(file.written))
+        await until(lambda: bool(file.written))
     assert file.written == [{"run/step": 1000}]
     assert threading.get_ident() not in file.threads
 
@@ -96,7 +96,7 @@ async def test_the_end_writes_what_is_not_written_yet(path: Path) -> None:
     async with keep_learned(watchdog, file, SOON):
         file.let_go.clear()
         observe(watchdog, "step", 6)
-        await eventually(lambda: file.attempts == 1)
+        await until(lambda: file.attempts == 1)
         observe(watchdog, "step", 7)
         file.let_go.set()
     assert file.written[-1] == {"run/step": 18}
@@ -109,7 +109,7 @@ async def test_what_is_forgotten_is_written_at_once(path: Path) -> None:
         observe(watchdog, "step", 5)
         observe(watchdog, "load", 5)
         watchdog.forget_scopes("run", "step")
-        await eventually(lambda: bool(file.written))
+        await until(lambda: bool(file.written))
         assert file.written == [{"run/load": 5}]
 
 
@@ -119,11 +119,11 @@ async def test_a_slow_disk_holds_nobody_up(path: Path) -> None:
     async with keep_learned(watchdog, file, SOON):
         file.let_go.clear()
         observe(watchdog, "step", 1)
-        await eventually(lambda: file.attempts == 1)
+        await until(lambda: file.attempts == 1)
         observe(watchdog, "step", 1)
         assert watchdog.table.learned_of("run") == [Learned("step", 2, 1.5)]
         file.let_go.set()
-        await eventually(lambda: file.written[-1:] == [{"run/step": 2}])
+        await until(lambda: file.written[-1:] == [{"run/step": 2}])
 
 
 async def test_a_broken_disk_is_logged_once_and_tried_again(
@@ -135,11 +135,11 @@ async def test_a_broken_disk_is_logged_once_and_tried_again(
     async with keep_learned(watchdog, file, SOON):
         file.broken = True
         observe(watchdog, "step", 9)
-        await eventually(lambda: file.attempts >= 3)
+        await until(lambda: file.attempts >= 3)
         assert caplog.text.count("can't keep what was learned") == 1
         assert "No space left on device" in caplog.text
         file.broken = False
-        await eventually(lambda: file.written == [{"run/step": 9}])
+        await until(lambda: file.written == [{"run/step": 9}])
     assert "what was learned is kept again" in caplog.text
 
 
@@ -149,7 +149,7 @@ async def test_a_disk_that_is_broken_at_the_end_lets_the_service_end(path: Path)
     async with keep_learned(watchdog, file, SOON):
         file.broken = True
         observe(watchdog, "step", 9)
-        await eventually(lambda: file.attempts >= 1)
+        await until(lambda: file.attempts >= 1)
     async with keep_learned(Watchdog(), LearnedFile(path), SOON):
         pass
 

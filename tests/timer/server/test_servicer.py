@@ -14,7 +14,8 @@ from rallypoint.timer.core.values import TimerState
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from timer.conftest import Service, eventually
+from support.waiting import until
+from timer.conftest import Service
 from timer.random_messages import random_message
 from timer.streams import Stream, acquire, act, error_of, subscribe
 
@@ -26,7 +27,7 @@ async def test_single_calls(service: Service) -> None:
     stub = service.stub()
     timer: dict[str, Any] = {"run_id": "run", "node_id": "a", "worker_id": "0@1", "scope": "s"}
     await stub.AcquireTimer(pb.AcquireTimerRequest(**timer, after=to_duration(0.02)))
-    await eventually(lambda: next(service.watchdog.table.timers(0.0)).state.name == "UNCLAIMED")
+    await until(lambda: next(service.watchdog.table.timers(0.0)).state.name == "UNCLAIMED")
     (listed,) = (await stub.ListTimers(pb.ListTimersRequest(run_id="run"))).timers
     assert (listed.scope, listed.state, listed.offers) == ("s", pb.TIMER_STATE_UNCLAIMED, 0)
     assert listed.remaining.ToNanoseconds() < 0
@@ -222,7 +223,7 @@ async def test_timers_are_listed_by_state(service: Service) -> None:
         return [timer.scope for timer in answer.timers]
 
     unclaimed = frozenset({TimerState.UNCLAIMED})
-    await eventually(lambda: any(service.watchdog.table.timers(0.0, states=unclaimed)))
+    await until(lambda: any(service.watchdog.table.timers(0.0, states=unclaimed)))
     assert await scopes(pb.TIMER_STATE_UNCLAIMED) == ["unclaimed"]
     assert await scopes(pb.TIMER_STATE_COUNTING) == ["counting"]
     assert await scopes(pb.TIMER_STATE_OFFERED, pb.TIMER_STATE_UNCLAIMED) == ["offered", "unclaimed"]

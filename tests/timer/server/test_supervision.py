@@ -14,7 +14,8 @@ from rallypoint.timer.core.values import TimerSettings
 from rallypoint.timer.durations import to_duration
 from rallypoint.timer.server.servicer import MAX_ACTIONS
 from rallypoint.timer.v1 import timer_service_pb2 as pb
-from timer.conftest import Service, eventually
+from support.waiting import until
+from timer.conftest import Service
 from timer.random_messages import random_message
 from timer.streams import Stream, acquire, act, error_of, subscribe
 
@@ -38,7 +39,7 @@ async def test_an_expiry_is_pushed_and_pushed_again_until_acknowledged(quick: Se
     while (expired := await stream.next()).scope == "s":
         assert expired.expiry_id == first.expiry_id
     await stream.send(act(acknowledge=pb.Acknowledge(expiry_id=expired.expiry_id)))
-    await eventually(lambda: len(quick.watchdog.table) == 0)
+    await until(lambda: len(quick.watchdog.table) == 0)
 
 
 async def test_what_is_released_or_cleared_does_not_run_out(quick: Service) -> None:
@@ -63,7 +64,7 @@ async def test_registered_drops_what_the_stream_did_not_name(quick: Service) -> 
     """What an earlier stream acquired and this one has not is gone; what a single call acquired stays."""
     earlier, stub = Stream(quick), quick.stub()
     await earlier.send(subscribe(), acquire("kept", 60, 1), acquire("gone", 60, 2))
-    await eventually(lambda: len(quick.watchdog.table) == 2)
+    await until(lambda: len(quick.watchdog.table) == 2)
     await stub.AcquireTimer(
         pb.AcquireTimerRequest(
             run_id="run", node_id="a", worker_id="0@1", scope="call", after=to_duration(60)
@@ -72,7 +73,7 @@ async def test_registered_drops_what_the_stream_did_not_name(quick: Service) -> 
     later = Stream(quick)
     await later.send(subscribe(), acquire("kept", 60, 1), act(registered=pb.Registered()))
     await later.next()
-    await eventually(lambda: len(quick.watchdog.table) == 2)
+    await until(lambda: len(quick.watchdog.table) == 2)
     listed = await stub.ListTimers(pb.ListTimersRequest())
     assert [timer.scope for timer in listed.timers] == ["call", "kept"]
 

@@ -10,7 +10,8 @@ from rallypoint.timer.core.progress import Stall
 from rallypoint.timer.core.values import Learned, StreamReplaced, Subscription, TimerName, TimerSettings
 from rallypoint.timer.server.outbox import Outbox, OutboxBatch
 from rallypoint.timer.server.watchdog import Watchdog
-from timer.conftest import Clock, eventually
+from support.waiting import until
+from timer.conftest import Clock
 
 NAME = TimerName("run", "a", "0@1", "s")
 
@@ -103,7 +104,7 @@ async def test_a_watchdog_without_timers_sleeps() -> None:
     watchdog.arm()
     assert watchdog._alarm is not None
     watchdog.table.end(subscription, "0@1", "s")
-    await eventually(lambda: watchdog._alarm is None)
+    await until(lambda: watchdog._alarm is None)
 
 
 def standing(watchdog: Watchdog, node_id: str = "a", step: int = 7) -> tuple[Subscription, Outbox]:

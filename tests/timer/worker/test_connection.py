@@ -16,7 +16,7 @@ from rallypoint.timer.worker import connection as uplink
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.connection import AgentConnection, AgentSocket
 from rallypoint.timer.worker.table import SLOTS, TableWriter
-from timer_agent import SOON, Agent, Connection
+from support.timer_agent import SOON, Agent, Connection
 
 SECOND = 1_000_000_000
 

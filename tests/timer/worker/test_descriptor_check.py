@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import DescriptorCheck, SharedMemory
-from timer_agent import Agent
+from support.timer_agent import Agent
 
 # Has used timers, and closes everything. What it opens next gets the numbers that the watchdog had.
 CLOSES_ALL = """

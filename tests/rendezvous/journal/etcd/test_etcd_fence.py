@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import Txn
@@ -15,6 +14,7 @@ from rallypoint.rendezvous.journal.etcd.journal import OwnedElsewhere, Ownership
 from rallypoint.rendezvous.journal.journal import JournalError
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, has_fence
+from support.etcd_server import NEEDS_ETCD
 
 pytestmark = NEEDS_ETCD
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.journal.journal import Entry
 from rendezvous.journal.etcd_shelf import EtcdShelf, Fate
 from rendezvous.journal.model import Model, plain, random_call
+from support.etcd_server import NEEDS_ETCD
 
 pytestmark = [NEEDS_ETCD, pytest.mark.timeout(300)]
 

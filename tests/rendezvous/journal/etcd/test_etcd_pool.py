@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from etcd_server import NEEDS_ETCD, etcd_cluster
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.values import CreateRevision, Get, KeyValue, ModRevision, Put, Txn, TxnResult
@@ -18,6 +17,7 @@ from rallypoint.rendezvous.journal.journal import JournalError
 from rallypoint.rpc.backoff import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
+from support.etcd_server import NEEDS_ETCD, etcd_cluster
 
 pytestmark = [NEEDS_ETCD, pytest.mark.timeout(180)]
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdRefused
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, OwnershipLost
 from rallypoint.rendezvous.journal.journal import Entry
 from rendezvous.journal.etcd_shelf import EtcdShelf, Fate, LossyClient
 from rendezvous.journal.model import Model, plain, random_call
+from support.etcd_server import NEEDS_ETCD
 
 pytestmark = [NEEDS_ETCD, pytest.mark.timeout(300)]
 

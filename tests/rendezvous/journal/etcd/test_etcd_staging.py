@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from etcd_server import NEEDS_ETCD
 from rallypoint.rendezvous.journal.etcd.journal import EtcdJournal
 from rallypoint.rendezvous.journal.journal import Entry
 from rendezvous.journal.entries import change, checkpoint, forgotten, record
 from rendezvous.journal.etcd_shelf import EtcdShelf, Fate
 from rendezvous.journal.model import Model, plain
+from support.etcd_server import NEEDS_ETCD
 
 pytestmark = [NEEDS_ETCD, pytest.mark.timeout(180)]
 

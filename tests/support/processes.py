@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import sys
-import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rallypoint.agent.spawner.spawner import watch_forks
-
-PATIENCE = 20.0
-"""Seconds that a test waits for what should take milliseconds, before it gives up."""
 
 STUBBORN = """
 import os, signal, sys, time
@@ -113,23 +108,3 @@ def fresh_marker() -> Iterator[str]:
                     os.kill(pid, signal.SIGKILL)
                     if group not in (0, 1, os.getpgid(0)):  # a hopper can't be hit otherwise
                         os.killpg(group, signal.SIGKILL)
-
-
-def wait_until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> float:
-    """Waits for a condition; returns the seconds it took."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > patience:
-            raise AssertionError(f"waited {patience} s in vain for: {what}")
-        time.sleep(0.002)
-    return time.monotonic() - began
-
-
-async def until(condition: Callable[[], bool], what: str) -> float:
-    """The same, letting the event loop run."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > PATIENCE:
-            raise AssertionError(f"waited {PATIENCE} s in vain for: {what}")
-        await asyncio.sleep(0.002)
-    return time.monotonic() - began

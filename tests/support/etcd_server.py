@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mortal import mortal
+from support.mortal import mortal
 
 ETCD = os.environ.get("RALLYPOINT_TEST_ETCD") or shutil.which("etcd")
 """The etcd that tests run: set the variable to try another version."""

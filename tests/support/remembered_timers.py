@@ -8,12 +8,6 @@ from collections.abc import Callable
 from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until it holds; the test's own timeout is what bounds it."""
-    while not condition():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.005)
-
-
 class RememberedTimers:
     """Stands in for a TimerClient."""
 
