@@ -8,7 +8,7 @@ import time
 from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.errors import EtcdUnavailable
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 
 PATIENCE = 40.0
 """Seconds that a test waits for what should take few, before it gives up."""

@@ -13,7 +13,7 @@ from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.errors import Compacted, EtcdUnavailable
 from rallypoint.etcd.v1 import kv_pb2
 from rallypoint.etcd.values import Put, Txn, prefix_end
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster, etcd_cluster
 
 pytestmark = pytest.mark.timeout(240)

@@ -17,8 +17,8 @@ from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.endpoint import parse_address
 from rallypoint.etcd.session import Session, SessionLost
 from rallypoint.etcd.values import Put, Txn
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.loop import boot_time
+from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster
 from support.waiting import until
 

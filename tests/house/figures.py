@@ -217,11 +217,11 @@ def test_lines() -> Figure:
 
 
 RULES = (
-    Rule("hand-written product files", files, 262, 220),
+    Rule("hand-written product files", files, 263, 220),
     Rule("product lines", lines, 52_650, 43_500),
     Rule("product code lines", code_lines, 34_060, 28_500),
     Rule("median file, lines (at least)", median_file, 219, 200, at_least=True),
-    Rule("files under 60 lines", small_files, 12, 12),
+    Rule("files under 60 lines", small_files, 13, 12),
     Rule("modules with one importer and under 100 lines", single_importers, 6, 10),
     Rule("largest folder, files", largest_folder, 20, 18),
     Rule("cycles between folders", folder_cycles, 0, 0),
@@ -230,7 +230,7 @@ RULES = (
     Rule("files in cycles", files_in_cycles, 0, 0),
     Rule("cycles between files, for types only", type_only_cycles, 0, 0),
     Rule("class names in several modules", shared_class_names, 8, 15),
-    Rule("hand-written back-off", backoffs, 7, 0),
+    Rule("hand-written back-off", backoffs, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0),
     Rule("dialect words per 1,000 words", dialect, 27.2, 1),
     Rule("test lines", test_lines, 97_400, 70_000),

@@ -28,10 +28,10 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rendezvous.v1 import state_service_pb2 as state_pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as state_grpc
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import decode
+from rallypoint.rpc.pace import Pace
 from serving.conftest import make_certificates
 from support.etcd_server import EtcdCluster, etcd_cluster, free_port
 from support.log_events import log_events

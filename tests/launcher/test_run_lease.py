@@ -22,8 +22,8 @@ from rallypoint.launcher.run_lease import (
 )
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
+from rallypoint.rpc.pace import Pace
 from support.etcd_server import EtcdCluster, etcd_cluster
 
 

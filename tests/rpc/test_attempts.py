@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from grpc import StatusCode
 
-from rallypoint.rpc.backoff import FIRST_BACKOFF, LONGEST_BACKOFF, Pace
+from rallypoint.rpc.backoff import FIRST_BACKOFF, LONGEST_BACKOFF
 from rallypoint.rpc.calls import Attempts
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.pace import Pace
 
 
 class Timeline:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rallypoint.rpc import replica_client
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.endpoint import ClientTLS
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import ServerOptions
 from serving.fleet import PATIENCE, Replica, Serve, Tiny, mute, refusing

@@ -10,9 +10,9 @@ import grpc.aio
 import pytest
 from grpc import StatusCode
 
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 
 

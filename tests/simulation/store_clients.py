@@ -13,8 +13,8 @@ from typing import Any
 
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient, Writer
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.pace import Pace
 from simulation.clockwork import Process
 from simulation.referee import Group
 from simulation.store_truth import CHAIN, COUNTER, END, LOG, PAIR, REGISTER

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 from rallypoint.submission.following import Followed, LogPieces, Lost, RemoteAgent, Retries
 from submission.fake_agents import FakeAgent, agents, gone_agent, piece, refusal
 from support.waiting import PATIENCE

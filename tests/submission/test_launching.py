@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 from rallypoint.submission.launching import NotLaunched, launch_everywhere
 from submission.fake_agents import agents, gone_agent, refusal
 from support.waiting import PATIENCE, until

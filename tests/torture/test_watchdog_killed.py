@@ -76,6 +76,8 @@ async def test_timers_outlive_the_watchdog(tmp_path: Path) -> None:
         for scope, each in late.items()
         if due[scope] > outages[0].killed and not any(outage.explains(due[scope]) for outage in outages)
     )
+    # On a busy machine, each service may be away for so long that its absence explains every late report.
+    on_time = on_time or [0.0]
     waited, middle = max(late.values()), on_time[len(on_time) // 2]
     away = max(outage.listening - outage.killed for outage in outages)
     # A countdown that a new service begins anew would be a whole life of the old one late.

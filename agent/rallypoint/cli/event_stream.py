@@ -11,12 +11,13 @@ import grpc
 from rallypoint.cli.operator import refusal
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
+from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.endpoint import ClientTLS, SettingError
 from rallypoint.rpc.errors import GONE, ServiceError, decode
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 
 _PAGE = 10_000  # the most that a page may have
-# Seconds between attempts to connect: doubled from the first to the longest, each cut by a random half.
+# Bounds of the seconds between attempts to connect.
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
 # After these the same stream may be opened again.
@@ -97,7 +98,7 @@ class Following:
             SettingError: The service refused, could not be reached, or was away for too long; one line.
         """
         loop = asyncio.get_running_loop()
-        backoff = _FIRST_BACKOFF
+        backoff = Backoff(self._jitter, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
         async with ReplicaClient(self._endpoint, self._tls) as board:
             search = board.search()
             self._requested_at = loop.time()
@@ -117,9 +118,9 @@ class Following:
                 except TimeoutError:
                     self._bear_silence()
                 board.rest(search)
-                backoff = _FIRST_BACKOFF if self._received_at != heard_before else backoff
-                await asyncio.sleep(backoff * (1 - self._jitter() / 2))
-                backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                if self._received_at != heard_before:
+                    backoff.reset()
+                await asyncio.sleep(backoff.next())
 
     async def _follow_once(self, line: ReplicaConnection, loop: asyncio.AbstractEventLoop) -> None:
         """Follow over one connection.

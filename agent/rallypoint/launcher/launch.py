@@ -46,6 +46,7 @@ from rallypoint.rpc.endpoint import (
 )
 from rallypoint.rpc.errors import ServiceError
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from rallypoint.serving.server import Server
 
@@ -98,9 +99,6 @@ async def _nodes(stub: pb_grpc.RendezvousServiceAsyncStub, run_id: str) -> list[
 # ---- The address of this host that the others of its job see, also where their own is not known yet.
 
 
-_FIRST_PAUSE = 0.1  # seconds, each twice as long as the one before
-_LONGEST_PAUSE = 2.0
-
 _log = get_logger("rallypoint.run")
 
 
@@ -121,19 +119,19 @@ async def own_address_towards(endpoint: str, patience: float) -> str:
         return local_address_towards(endpoint)
     clock = asyncio.get_running_loop().time
     deadline = clock() + patience
-    pause = _FIRST_PAUSE
+    backoff, first = Pace().backoff(), True
     while True:
         try:
             return await asyncio.to_thread(local_address_towards, endpoint)
         except SettingError as error:
             if (left := deadline - clock()) <= 0:
                 raise SettingError(f"{error} (asked again for {patience:g} s)") from None
-            if pause == _FIRST_PAUSE:  # once, not with every attempt
+            if first:  # once, not with every attempt
                 _log.warning(
                     "no way to the rendezvous yet, trying again", endpoint=endpoint, error=str(error)
                 )
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        first = False
+        await asyncio.sleep(min(backoff.next(), left))
 
 
 # Seconds after which nodes give up on a service that was in another host's agent. An agent that is started again by

@@ -36,9 +36,9 @@ from rallypoint.rendezvous.cluster.ownership import MoveSettings
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
 from rallypoint.rendezvous.core.state import Phase
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import ClientTLS, Endpoint, SettingError, parse_endpoint
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.pace import Pace
 from rallypoint.serving.server import Server
 
 # Seconds between two attempts at serving, at the most: after etcd was away, for one.

@@ -24,9 +24,9 @@ from rallypoint.rendezvous.journal.etcd.journal import Owner
 from rallypoint.rendezvous.journal.etcd.keys import HIGH_WATER
 from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.pace import Pace
 
 RUN_TTL = 7200
 """Seconds that what a run has in etcd outlives the last agent that served it; torch's. Until then agents that come late

@@ -10,9 +10,9 @@ import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
 from rallypoint.agent.v1 import supervisor_service_pb2_grpc as pb_grpc
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import ClientTLS, parse_endpoint
 from rallypoint.rpc.errors import GONE, ServiceError, decode, tls_advice
+from rallypoint.rpc.pace import Pace
 
 # ---- An agent on another host: what it is called, and how its calls are made over a network that may break.
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import grpc
 
 from rallypoint.agent.v1 import supervisor_service_pb2 as pb
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import ClientTLS
 from rallypoint.rpc.errors import ServiceError, decode
+from rallypoint.rpc.pace import Pace
 from rallypoint.submission.following import RemoteAgent, in_words, is_lost
 
 LAUNCH_TIMEOUT = 20.0

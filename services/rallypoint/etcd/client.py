@@ -15,7 +15,7 @@ from rallypoint.etcd.errors import Compacted, EtcdError, EtcdRefused, EtcdUnavai
 from rallypoint.etcd.streams import renew, watch
 from rallypoint.etcd.v1 import kv_pb2, lease_pb2, maintenance_pb2
 from rallypoint.etcd.values import Change, KeyValue, Snapshot, Txn, TxnResult, from_pairs, from_txn, to_txn
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 
 # ---- Reading a range in pages of bearable size, all at one revision.
 

@@ -22,9 +22,9 @@ from rallypoint.etcd.errors import (
     of_call,
 )
 from rallypoint.etcd.v1 import auth_pb2, maintenance_pb2
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import CLIENT_ARGUMENTS
 from rallypoint.rpc.endpoint import Endpoint
+from rallypoint.rpc.pace import Pace
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 

@@ -10,9 +10,9 @@ from rallypoint.etcd.client import EtcdClient
 from rallypoint.etcd.cluster import EtcdChannel
 from rallypoint.etcd.errors import EtcdError, EtcdUnavailable
 from rallypoint.etcd.streams import renew
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import boot_time
+from rallypoint.rpc.pace import Pace
 
 log = get_logger(__name__)
 

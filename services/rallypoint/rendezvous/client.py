@@ -15,6 +15,7 @@ import grpc
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.address import Address
+from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import ReplicaConnection, Where, replica_client
@@ -96,8 +97,8 @@ def _is_orderly(error: ServiceError) -> bool:
     return error.reason == "DRAINING" or (error.reason in MOVED and "owner" in error.metadata)
 
 
-# Wait between two attempts to connect, seconds: doubled from the first to the longest, each cut by a random
-# half, so that a thousand nodes which lost the same server don't come back in step.
+# Wait between two attempts to connect, seconds: each drawn from 0 to a bound that doubles from the first
+# to the longest, so that a thousand nodes which lost the same server don't come back in step.
 _FIRST_BACKOFF = 0.1
 _LONGEST_BACKOFF = 1.0
 
@@ -226,7 +227,7 @@ class Membership:
             ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, NODE_EVICTED, JOIN_TIMED_OUT, or
                 LEASE_LOST because another agent joined under the node's name; a newcomer, for whatever does not pass.
         """
-        backoff = _FIRST_BACKOFF
+        backoff = Backoff(self._jitter.random, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
         # Who is going and holds nothing to give back must not join for the sake of leaving: it would cost a round.
         while not self._over and (self._lease or not self._leaving_or_departing()):
@@ -242,7 +243,7 @@ class Membership:
             if self._over:
                 return
             if self._progress:
-                backoff = _FIRST_BACKOFF
+                backoff.reset()
             at_once = self._search.at_once and asyncio.get_running_loop().time() < deadline
             if error is not None:
                 self._outage.attempt_failed(error, admitted=self._ever_admitted, at_once=at_once)
@@ -250,7 +251,7 @@ class Membership:
                 _log.debug("asking another replica", endpoint=self._endpoint, error=str(error))
                 continue
             self._replicas.rest(self._search)
-            pause = backoff * (1 - self._jitter.random() / 2)
+            pause = backoff.next()
             if error is not None and (
                 error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in MOVED
             ):
@@ -259,7 +260,6 @@ class Membership:
                 pause = min(pause, max(0.0, deadline - asyncio.get_running_loop().time()))
             _log.debug("trying again", endpoint=self._endpoint, error=str(error), retry_in=round(pause, 3))
             await asyncio.sleep(pause)
-            backoff = min(2 * backoff, _LONGEST_BACKOFF)
 
     def confirm(self, round_: int, master_port: int) -> None:
         """Say that no worker of an earlier round is alive on the node; of no matter for one that is going."""

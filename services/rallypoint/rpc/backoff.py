@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 # First and longest back-off between two attempts, each drawn from 0 to that. The longest is what a client may
 # lose at worst after the service is back. Seconds.
@@ -39,22 +35,3 @@ class Backoff:
         """Return the seconds to wait before the next attempt."""
         bound, self._bound = self._bound, min(2 * self._bound, self._longest)
         return self._draw() * bound
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How time passes for a client, and what spreads its attempts.
-
-    Attributes:
-        clock: Seconds, monotonic.
-        sleep: Waits for some seconds.
-        draw: A number from 0 to 1, for the jitter.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
-    draw: Callable[[], float] = random.random
-
-    def backoff(self, longest: float = LONGEST_BACKOFF) -> Backoff:
-        """Return a back-off that is drawn by this pace; `longest` in seconds."""
-        return Backoff(self.draw, longest=longest)

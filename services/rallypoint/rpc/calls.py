@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 from rallypoint.rpc.selector import ReplicaSearch
 

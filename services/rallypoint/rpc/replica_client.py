@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 
 from rallypoint.rpc.address import Address, Resolve, addresses_of, has_name, listed_addresses
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import channel_at, credentials_of
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
 from rallypoint.rpc.errors import GONE, MOVED, ServiceError
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, ReplicaSearch, ReplicaSelector
 
 IDLE_TIMEOUT = 60.0

@@ -10,7 +10,8 @@ import pytest
 
 from rallypoint.agent.health import monitor
 from rallypoint.agent.health.helper_processes import HelperProcesses
-from rallypoint.agent.health.monitor import FIRST_PAUSE, LONGEST_PAUSE, await_maintenance, next_pause
+from rallypoint.agent.health.monitor import LONGEST_PAUSE, await_maintenance
+from support.log_events import log_events
 
 
 @pytest.fixture
@@ -21,13 +22,18 @@ async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
     await programs.close()
 
 
-def test_pauses_grow_until_it_runs_for_a_while() -> None:
-    """A metadata service that is away is not asked a thousand times; one that was there for an hour is at once."""
-    pauses = [0.0]
-    for _ in range(8):
-        pauses.append(next_pause(pauses[-1], ran=0.1))
-    assert pauses[1:] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    assert next_pause(60.0, ran=LONGEST_PAUSE) == FIRST_PAUSE
+async def test_pauses_grow_until_it_runs_for_a_while(
+    programs: HelperProcesses,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A metadata service that is away is not called a thousand times; one that was there for a while is at once."""
+    monkeypatch.setattr(monitor, "FIRST_PAUSE", 0.01)
+    times = iter([0.0, 0.1, 1.0, 1.1, 2.0, 2.0 + LONGEST_PAUSE, 70.0])
+    command = ["sh", "-c", f"echo x >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 4 ]"]
+    await await_maintenance(command, programs, clock=lambda: next(times))
+    assert [event.fields["pause"] for event in log_events(caplog.records)] == [0.01, 0.02, 0.01]
 
 
 async def test_its_first_line_is_the_reason(programs: HelperProcesses) -> None:

@@ -21,7 +21,7 @@ from rallypoint.rendezvous.journal.etcd.journal import (
     SpaceRead,
     read_space,
 )
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 
 TTL = 60.0
 """Seconds that a session lives without a keep-alive: longer than any machine stalls."""

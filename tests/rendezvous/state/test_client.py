@@ -17,8 +17,8 @@ from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.state.core import FencedState
 from rallypoint.rendezvous.state.service import FencedStateService, StateView
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.pace import Pace
 from rendezvous.state.state_fakes import RUN, TestJournal, channel_to, open_states, serving
 
 

@@ -17,8 +17,8 @@ from rallypoint.rendezvous.core.commands import LeaseLost
 from rallypoint.rendezvous.store.client import OperationSlots, StoreClient
 from rallypoint.rendezvous.store.service import StoreService
 from rallypoint.rendezvous.store.writes import Comparison
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.pace import Pace
 from rendezvous.store.store_fakes import RUN, Rounds, TestJournal, channel_to, open_store, serving
 
 Write = Callable[[StoreClient], Awaitable[Any]]

@@ -21,8 +21,8 @@ from rallypoint.rendezvous.cluster.ownership import MoveSettings, shard_of
 from rallypoint.rendezvous.cluster.replica import Replica, Replicas
 from rallypoint.rendezvous.journal.journal import Checkpoint, Entry, Forgotten, Record
 from rallypoint.rpc import replica_client
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import Endpoint
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient
 from simulation.clockwork import Process
 from simulation.cluster import Cluster

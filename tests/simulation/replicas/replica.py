@@ -15,8 +15,8 @@ from rallypoint.rendezvous.api.errors import translate
 from rallypoint.rendezvous.base.limits import RendezvousLimits
 from rallypoint.rendezvous.cluster.replica import Replicas
 from rallypoint.rendezvous.cluster.service import ReplicatedServices, replicated_services
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.errors import ServiceError
+from rallypoint.rpc.pace import Pace
 from rallypoint.serving.interceptor import CallInterceptor
 from simulation.clockwork import Clockwork, Process
 from simulation.handlers import handlers_of

@@ -318,8 +318,8 @@ async def test_two_agents_of_one_node_take_turns_at_a_bounded_rate(
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
         await until(lambda: len(script.seen) >= 6)
-        # 0.01, 0.02, 0.04 and then 0.05 s, of each three quarters by the jitter.
-        assert all(later - former > 0.03 for former, later in pairwise(began[3:6]))
+        # The bounds are 0.01, 0.02, 0.04 and then 0.05 s; the jitter of the test takes half of each.
+        assert all(later - former > 0.018 for former, later in pairwise(began[3:6]))
         assert f"{code.name}: another agent came" in node.troubles
         await node.client.close(grace=0)
 

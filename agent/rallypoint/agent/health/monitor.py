@@ -18,6 +18,7 @@ from rallypoint.agent.hangs.diagnostics import in_background
 from rallypoint.agent.health.checks import CheckContext, HealthCheck
 from rallypoint.agent.health.helper_processes import HelperProcesses, ProgramTimeoutError
 from rallypoint.agent.spawner.protocol import SpawnError
+from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 
@@ -245,16 +246,6 @@ LONGEST_PAUSE = 60.0
 maintenance two minutes ahead at the least."""
 
 
-def next_pause(pause: float, ran: float) -> float:
-    """Seconds before a program is started again.
-
-    Args:
-        pause: What the pause before this start was; 0: there was none.
-        ran: Seconds that it ran.
-    """
-    return FIRST_PAUSE if ran >= LONGEST_PAUSE or not pause else min(2 * pause, LONGEST_PAUSE)
-
-
 async def await_maintenance(
     program: Sequence[str], programs: HelperProcesses, clock: Callable[[], float] = time.monotonic
 ) -> str:
@@ -266,7 +257,8 @@ async def await_maintenance(
         programs: Runs it.
         clock: Monotonic, in seconds.
     """
-    pause = 0.0
+    # Not drawn: each host runs a program of its own.
+    backoff = Backoff(lambda: 1.0, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
     while True:
         began = clock()
         try:
@@ -279,6 +271,8 @@ async def await_maintenance(
             number = ended.exit.signal
             how = f"ended by signal {number}" if number is not None else f"exit code {ended.exit.exit_code}"
             why = f"{ended.last_line} ({how})" if ended.last_line else how
-        pause = next_pause(pause, clock() - began)
+        if clock() - began >= LONGEST_PAUSE:
+            backoff.reset()
+        pause = backoff.next()
         _log.warning("the maintenance command failed; it is started again", reason=why, pause=pause)
         await asyncio.sleep(pause)

@@ -19,10 +19,10 @@ from rallypoint.rendezvous.cluster.shard_manager import ShardManager
 from rallypoint.rendezvous.cluster.view import ChangeNotifier, Cluster, ReplicaRegistration
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 from rallypoint.rendezvous.shard.shard import Shard
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.loop import boot_time
+from rallypoint.rpc.pace import Pace
 
 _log = get_logger(__name__)
 

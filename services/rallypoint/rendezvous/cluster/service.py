@@ -24,8 +24,8 @@ from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
 from rallypoint.rendezvous.shard.shard import LEAST_TERM_AFTER_TAKEOVER, Shard, open_shard
 from rallypoint.rendezvous.state.core import SampledUse, StateLimits
 from rallypoint.rendezvous.state.service import DEFAULT_TTL
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.loop import boot_time
+from rallypoint.rpc.pace import Pace
 from rallypoint.serving.server import Registration
 
 _INSTANCE_BYTES = 8

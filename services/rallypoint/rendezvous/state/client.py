@@ -17,9 +17,9 @@ from rallypoint.rendezvous.store.requests import operation_of, writer_of
 from rallypoint.rendezvous.v1 import state_service_pb2 as pb
 from rallypoint.rendezvous.v1 import state_service_pb2_grpc as rpc
 from rallypoint.rendezvous.v1 import store_service_pb2 as store_pb
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
 from rallypoint.rpc.errors import ServiceError, decode, invalid
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
 from rallypoint.serving.requests import name
 

@@ -22,8 +22,8 @@ from rallypoint.rendezvous.store.requests import (
 from rallypoint.rendezvous.store.writes import Comparison
 from rallypoint.rendezvous.v1 import store_service_pb2 as pb
 from rallypoint.rendezvous.v1 import store_service_pb2_grpc as rpc
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.calls import RetryingCalls
+from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
 
 __all__ = ["StoreClient", "Writer"]

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import grpc
 
+from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.errors import decode
 from rallypoint.rpc.logs import get_logger, is_end_of_stream
@@ -248,7 +249,7 @@ class NodeTimers:
         )
 
     async def _talk(self) -> None:
-        delay = self._settings.back_off
+        backoff = Backoff(self._jitter, first=self._settings.back_off, longest=self._settings.back_off_most)
         while not self._closing:
             trouble, superseded = "the service ended the stream", False
             try:
@@ -272,17 +273,15 @@ class NodeTimers:
             if self._closing:
                 return
             if self._subscribed and not superseded:
-                delay = self._settings.back_off
+                backoff.reset()
             self._subscribed = False
             self._report(trouble)
             if superseded:
                 self._give_alarm()
             else:
                 self._count_down()
-            if await self._rest(delay * (1 + self._jitter()) / 2):
-                delay = self._settings.back_off
-            else:
-                delay = min(delay * 2, self._settings.back_off_most)
+            if await self._rest(backoff.next()):
+                backoff.reset()
 
     async def _rest(self, seconds: float) -> bool:
         """Wait before the next attempt, and no longer than until there is a new lease; whether there is one."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
+from rallypoint.rpc.backoff import Backoff
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.core.core import MAX_AFTER
@@ -278,6 +279,8 @@ class LearnedKeeper:
         self._table = watchdog.table
         self._file = file
         self._interval = self._pause = interval
+        # Not drawn: one process writes one file.
+        self._backoff = Backoff(lambda: 1.0, first=2 * interval, longest=_LONGEST_PAUSE)
         self._stale = self._ending = self._failing = False
         self._awake = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -318,13 +321,14 @@ class LearnedKeeper:
             # Whatever it is, timers must go on. The file is as it was.
             self._stale = True
             self._awake.set()
-            self._pause = min(max(self._pause * 2, self._interval), _LONGEST_PAUSE)
+            self._pause = self._backoff.next()
             if not self._failing:
                 log.error(
                     "can't keep what was learned; trying on", path=str(self._file.path), reason=str(error)
                 )
             self._failing = True
         else:
+            self._backoff.reset()
             self._pause = max(self._interval, _PAUSE_PER_WRITE * (clock() - began))
             if self._failing:
                 log.info("what was learned is kept again", path=str(self._file.path))

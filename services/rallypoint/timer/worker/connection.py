@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from rallypoint.rpc.backoff import Backoff
 from rallypoint.timer.worker import wire
 from rallypoint.timer.worker.table import (
     SIZE,
@@ -122,10 +123,10 @@ class AgentSocket:
         return self._file.is_behind(self._socket.fileno())
 
 
-# After a failure, the next connection is tried this much later, then twice that, up to the maximum. A dead agent
-# thus costs one failed system call every five seconds. All times are in nanoseconds.
-_RETRY_FIRST = 100_000_000
-_RETRY_MOST = 5_000_000_000
+# After a failure, the next connection is tried so many seconds later, then twice that, up to the maximum. A dead agent
+# thus costs one failed system call every five seconds. All other times are in nanoseconds.
+_RETRY_FIRST = 0.1
+_RETRY_MOST = 5.0
 # A connection that lived so long was no failure: the next one is tried at once.
 _LIVED = 1_000_000_000
 # The agent is not asked twice within this time to look sooner than it would anyway.
@@ -167,7 +168,7 @@ class AgentConnection:
         self._wanted = False
         self._rung_at = 0
         self._retry_at = 0
-        self._retry_delay = _RETRY_FIRST
+        self._backoff = Backoff(lambda: 1.0, first=_RETRY_FIRST, longest=_RETRY_MOST)
 
     def table(self) -> TableWriter:
         """The table of this process, made at the first call."""
@@ -290,11 +291,10 @@ class AgentConnection:
 
     def _failed(self, table: TableWriter, lived: int) -> None:
         if lived >= _LIVED:
-            self._retry_delay = _RETRY_FIRST
+            self._backoff.reset()
             self._retry_at = 0
         else:
-            self._retry_at = self._clock() + self._retry_delay
-            self._retry_delay = min(self._retry_delay * 2, _RETRY_MOST)
+            self._retry_at = self._clock() + round(self._backoff.next() * 1e9)
         # Nobody else writes this now, and until then there is no use in ringing.
         table.listening[0] = self._retry_at
 

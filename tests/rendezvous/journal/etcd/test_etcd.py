@@ -14,7 +14,7 @@ import pytest
 from rallypoint.etcd.session import Session
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, OwnershipLost
 from rallypoint.rendezvous.journal.journal import Entry, JournalError
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, EtcdCluster, etcd_cluster

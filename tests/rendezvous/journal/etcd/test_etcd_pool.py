@@ -14,7 +14,7 @@ from rallypoint.etcd.values import CreateRevision, Get, KeyValue, ModRevision, P
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, OwnershipLost
 from rallypoint.rendezvous.journal.etcd.pool import merged, split
 from rallypoint.rendezvous.journal.journal import JournalError
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 from rendezvous.journal.entries import change, record
 from rendezvous.journal.etcd_shelf import TTL, EtcdShelf, Fate, etcd_shelf
 from support.etcd_server import NEEDS_ETCD, etcd_cluster

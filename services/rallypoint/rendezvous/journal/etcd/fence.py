@@ -14,8 +14,8 @@ from rallypoint.rendezvous.journal.etcd.keys import HEAD, JournalLocation, Owned
 from rallypoint.rendezvous.journal.etcd.pool import CommitPool
 from rallypoint.rendezvous.journal.journal import JournalError, OwnershipLost
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
-from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.logs import get_logger
+from rallypoint.rpc.pace import Pace
 
 _log = get_logger(__name__)
 

@@ -33,7 +33,7 @@ from rallypoint.rendezvous.journal.etcd.reading import (
 )
 from rallypoint.rendezvous.journal.journal import Entry, JournalError, OwnershipLost, Recovered
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdHead
-from rallypoint.rpc.backoff import Pace
+from rallypoint.rpc.pace import Pace
 
 __all__ = [
     "CommitPool",
