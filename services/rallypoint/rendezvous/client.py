@@ -88,9 +88,7 @@ def _why(error: ServiceError) -> str:
     if cause := error.metadata.get("cause"):
         return f"the run has no owner: {cause}"
     owner = error.metadata.get("owner")
-    return (
-        f"the replicas still name {owner} as the owner of the run" if owner else "the run has no known owner"
-    )
+    return f"{owner} is still reported as the owner" if owner else "the run has no known owner"
 
 
 def _is_orderly(error: ServiceError) -> bool:
@@ -204,7 +202,7 @@ class Membership:
         self._revision = 0
         self._ever_admitted = False
         self._over = False
-        self._latest_request: pb.JoinRequest | None = None
+        self._latest: pb.JoinRequest | None = None
         # By local rank: the failure, and the loop time of the report, to which the age in the failure refers.
         self._failures: dict[int, tuple[pb.WorkerFailure, float]] = {}
         self._success: pb.ReportSuccess | None = None
@@ -294,7 +292,7 @@ class Membership:
 
     def _queue(self, request: pb.JoinRequest) -> None:
         # The latest is enough: a node that confirms is not leaving, and a node that leaves need not have confirmed.
-        self._latest_request = request
+        self._latest = request
         self._unsent.set()
 
     def _raise_if_final(self, error: ServiceError, deadline: float) -> None:
@@ -304,7 +302,7 @@ class Membership:
         if error.reason in _LEASE_ENDED and self._lease:
             self._lease = self._revision = 0
             self._over = self._leaving_or_departing()
-            self._latest_request = self._success = None
+            self._latest = self._success = None
             self._failures.clear()
             self._on_event(MembershipReset(error.message))
             return
@@ -341,9 +339,7 @@ class Membership:
         call = stub.Join(wait_for_ready=self._ever_admitted and connection.alone)
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
-                with contextlib.suppress(
-                    asyncio.InvalidStateError
-                ):  # it has ended already: read raises the error
+                with contextlib.suppress(asyncio.InvalidStateError):  # ended already: read raises the error
                     await call.write(self._introduction())
                 first = await call.read()
             if isinstance(first, pb.JoinResponse):
@@ -448,8 +444,8 @@ class Membership:
         ]
         if self._success is not None:
             requests.append(pb.JoinRequest(succeeded=self._success))
-        if self._latest_request is not None:
-            requests.append(self._latest_request)
+        if self._latest is not None:
+            requests.append(self._latest)
         return requests
 
     def _forget_reports_of_other_rounds(self, update: pb.NodeUpdate) -> None:
@@ -463,12 +459,10 @@ class Membership:
             self._success = None
 
     def _leaving(self) -> bool:
-        return self._latest_request is not None and self._latest_request.HasField("leave")
+        return self._latest is not None and self._latest.HasField("leave")
 
     def _leaving_or_departing(self) -> bool:
-        return self._leaving() or (
-            self._latest_request is not None and self._latest_request.HasField("depart")
-        )
+        return self._leaving() or (self._latest is not None and self._latest.HasField("depart"))
 
 
 def _aged(failure: pb.WorkerFailure, seconds: float) -> pb.WorkerFailure:
