@@ -188,8 +188,8 @@ _SENT_TO_NODES = (
     facts.ExitBarrierPassed,
     facts.RunClosed,
 )
-# The most requests of one run that one step carries out: some 10 ms of work. More in one commit hardly makes it cheaper,
-# and delays the other runs longer.
+# The most requests of one run that one step carries out: some 10 ms of work. More in one commit hardly makes it
+# cheaper, and delays the other runs longer.
 _MOST_PER_STEP = 256
 
 
