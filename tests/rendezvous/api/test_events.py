@@ -124,7 +124,7 @@ CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
         pb.EVENT_KIND_RESTART_REQUESTED,
         "",
         8,
-        "an operator asked for a restart of round 8: new data",
+        "an operator requested a restart of round 8: new data",
     ),
     (
         facts.RoundEnded(LOST, 0),

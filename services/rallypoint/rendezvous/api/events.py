@@ -162,7 +162,7 @@ _SENTENCES: dict[str, Callable[[Any, RunSettings], str]] = {
         "nodes whose workers succeeded wait for the others no longer"
     ),
     "restart_requested": lambda fact, _: (
-        f"an operator asked for a restart of round {fact.round}: {fact.reason}"
+        f"an operator requested a restart of round {fact.round}: {fact.reason}"
     ),
     "round_ended": _round_ended,
     "run_closed": _run_closed,

@@ -223,7 +223,7 @@ class RendezvousEngine(DurableRuns):
             LimitReached: The run has as many watchers and followers as its limit allows.
         """
         run = self._readable(run_id)
-        if revision > run.history.latest:  # the state may be ahead of what is durable
+        if revision > run.history.latest:  # the state may be ahead of the journal
             raise RevisionAhead(run_id, revision, run.history.latest)
         self._check_subscribers(run)
         slot: LatestValue[int] = LatestValue()

@@ -27,7 +27,7 @@ from rallypoint.rpc.clock import LagSettings, WatchClock
 
 # ---- First responses to newcomers, delayed while more of them are coming.
 #
-# A node that waits for a round needs its lease soon, not at once; what matters to it is its assignment. In a storm of
+# A node that waits for a round needs its lease soon, not at once; it waits for its assignment anyway. In a storm of
 # newcomers every message written is time in which no other node is admitted. So while they keep coming, the lease of
 # each waits, and often goes out in one message with its assignment.
 
@@ -109,7 +109,7 @@ def lease_message(state: RunState, number: int) -> pb.Lease:
 
 
 def _heartbeat_interval(settings: RunSettings) -> float:
-    """Seconds; where the lease would end after one missed heartbeat, half of its time, or it would flap."""
+    """Seconds; half the time to live if one missed heartbeat would end the lease, or it would flap."""
     return min(settings.keep_alive_interval, settings.time_to_live / 2)
 
 
@@ -230,8 +230,8 @@ _SMALL_RUN = 256
 
 
 @dataclass(eq=False, slots=True)
+class Member:
     """A node with an open stream; `updates` holds its next message."""
-    """A node with a stream open; `updates` is what waits to be told to it."""
 
     run_id: str
     node_id: str
@@ -283,7 +283,7 @@ class HostedRun:
         """Return the only round whose workers may write, by the latest facts, durable or not."""
         last, latest = self.state.last_round_end, self.state.round
         over = last is not None and last.round == latest
-        # A run that was created again after it expired continues the rounds of the expired one, the last of which is over.
+        # A run created again after its expiry continues the round numbers of the expired one, whose last round is over.
         inherited = latest > 0 and self.state.fencing_token == 0
         return latest + 1 if over or inherited else latest
 
