@@ -183,7 +183,7 @@ def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
     live = Membership._live
 
     async def forgetful(self: Membership, *args: Any) -> None:
-        self._statement = self._success = None
+        self._latest = self._success = None
         self._failures.clear()
         await live(self, *args)
 

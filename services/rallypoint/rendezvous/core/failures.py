@@ -93,7 +93,7 @@ def next_to_be_forgotten(state: RunState) -> float | None:
 
 
 def hold(settings: RunSettings, quick_restarts: int) -> float:
-    """Seconds of back-off after `quick_restarts` in a row: 0, 0, 1, 2, 4 … restart_backoff."""
+    """Seconds of back-off after 0, 1, 2 … quick restarts in a row: 0, 0, 1, 2, 4, 8 … up to restart_backoff."""
     if quick_restarts < 2:
         return 0.0
     # 2**40 seconds are longer than any back-off: past it only the float would overflow.

@@ -148,7 +148,7 @@ def next_scale_up(state: RunState) -> float | None:
 def held_back(state: RunState, now: float) -> set[str]:
     """Return the connected newcomers that are excluded from the next round by a delay.
 
-    Nodes of the last round never are: a round with all of them forms only once each has confirmed its stopped workers.
+    Nodes of the last round never are: their old workers may run, and only their confirmation shows that these stopped.
     """
     if now >= max(state.newcomers_held_until, *state.held_until_of.values(), -math.inf):
         return set()
