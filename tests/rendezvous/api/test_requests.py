@@ -153,11 +153,7 @@ def field(name: str, value: object) -> Callable[[pb.JoinRun], None]:
         (field("node_id", ""), "node_id", "must not be empty"),
         (field("node_id", "\x1b[31mred"), "node_id", "must not have control characters"),
         (field("node_id", "x" * 257), "node_id", "must have at most 256 bytes, not 257"),
-        (
-            field("address", ""),
-            "address",
-            "must not be empty: it is the address at which other nodes reach this one",
-        ),
+        (field("address", ""), "address", "must not be empty: it is how the other nodes reach this one"),
         (field("address", "a\0"), "address", "must not have control characters"),
         (field("address", "x" * 257), "address", "must have at most 256 bytes, not 257"),
         (field("role", "a\rb"), "role", "must not have control characters"),

@@ -52,7 +52,7 @@ def join_command(request: pb.JoinRun) -> commands.Join:
     name("node_id", request.node_id)
     text("address", request.address, NAME_BYTES)
     if not request.address:
-        raise invalid("address", "must not be empty: it is the address at which other nodes reach this one")
+        raise invalid("address", "must not be empty: it is how the other nodes reach this one")
     text("role", request.role, NAME_BYTES)
     text("topology", request.topology, NAME_BYTES)
     count("local_world_size", request.local_world_size, 1, MOST_WORKERS_PER_NODE)

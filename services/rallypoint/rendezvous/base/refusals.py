@@ -44,9 +44,7 @@ class NotAnInteger(Refused):
 
     def __str__(self) -> str:
         shown = self.value[:40]
-        return (
-            f"key {self.key!r} holds {shown!r}, not a decimal integer of 64 bits: nothing can be added to it"
-        )
+        return f"key {self.key!r} holds {shown!r}, not a 64-bit decimal integer: nothing can be added to it"
 
 
 @dataclass(eq=False)

@@ -244,7 +244,7 @@ class RendezvousEngine(DurableRuns):
         if len(run.watchers) + len(run.followers) >= most:
             run_id = run.state.run_id
             raise LimitReached(
-                "TOO_MANY_SUBSCRIBERS", run_id, f"run {run_id!r} has reached its limit of watchers", most
+                "TOO_MANY_SUBSCRIBERS", run_id, f"run {run_id!r} is at its limit of watchers", most
             )
 
     def writable_round(self, run_id: str) -> int | None:

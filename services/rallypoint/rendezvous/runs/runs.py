@@ -282,7 +282,7 @@ class DurableRuns:
             JournalError: A record is missing, or of a newer version.
         """
         began, now = self._clock(), self._now()
-        # Counted apart, so that a recovery that fails evicts no events of other shards.
+        # Counted apart, so that a recovery that fails drops no events of other shards.
         apart = KeptEvents()
         found = yield from recover_runs(
             recovered, lambda: self._histories.open(apart), now, self._to_wall(), least_lease
@@ -628,17 +628,14 @@ class DurableRuns:
         most = self._limits.nodes_per_run
         if len(run.state.nodes) >= most and command.node_id not in run.state.nodes:
             raise LimitReached(
-                "TOO_MANY_NODES",
-                run_id,
-                f"run {run_id!r} has reached its limit of nodes, spares included",
-                most,
+                "TOO_MANY_NODES", run_id, f"run {run_id!r} is at its limit of nodes, spares included", most
             )
         return run
 
     def _new_run(self, run_id: str) -> HostedRun:
         if self._run_count.together >= self._limits.runs:
             raise LimitReached(
-                "TOO_MANY_RUNS", run_id, "the service has reached its limit of runs", self._limits.runs
+                "TOO_MANY_RUNS", run_id, "the service is at its limit of runs", self._limits.runs
             )
         numbers = self._mark
         return HostedRun(
