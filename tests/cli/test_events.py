@@ -230,4 +230,4 @@ def test_a_restart_asked_for_is_done_and_told(rendezvous: str) -> None:
     result = CliRunner().invoke(main, ["restart", *arguments, "--reason", "new data"])
     assert result.output == "run again: round 1 ended, all workers are started anew\n"
     told = CliRunner().invoke(main, ["events", *arguments, "--kind", "restart-requested"]).output
-    assert "an operator asked for a restart of round 1: new data (operator " in told
+    assert "an operator requested a restart of round 1: new data (operator " in told

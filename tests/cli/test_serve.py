@@ -83,8 +83,8 @@ def test_plaintext_for_others_to_read_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("journal", "expected"),
     [
-        ("file.db", "--journal: 'file.db' is no journal; expected memory, sqlite:PATH or etcd://…"),
-        ("sqlite:", "--journal: 'sqlite:' is no journal"),
+        ("file.db", "--journal: 'file.db' is not a journal; expected memory, sqlite:PATH or etcd://…"),
+        ("sqlite:", "--journal: 'sqlite:' is not a journal"),
         ("sqlite:/proc/none/file.db", "can't open the journal /proc/none/file.db"),
     ],
 )

@@ -74,7 +74,7 @@ async def test_a_watcher_that_wants_little_is_told_how_far_it_has_come(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Now and then, so that what it would resume from is still kept."""
-    monkeypatch.setattr(event_pages, "_MOST_UNTOLD", 3)
+    monkeypatch.setattr(event_pages, "_MOST_UNREPORTED", 3)
     watch = served.watch(node_ids=["nobody"])
     assert (await watch.hear()).revision == 7
     await served.note(2)

@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.rendezvous.core import commands
 from rallypoint.rendezvous.core.commands import NodeIsEvicted
-from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.failures import SETTLE_WINDOW
 from rallypoint.rendezvous.core.state import WorkerFailure
 from rallypoint.rendezvous.runs.engine import RendezvousEngine
 from rallypoint.rendezvous.runs.run import Member
@@ -49,9 +49,9 @@ async def test_the_end_of_a_run_settles_by_itself(stage: Stage) -> None:
     a, b = await stage.running("a", "b")
     await stage.later(5.0)
     await stage.engine.execute(RUN, report(b, "connection reset"))
-    assert (await stage.later(SETTLING / 2)).phase == pb.PHASE_FINAL
-    await stage.engine.execute(RUN, report(a, "CUDA error", age=SETTLING))
-    await stage.later(SETTLING / 2)
+    assert (await stage.later(SETTLE_WINDOW / 2)).phase == pb.PHASE_FINAL
+    await stage.engine.execute(RUN, report(a, "CUDA error", age=SETTLE_WINDOW))
+    await stage.later(SETTLE_WINDOW / 2)
     for member in (a, b):
         update = await taken(member)
         assert (update.phase, update.run_end.failure.message) == (pb.PHASE_CLOSED, "CUDA error")
@@ -68,7 +68,7 @@ async def test_a_failure_from_within_a_pause_is_not_the_first() -> None:
         for member in (a, b):
             stage.engine.renew(member)
         for _ in range(20):
-            await stage.later(SETTLING / 5)  # in steps that are no pause
+            await stage.later(SETTLE_WINDOW / 5)  # in steps that are no pause
         assert await first_of(stage.engine) == "CUDA error"
 
 
@@ -83,7 +83,7 @@ async def test_everybody_is_told_once_that_the_end_settles(stage: Stage) -> None
     second = report(b, "its neighbour")
     await stage.engine.execute(RUN, replace(second, failure=replace(second.failure, local_rank=1)))
     stage.engine.renew(a)
-    await stage.later(SETTLING)
+    await stage.later(SETTLE_WINDOW)
     for member in (a, b):
         update = await taken(member)
         assert (update.phase, update.settling) == (pb.PHASE_CLOSED, False)
@@ -121,7 +121,7 @@ async def test_a_report_that_waits_for_a_commit_grows_no_younger(stage: Stage) -
     stage.journal.release()
     for task in (*settled, *first, *second):
         await task
-    await stage.later(SETTLING)
+    await stage.later(SETTLE_WINDOW)
     assert await first_of(stage.engine) == "first"
 
 
@@ -156,7 +156,7 @@ async def test_a_node_that_failed_too_often_is_told_so() -> None:
         await stage.confirm(a, b)
         await stage.fail(b, 2)
         stage.engine.renew(a)
-        await stage.later(SETTLING)
+        await stage.later(SETTLE_WINDOW)
         await stage.engine.settled()
         with pytest.raises(
             NodeIsEvicted, match=r"taken out of run 'run' \(its workers failed 2 times"

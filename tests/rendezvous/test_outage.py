@@ -31,7 +31,7 @@ def lines(told: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
 
 def of_several() -> Outage:
     outage = Outage(ALL)
-    outage.over("a:1", sought=True)
+    outage.over("a:1", replicated=True)
     return outage
 
 
@@ -42,7 +42,7 @@ def test_a_replica_that_is_lost_is_named_at_once_and_once(told: pytest.LogCaptur
         outage.attempt_failed(LOST, admitted=True, at_once=True)
         for at_once in (True, False, True, False):
             outage.attempt_failed(not_owner("a:1"), admitted=True, at_once=at_once)
-        outage.over("b:1", sought=True)
+        outage.over("b:1", replicated=True)
     lost = ("WARNING", "rendezvous replica lost, looking for the next owner of the run")
     assert lines(told) == [lost, lost]
     assert [each.fields["replica"] for each in log_events(told.records)] == ["a:1", "b:1"]
@@ -54,7 +54,7 @@ def test_a_move_in_good_order_is_no_warning(told: pytest.LogCaptureFixture, ende
     """But if nobody has the run afterwards, that is one."""
     outage = of_several()
     outage.attempt_failed(ended, admitted=True, at_once=True)
-    outage.over("b:1", sought=True)
+    outage.over("b:1", replicated=True)
     assert lines(told) == [("INFO", "the run moves to another replica")]
     told.clear()
     outage.attempt_failed(ended, admitted=True, at_once=True)
@@ -82,7 +82,7 @@ def test_before_a_node_is_in_only_what_takes_long_is_told(told: pytest.LogCaptur
 
 def test_one_service_alone_is_lost_once(told: pytest.LogCaptureFixture) -> None:
     outage = Outage("a:1")
-    outage.over("a:1", sought=False)
+    outage.over("a:1", replicated=False)
     for _ in range(3):
         outage.attempt_failed(LOST, admitted=True, at_once=False)
     assert lines(told) == [("WARNING", "rendezvous service lost, trying to reach it")]

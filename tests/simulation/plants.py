@@ -174,8 +174,8 @@ def keep_the_oldest_state(patch: pytest.MonkeyPatch) -> None:
 
 def tell_no_node_that_its_round_ended(patch: pytest.MonkeyPatch) -> None:
     """Survivors are told of the next round, and not that theirs is over."""
-    told = tuple(kind for kind in runs._TOLD_TO_NODES if kind is not facts.RoundEnded)
-    patch.setattr(runs, "_TOLD_TO_NODES", told)
+    told = tuple(kind for kind in runs._SENT_TO_NODES if kind is not facts.RoundEnded)
+    patch.setattr(runs, "_SENT_TO_NODES", told)
 
 
 def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def say_nothing_twice(patch: pytest.MonkeyPatch) -> None:
     live = Membership._live
 
     async def forgetful(self: Membership, *args: Any) -> None:
-        self._statement = self._success = None
+        self._latest = self._success = None
         self._failures.clear()
         await live(self, *args)
 

@@ -20,80 +20,80 @@ from rallypoint.rpc.errors import GONE, MOVED, UNHEARD, ServiceError, decode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import ReplicaConnection, Where, replica_client
 
-# ---- What people are told of the time between two streams: once, that the rendezvous was lost, or that the run moved.
+# ---- Log messages about a broken stream: one when the rendezvous is lost or the run moves to another replica.
 
 
 _log = get_logger(__name__)
 
 
 class Outage:
-    """Tells of an outage when it begins, however many attempts it takes."""
+    """Logs an outage once, when it begins, however many attempts it takes."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: where is looked for the service."""
+        """`endpoint`: the address, or addresses, that are tried."""
         self._endpoint = endpoint
         self._at = ""
-        self._sought = False
+        self._replicated = False
         self._begun = False
         self._logged = False
         self._last_error: ServiceError | None = None
 
-    def over(self, at: str, *, sought: bool) -> None:
-        """The service answered.
+    def over(self, at: str, *, replicated: bool) -> None:
+        """Note that the service replied.
 
         Args:
-            at: The address of who did.
-            sought: Whether there are several replicas, among which the next one is looked for.
+            at: The address of the replica that replied.
+            replicated: True if there are several replicas, and the next owner of the run is looked for among them.
         """
         self._at = at
-        self._sought = sought
+        self._replicated = replicated
         self._begun = self._logged = False
         self._last_error = None
 
     def attempt_failed(self, error: ServiceError, *, admitted: bool, at_once: bool) -> None:
-        """A stream ended, or there was none.
+        """Note that a stream ended, or could not be opened.
 
         Args:
-            error: With what.
+            error: The error of the attempt.
             admitted: The node was in the run before.
-            at_once: Somebody else is asked without a pause.
+            at_once: Another replica is tried without a pause.
         """
         first, self._begun = not self._begun, True
         if error.reason not in UNHEARD:
             self._last_error = error
         if self._logged:
             return
-        if admitted and self._sought and first:
+        if admitted and self._replicated and first:
             if _is_orderly(error):
                 to = error.metadata.get("owner") or "not known yet"
                 _log.info("the run moves to another replica", before=self._at, to=to)
                 return
         elif at_once:
-            return  # others are asked first
+            return  # the other replicas are tried first
         self._logged = True
         reason = _why(error if first else self._last_error or error)
         if not admitted:
             _log.warning("no answer yet, trying again", endpoint=self._endpoint, error=reason)
-        elif self._sought:
-            what = "rendezvous replica lost, looking for the next owner of the run"
-            _log.warning(what, replica=self._at, among=self._endpoint, error=reason)
+        elif self._replicated:
+            text = "rendezvous replica lost, looking for the next owner of the run"
+            _log.warning(text, replica=self._at, among=self._endpoint, error=reason)
         else:
-            what = "rendezvous service lost, trying to reach it"
-            _log.warning(what, endpoint=self._endpoint, error=reason)
+            text = "rendezvous service lost, trying to reach it"
+            _log.warning(text, endpoint=self._endpoint, error=reason)
 
 
 def _why(error: ServiceError) -> str:
-    """Why there is no stream. What is refused to clients in general is of no use to who reads of this one."""
+    """Describe why there is no stream. The text of MOVED refusals is general advice to clients: useless in this log."""
     if error.reason not in MOVED:
         return str(error)
     if cause := error.metadata.get("cause"):
-        return f"nobody owns it: {cause}"
+        return f"the run has no owner: {cause}"
     owner = error.metadata.get("owner")
-    return f"{owner} is still named as its owner" if owner else "nobody is known to own it"
+    return f"{owner} is still reported as the owner" if owner else "the run has no known owner"
 
 
 def _is_orderly(error: ServiceError) -> bool:
-    """Whether who had the run says where it is now, or that it goes."""
+    """True if the replica that owned the run drains, or names the new owner."""
     return error.reason == "DRAINING" or (error.reason in MOVED and "owner" in error.metadata)
 
 
@@ -108,18 +108,18 @@ _RETRYABLE = GONE | {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# Reasons for which a node that was in the run before is refused for good. Whatever else is answered (by a server that
-# was stalled, is of another version, or stands in the place of the right one) may differ next time, and workers run.
+# Reasons for which a node that was in the run before is refused for good. Any other error (of a server that was
+# stalled, has another version, or listens at the address of the right one) may differ next time, and workers run.
 _REFUSALS = {"RUN_CLOSED", "SETTINGS_DIFFER", "NODE_EVICTED", "JOIN_TIMED_OUT"}
-# Reasons for which a lease is worth nothing any more, and only joining anew helps.
+# Reasons for which the lease is void, and the node must join again.
 _LEASE_ENDED = {"LEASE_LOST", "RUN_NOT_FOUND", "REVISION_AHEAD"}
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The node holds a lease; `resumed`: the one it held before; `at`: the address of who says so, for people.
+    """The node holds a lease; `resumed`: the one it held before; `at`: the address of the server, for people.
 
-    Numbers of leases are to be compared within one `incarnation` of the run only.
+    Lease numbers can be compared only within one `incarnation` of the run.
     """
 
     lease: int
@@ -130,14 +130,14 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class MembershipUpdate:
-    """The run's state as the node must know it."""
+    """The state of the run, as far as the node needs it."""
 
     update: pb.NodeUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipReset:
-    """The lease is lost; the membership joins anew by itself, as a newcomer."""
+    """The lease is lost; the membership joins again by itself, as a newcomer."""
 
     reason: str
 
@@ -147,26 +147,25 @@ Event: TypeAlias = Admitted | MembershipUpdate | MembershipReset
 
 
 class _ServerDraining(Exception):
-    """The server ends the stream because it is going away; it may not have taken what it was told last."""
+    """The server ends the stream because it drains; it may not have processed the last request."""
 
 
 @dataclass(eq=False)
 class _Moved(Exception):
-    """Another replica owns the run now, whatever the one with the stream says."""
+    """Another replica owns the run now, even if the replica that holds the stream still claims it."""
 
     owner: Address
 
 
 class RendezvousUnreachable(Exception):
-    """No rendezvous service answered in time; the message says where and what was tried."""
+    """No rendezvous service replied in time; the message contains the addresses and the last error."""
 
 
 class Membership:
     """Joins a run, and stays in it until it leaves, the run is closed, or it is refused.
 
-    Streams come and go beneath it. A broken one is opened again with back-off and jitter, for as long as it
-    takes: a rendezvous service that is away stops nobody. Whatever the node last said is said again on the new
-    stream, since the server takes it twice without harm.
+    A broken stream is opened again with back-off and jitter, for as long as it takes: the workers run on while the
+    rendezvous service is down. The latest requests are sent again on the new stream: they are idempotent.
     """
 
     def __init__(
@@ -183,13 +182,13 @@ class Membership:
         """Set up; `run` does the work.
 
         Args:
-            where: The rendezvous service: a switchboard, or a channel; stays the caller's to close.
+            where: The rendezvous service: a ReplicaClient or a channel; the caller closes it.
             endpoint: Its address, or addresses, for messages.
-            request: What to join, and as whom.
-            on_event: Called, on the event loop, with everything the node must know.
-            connect_timeout: Seconds to try for the first answer.
-            lost_timeout: Seconds to try for each further one. Without end, as a rule: the service comes back. One that
-                ends with the job, inside the agent of one of its hosts, may not.
+            request: The run to join, and the node's description.
+            on_event: Called on the event loop with each event.
+            connect_timeout: Seconds to try until the first reply.
+            lost_timeout: Seconds to try after a lost stream. Infinite by default, since the service comes back. A
+                service that ends with the job, inside the agent of one of its hosts, may not.
             jitter: Randomness of the back-off.
         """
         self._replicas = replica_client(where)
@@ -204,14 +203,14 @@ class Membership:
         self._revision = 0
         self._ever_admitted = False
         self._over = False
-        self._statement: pb.JoinRequest | None = None
-        # By worker: what failed, and when that was said first, which is as old as it says.
+        self._latest: pb.JoinRequest | None = None
+        # By local rank: the failure, and the loop time of the report, to which the age in the failure refers.
         self._failures: dict[int, tuple[pb.WorkerFailure, float]] = {}
         self._success: pb.ReportSuccess | None = None
         self._watchdog_trouble = ""
-        self._unsaid = asyncio.Event()
+        self._unsent = asyncio.Event()
         self._progress = False
-        self._last_error = "no answer came"
+        self._last_error = "no reply received"
         self._outage = Outage(endpoint)
 
     @property
@@ -220,26 +219,26 @@ class Membership:
         return self._lease
 
     async def run(self) -> None:
-        """Be a member; returns once the run is closed, or the node has left.
+        """Keep the membership; returns once the run is closed, or the node has left.
 
         Raises:
-            RendezvousUnreachable: Nobody answered within the connect timeout, or the lost timeout.
+            RendezvousUnreachable: No server replied within the connect timeout, or the lost timeout.
             ServiceError: The node was refused for good: RUN_CLOSED, SETTINGS_DIFFER, NODE_EVICTED, JOIN_TIMED_OUT, or
-                LEASE_LOST because another agent joined under the node's name; a newcomer, for whatever does not pass.
+                LEASE_LOST because another agent joined under the node's name; a newcomer: for any lasting error.
         """
         backoff = Backoff(self._jitter.random, first=_FIRST_BACKOFF, longest=_LONGEST_BACKOFF)
         deadline = asyncio.get_running_loop().time() + self._connect_timeout
-        # Who is going and holds nothing to give back must not join for the sake of leaving: it would cost a round.
+        # A node that leaves and holds no lease must not join in order to leave: it would cost a round.
         while not self._over and (self._lease or not self._leaving_or_departing()):
             self._progress = False
             error = await self._one_stream(deadline)
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                # gRPC loses a cancellation that reaches it while a call begins and fails, and raises the failure.
+                # gRPC loses a cancellation that arrives while a call begins and fails, and raises the failure.
                 raise asyncio.CancelledError
             if self._progress:
                 deadline = asyncio.get_running_loop().time() + self._lost_timeout
             if error is not None:
-                self._judge(error, deadline)
+                self._raise_if_final(error, deadline)
             if self._over:
                 return
             if self._progress:
@@ -248,7 +247,7 @@ class Membership:
             if error is not None:
                 self._outage.attempt_failed(error, admitted=self._ever_admitted, at_once=at_once)
             if at_once:
-                _log.debug("asking another replica", endpoint=self._endpoint, error=str(error))
+                _log.debug("trying another replica", endpoint=self._endpoint, error=str(error))
                 continue
             self._replicas.rest(self._search)
             pause = backoff.next()
@@ -262,94 +261,94 @@ class Membership:
             await asyncio.sleep(pause)
 
     def confirm(self, round_: int, master_port: int) -> None:
-        """Say that no worker of an earlier round is alive on the node; of no matter for one that is going."""
+        """Confirm that no worker of an earlier round is alive on the node; ignored if the node is leaving."""
         if not self._leaving_or_departing():
             self._queue(pb.JoinRequest(confirm=pb.ConfirmRound(round=round_, master_port=master_port)))
 
     def report_failure(self, failure: pb.WorkerFailure) -> None:
-        """Say that a worker failed; its age, as of now, goes on growing until it is heard."""
-        # Kept apart: a node that leaves before this is heard would make a failure look like a departure.
+        """Report that a worker failed; the age in `failure` is as of now, and grows until the report is sent."""
+        # Kept apart: if the node left before this is sent, the failure would look like a departure.
         self._failures[failure.local_rank] = failure, asyncio.get_running_loop().time()
-        self._unsaid.set()
+        self._unsent.set()
 
     def report_success(self, round_: int) -> None:
-        """Say that all workers succeeded."""
-        # Kept apart as well: without it, who leaves past the exit barrier would end the round of those still at work.
+        """Report that all workers succeeded."""
+        # Kept apart as well: without it, a node that leaves past the exit barrier would end the round of the others.
         self._success = pb.ReportSuccess(round=round_)
-        self._unsaid.set()
+        self._unsent.set()
 
     def depart(self, reason: str) -> None:
-        """Say that the node stops its workers in order to leave."""
+        """Announce that the node stops its workers in order to leave."""
         self._queue(pb.JoinRequest(depart=pb.DepartRun(reason=reason)))
 
     def leave(self, reason: str) -> None:
-        """Give the lease back; `run` returns when the server has taken it."""
+        """Give the lease back; `run` returns when the server has processed it."""
         self._queue(pb.JoinRequest(leave=pb.LeaveRun(reason=reason)))
 
     def report_watchdog(self, trouble: str) -> None:
-        """Say why no watchdog guards the node's workers; "": one does."""
+        """Report why no watchdog watches the node's workers; "": one does."""
         self._watchdog_trouble = trouble
-        self._unsaid.set()
+        self._unsent.set()
 
-    def _queue(self, statement: pb.JoinRequest) -> None:
-        # The latest is enough: who confirms a round is not leaving, and who leaves has no need to have confirmed.
-        self._statement = statement
-        self._unsaid.set()
+    def _queue(self, request: pb.JoinRequest) -> None:
+        # The latest is enough: a node that confirms is not leaving, and a node that leaves need not have confirmed.
+        self._latest = request
+        self._unsent.set()
 
-    def _judge(self, error: ServiceError, deadline: float) -> None:
+    def _raise_if_final(self, error: ServiceError, deadline: float) -> None:
         """Decide whether a stream's error is worth another attempt; raise it if not."""
         if "superseded_by" in error.metadata:
-            raise error  # two agents that join over one another, in turn, would let nobody run
+            raise error  # two agents under one node name would supersede each other for ever, and neither would run
         if error.reason in _LEASE_ENDED and self._lease:
             self._lease = self._revision = 0
             self._over = self._leaving_or_departing()
-            self._statement = self._success = None
+            self._latest = self._success = None
             self._failures.clear()
             self._on_event(MembershipReset(error.message))
             return
         if error.reason in _REFUSALS if self._ever_admitted else error.code not in _RETRYABLE:
             raise error
         if asyncio.get_running_loop().time() >= deadline:
-            what, timeout = "no rendezvous service answered at", self._connect_timeout
+            text, timeout = "no rendezvous service answered at", self._connect_timeout
             if self._ever_admitted:
-                what, timeout = "the rendezvous service is gone, none answered at", self._lost_timeout
-            raise RendezvousUnreachable(f"{what} {self._endpoint} within {timeout:g} s: {self._last_error}")
+                text, timeout = "the rendezvous service is gone, none answered at", self._lost_timeout
+            raise RendezvousUnreachable(f"{text} {self._endpoint} within {timeout:g} s: {self._last_error}")
 
     async def _one_stream(self, deadline: float) -> ServiceError | None:
-        """Live through one stream; returns the error that ended it, None for an orderly end."""
+        """Open one stream and use it until it ends; returns the error that ended it, None for an orderly end."""
         loop = asyncio.get_running_loop()
         try:
-            line = await self._replicas.connect(self._search, max(0.0, deadline - loop.time()))
+            connection = await self._replicas.connect(self._search, max(0.0, deadline - loop.time()))
         except ServiceError as no_connection:
             self._last_error = no_connection.message
             return no_connection
         try:
-            error = await self._stream_over(line, min(deadline, loop.time() + line.timeout))
+            error = await self._stream_over(connection, min(deadline, loop.time() + connection.timeout))
             if error is not None:
-                line.failed(error)
+                connection.failed(error)
             return error
         finally:
-            line.hang_up()
+            connection.hang_up()
 
-    async def _stream_over(self, line: ReplicaConnection, deadline: float) -> ServiceError | None:
-        """Live through one stream to one replica; the first answer is there by the deadline, or it is given up."""
-        # Once in, wait for a connection rather than fail for want of one: the channel tries every second at the
-        # longest, and a back-off of ours on top would double that. Before, the reason for there being none is wanted;
-        # and where there are other replicas, they are asked.
-        stub: pb_grpc.RendezvousServiceAsyncStub = line.stub(pb_grpc.RendezvousServiceStub)
-        call = stub.Join(wait_for_ready=self._ever_admitted and line.alone)
+    async def _stream_over(self, connection: ReplicaConnection, deadline: float) -> ServiceError | None:
+        """Use one stream to one replica until it ends; fails if the first response is not there by the deadline."""
+        # A node in the run waits for a connection rather than fail without one: the channel tries every second at the
+        # longest, and a back-off of ours on top would double that. A newcomer wants the reason why there is none;
+        # and where there are other replicas, they are tried.
+        stub: pb_grpc.RendezvousServiceAsyncStub = connection.stub(pb_grpc.RendezvousServiceStub)
+        call = stub.Join(wait_for_ready=self._ever_admitted and connection.alone)
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
-                with contextlib.suppress(asyncio.InvalidStateError):  # it has ended already: read tells how
+                with contextlib.suppress(asyncio.InvalidStateError):  # ended already: read raises the error
                     await call.write(self._introduction())
                 first = await call.read()
             if isinstance(first, pb.JoinResponse):
-                if not first.HasField("lease"):  # the server went away before it got to it
+                if not first.HasField("lease"):  # the server drained before it processed the request
                     raise _ServerDraining
-                line.answered()
-                at = self._endpoint if line.alone else line.address
-                self._outage.over(at, sought=not line.alone)
-                await self._live(call, first, line, at)
+                connection.answered()
+                at = self._endpoint if connection.alone else connection.address
+                self._outage.over(at, replicated=not connection.alone)
+                await self._live(call, first, connection, at)
             self._over = self._over or self._leaving()
             return None
         except TimeoutError:
@@ -373,13 +372,15 @@ class Membership:
         resume = pb.ResumeRun(run_id=run_id, node_id=node_id, lease=self._lease, revision=self._revision)
         return pb.JoinRequest(resume=resume)
 
-    async def _live(self, call: _JoinCall, first: pb.JoinResponse, line: ReplicaConnection, at: str) -> None:
+    async def _live(
+        self, call: _JoinCall, first: pb.JoinResponse, connection: ReplicaConnection, at: str
+    ) -> None:
         lease, resumed = first.lease, bool(self._lease)
         self._lease, self._ever_admitted, self._progress = lease.lease, True, True
         self._on_event(Admitted(lease.lease, resumed, at, lease.incarnation))
-        if self._statements() or self._watchdog_trouble:
-            self._unsaid.set()
-        speaker = asyncio.create_task(
+        if self._requests_to_send() or self._watchdog_trouble:
+            self._unsent.set()
+        sender = asyncio.create_task(
             self._send_requests(call, lease.keep_alive_interval.ToNanoseconds() / 1e9)
         )
         moved: list[Address] = []
@@ -387,12 +388,12 @@ class Membership:
             async with asyncio.timeout(None) as given_up:
 
                 def leave_for(owner: Address) -> None:
-                    # Who has this stream may be paused, and would not tell. Should it be the owner all the same, since
-                    # what was answered elsewhere is what any replica answers, the way back is one refusal long.
+                    # The replica of this stream may be paused, and send nothing. If it still is the owner (another call
+                    # got `owner` from some replica, which may be wrong), one refusal brings the node back.
                     moved.append(owner)
                     given_up.reschedule(asyncio.get_running_loop().time())
 
-                line.when_moved(leave_for)
+                connection.when_moved(leave_for)
                 response: object = first
                 while isinstance(response, pb.JoinResponse):
                     if response.HasField("update"):
@@ -403,53 +404,53 @@ class Membership:
         except TimeoutError:
             raise _Moved(moved[-1]) from None
         finally:
-            speaker.cancel()
+            sender.cancel()
 
     def _take(self, update: pb.NodeUpdate) -> None:
         self._revision = max(self._revision, update.revision)
         self._over = update.phase == pb.PHASE_CLOSED
         self._forget_reports_of_other_rounds(update)
         if update.settling:
-            self._unsaid.set()  # a heartbeat at once: the service waits for a sign of life of each participant
+            self._unsent.set()  # a heartbeat at once: the service waits for a sign of life from each participant
         self._on_event(MembershipUpdate(update))
 
     async def _send_requests(self, call: _JoinCall, interval: float) -> None:
-        """Say what is to be said, and, where there is nothing for so long, that the node is alive."""
-        said = ""
+        """Send requests as they come; if none comes for `interval` seconds, a heartbeat."""
+        sent_trouble = ""
         while True:
-            statements: list[pb.JoinRequest] = []
+            requests: list[pb.JoinRequest] = []
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
-                    await self._unsaid.wait()
-                self._unsaid.clear()
-                statements = self._statements()
+                    await self._unsent.wait()
+                self._unsent.clear()
+                requests = self._requests_to_send()
             trouble = self._watchdog_trouble
-            if not statements or trouble != said:
-                said = trouble
-                statements.append(pb.JoinRequest(heartbeat=pb.Heartbeat(watchdog_trouble=trouble)))
+            if not requests or trouble != sent_trouble:
+                sent_trouble = trouble
+                requests.append(pb.JoinRequest(heartbeat=pb.Heartbeat(watchdog_trouble=trouble)))
             try:
-                for message in statements:
+                for message in requests:
                     await call.write(message)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the stream is over; whoever reads it learns why
+                return  # the stream is over; its reader gets the error
 
-    def _statements(self) -> list[pb.JoinRequest]:
-        """What the server may not have heard, in the order in which it must."""
-        said: list[pb.JoinRequest] = []
+    def _requests_to_send(self) -> list[pb.JoinRequest]:
+        """Return the requests that the server may not have received, in the order in which it must get them."""
+        requests: list[pb.JoinRequest] = []
         now = asyncio.get_running_loop().time()
-        said += [
+        requests += [
             pb.JoinRequest(worker_failed=_aged(failure, now - since))
             for failure, since in self._failures.values()
         ]
         if self._success is not None:
-            said.append(pb.JoinRequest(succeeded=self._success))
-        if self._statement is not None:
-            said.append(self._statement)
-        return said
+            requests.append(pb.JoinRequest(succeeded=self._success))
+        if self._latest is not None:
+            requests.append(self._latest)
+        return requests
 
     def _forget_reports_of_other_rounds(self, update: pb.NodeUpdate) -> None:
         running = update.assignment.round if update.phase == pb.PHASE_FINAL else 0
-        # What failed in the round before may have been its first failure, until the next round runs.
+        # A failure of the round before may prove to be its first one, until the next round runs.
         wanted = running or update.last_round_end.round
         self._failures = {
             worker: report for worker, report in self._failures.items() if report[0].round == wanted
@@ -458,14 +459,14 @@ class Membership:
             self._success = None
 
     def _leaving(self) -> bool:
-        return self._statement is not None and self._statement.HasField("leave")
+        return self._latest is not None and self._latest.HasField("leave")
 
     def _leaving_or_departing(self) -> bool:
-        return self._leaving() or (self._statement is not None and self._statement.HasField("depart"))
+        return self._leaving() or (self._latest is not None and self._latest.HasField("depart"))
 
 
 def _aged(failure: pb.WorkerFailure, seconds: float) -> pb.WorkerFailure:
-    """A failure as it is told so many seconds after it was reported first."""
+    """Return a copy of a failure whose age is greater by `seconds`."""
     aged = pb.WorkerFailure()
     aged.CopyFrom(failure)
     aged.age.FromNanoseconds(failure.age.ToNanoseconds() + round(seconds * 1e9))

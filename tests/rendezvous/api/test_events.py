@@ -117,14 +117,14 @@ CASES: list[tuple[facts.Fact, pb.EventKind.ValueType, str, int, str]] = [
         pb.EVENT_KIND_EXIT_BARRIER_PASSED,
         "",
         8,
-        "exit barrier of round 8 over after 300 s: nodes whose workers succeeded wait for the others no longer",
+        "exit barrier of round 8 over after 300 s: nodes whose workers succeeded no longer wait for the others",
     ),
     (
         facts.RestartRequested(8, "new data"),
         pb.EVENT_KIND_RESTART_REQUESTED,
         "",
         8,
-        "an operator asked for a restart of round 8: new data",
+        "an operator requested a restart of round 8: new data",
     ),
     (
         facts.RoundEnded(LOST, 0),
@@ -197,7 +197,7 @@ def test_budgets_are_told_as_the_run_has_them() -> None:
         "and 5 restarts in 600 s may be used, 2 for one node"
     )
     ended = of(facts.RoundEnded(FAILED, 9, 3, 4), budgets)
-    assert ended.detail.endswith("killed by SIGKILL (restart 3 of 5 in 600 s, held back 4 s)")
+    assert ended.detail.endswith("killed by SIGKILL (restart 3 of 5 in 600 s, delayed by 4 s)")
     assert (ended.counted_restarts, ended.held_back.seconds) == (3, 4)
     assert not of(facts.RoundEnded(LOST, 9, 3, 4), budgets).HasField("held_back")
 

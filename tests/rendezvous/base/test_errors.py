@@ -221,8 +221,11 @@ def test_what_was_refused_is_told_apart_from_what_may_have_been_done() -> None:
     """In the reason and in the sentence; where to ask next is the same."""
     refused = NotOwner("r", "b:1")
     unknown = of_unknown_outcome(refused)
-    assert str(refused) == "nothing was done: run 'r' belongs to the replica at b:1; ask there"
-    assert str(unknown) == "the outcome is unknown: run 'r' belongs to the replica at b:1; ask there"
+    assert str(refused) == "nothing was done: run 'r' belongs to the replica at b:1; send the request there"
+    assert (
+        str(unknown)
+        == "the outcome is unknown: run 'r' belongs to the replica at b:1; send the request there"
+    )
     assert of_unknown_outcome(draining := Draining()) is draining
 
 

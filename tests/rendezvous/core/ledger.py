@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.apply import LEAST_TERM_AFTER_RESTART
-from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLING, STEADY_AFTER, hold
+from rallypoint.rendezvous.core.failures import MOST_EVICTED, SETTLE_WINDOW, STEADY_AFTER, hold
 from rallypoint.rendezvous.core.state import (
     Outcome,
     Phase,
@@ -427,7 +427,7 @@ class Ledger:
         gone = {node_id for node_id, lease in current.leases.items() if self.leases.get(node_id) != lease}
         waited = self._now - current.first_report_at
         require(
-            waited >= SETTLING * (1 - self.inexact)
+            waited >= SETTLE_WINDOW * (1 - self.inexact)
             or bool(gone - current.succeeded)
             or current.seats.keys() <= heard | gone,
             "the end of a run waits for what others have to report",
@@ -440,7 +440,7 @@ class Ledger:
         if self._phase is not Phase.FINAL or self._started_at > self._current.first_report_at:
             return
         waited = (self._now if now is None else now) - self._current.first_report_at
-        longest = SETTLING + max(self.settings.time_to_live, LEAST_TERM_AFTER_RESTART)
+        longest = SETTLE_WINDOW + max(self.settings.time_to_live, LEAST_TERM_AFTER_RESTART)
         require(waited <= longest + self.at_most_late, "the end of a run waits for no longer than a lease")
 
     def _check_scale_up(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rallypoint.rendezvous.core import commands, facts
 from rallypoint.rendezvous.core.commands import LeaseLost, RevisionAhead, RunIsClosed, SettingsDiffer
 from rallypoint.rendezvous.core.decide import check_lease, check_revision, decide
-from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.failures import SETTLE_WINDOW
 from rallypoint.rendezvous.core.newcomers import READY_AFTER
 from rallypoint.rendezvous.core.state import (
     LossReason,
@@ -440,7 +440,7 @@ class TestFailing:
         run.fail("a", "first")
         run.run_round()
         run.fail("b", "second")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         end = run.state.run_end
         assert end is not None
         assert (run.phase, end.outcome) == (Phase.CLOSED, Outcome.FAILED)

@@ -15,7 +15,7 @@ from rallypoint.rendezvous.core.state import LossReason, RunSettings
         (LossReason.DISCONNECTED, "its connection broke and it did not come back within 2 s"),
         (LossReason.SUPERSEDED, "an agent joined again under its name"),
         (LossReason.CONFIRM_TIMED_OUT, "it did not confirm the round within 60 s"),
-        (LossReason.DEPARTURE_TIMED_OUT, "it said it would leave and did not within 60 s"),
+        (LossReason.DEPARTURE_TIMED_OUT, "it announced that it would leave and did not within 60 s"),
         (LossReason.JOIN_TIMED_OUT, "fewer than 4 nodes were there after 600 s"),
     ],
 )

@@ -8,7 +8,7 @@ from rallypoint.rendezvous.core import commands, facts, failures
 from rallypoint.rendezvous.core.apply import renew, restart_leases
 from rallypoint.rendezvous.core.commands import NodeIsEvicted
 from rallypoint.rendezvous.core.decide import execute, next_deadline, settle
-from rallypoint.rendezvous.core.failures import MOST_FAILURES, SETTLING
+from rallypoint.rendezvous.core.failures import MOST_FAILURES, SETTLE_WINDOW
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
 from rallypoint.rendezvous.core.state import LossReason, Outcome, Phase, RoundEndCause, RunEnd, ScaleUpPolicy
 from rendezvous.core.scripted_run import ScriptedRun
@@ -43,7 +43,7 @@ class TestTheEndOfARun:
         assert run.phase is Phase.FINAL
         run.later(0.1)
         run.fail("a", "CUDA error", age=0.3)
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         end = end_of(run)
         assert (end.outcome, first_of(run)) == (Outcome.FAILED, "a")
         assert end.detail == "worker of rank 0 on node a failed: CUDA error; no restarts were allowed"
@@ -54,7 +54,7 @@ class TestTheEndOfARun:
         run.fail("b", age=0.2)
         run.later(0.1)
         run.fail("a", age=0.1)
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == "b"
         assert [fact.earliest for fact in run.of_type(facts.WorkerFailed)] == [True, False]
 
@@ -66,7 +66,7 @@ class TestTheEndOfARun:
         assert run.fail("a", "again", local_rank=0, age=0.5) == []
         assert run.fail("a", "no such worker", local_rank=7) == []
         assert run.phase is Phase.FINAL
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         failure = end_of(run).failure
         assert failure is not None
         assert (failure.node_id, failure.message) == ("a", "first")
@@ -77,7 +77,7 @@ class TestTheEndOfARun:
         run.fail("a")
         run.resume("b")
         deadline = next_deadline(run.state)
-        assert deadline == run.now + SETTLING
+        assert deadline == run.now + SETTLE_WINDOW
         assert settle(run.state, deadline - 0.01) == []
         (closed,) = settle(run.state, deadline)
         assert isinstance(closed, facts.RunClosed)
@@ -119,7 +119,7 @@ class TestTheEndOfARun:
         run = running("a", "b")
         run.fail("a")
         assert run.restart() == []
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert run.phase is Phase.CLOSED
 
     def test_an_operator_may_close_it_meanwhile(self) -> None:
@@ -128,7 +128,7 @@ class TestTheEndOfARun:
         run.fail("a")
         run.do(commands.Close("enough"))
         assert (end_of(run).outcome, next_deadline(run.state)) == (Outcome.CANCELLED, None)
-        assert run.later(SETTLING) == []
+        assert run.later(SETTLE_WINDOW) == []
 
     def test_a_newcomer_changes_nothing_meanwhile(self) -> None:
         """Not even one that the round has room for: it would be let into a run that is over."""
@@ -137,7 +137,7 @@ class TestTheEndOfARun:
         run.fail("a")
         run.join("c")
         assert run.phase is Phase.FINAL
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == "a"
 
     def test_many_failures_are_not_all_kept(self) -> None:
@@ -148,7 +148,7 @@ class TestTheEndOfARun:
             run.fail(name, age=0.4 if number == len(names) - 1 else 0.1)
         assert len(run.of_type(facts.WorkerFailed)) == MOST_FAILURES + 1
         assert run.phase is Phase.FINAL  # some that were heard are not kept: it waits its time
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == names[-1]
 
 
@@ -200,7 +200,7 @@ class TestAges:
         run = running("a", "b", "c")
         run.fail("b", age=age)
         run.fail("a", age=1e12)
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == "b"
 
     def test_no_failure_is_yet_to_come(self) -> None:
@@ -209,7 +209,7 @@ class TestAges:
         run.fail("b", age=-50.0)
         run.later(0.1)
         run.fail("a", age=0.05)
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == "b"
 
     def test_a_failure_that_was_durable_before_the_server_started_again_stays_the_first(self) -> None:
@@ -219,7 +219,7 @@ class TestAges:
         restart_leases(run.state, run.now)
         run.resume("a", "b", "c")
         run.fail("a", age=30.0)
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == "b"
 
 
@@ -245,7 +245,7 @@ def test_ages_are_those_of_a_clock_that_forgives_no_pause() -> None:
     run.fail("a")
     run.state.forgiven = 20.0
     run.fail("b", age=5.0)
-    run.later(SETTLING)
+    run.later(SETTLE_WINDOW)
     assert first_of(run) == "a"
 
 
@@ -255,13 +255,13 @@ class TestWhatNoRestartCanMend:
         run = running("a", "b", max_restarts=10)
         run.fail("a", "no such data set", permanent=True)
         assert run.phase is Phase.FINAL
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         end = end_of(run)
         assert end.outcome is Outcome.FAILED
         assert end.failure is not None
         assert end.failure.permanent
         expected = (
-            "worker of rank 0 on node a failed: no such data set; no restart can mend that, says the worker"
+            "worker of rank 0 on node a failed: no such data set; reported as permanent, so not restarted"
         )
         assert end.detail == expected
 
@@ -270,7 +270,7 @@ class TestWhatNoRestartCanMend:
         run = running("a", "b", "c")
         run.fail("b", age=0.2)
         run.fail("a", permanent=True)
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert first_of(run) == "a"
 
     def test_it_ends_a_round_that_is_being_formed_again(self) -> None:
@@ -290,7 +290,7 @@ class TestANodeThatFailsTooOften:
         for _ in range(2):
             run.fail("b")
             run.run_round()
-        happened = [*run.fail("b", "bad memory"), *run.later(SETTLING), *run.later(1.0)]
+        happened = [*run.fail("b", "bad memory"), *run.later(SETTLE_WINDOW), *run.later(1.0)]
         failed, evicted, ended, frozen = happened
         assert isinstance(failed, facts.WorkerFailed)
         assert evicted == facts.NodeEvicted(
@@ -309,7 +309,7 @@ class TestANodeThatFailsTooOften:
         run.fail("b")
         run.run_round()
         run.fail("b")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert run.ranks == ["a", "spare"]
 
     def test_it_is_taken_out_when_the_budget_of_the_run_is_used_up_too(self) -> None:
@@ -319,7 +319,7 @@ class TestANodeThatFailsTooOften:
             run.fail("b")
             run.run_round()
         run.fail("b")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         run.later(1.0)
         assert run.phase is Phase.FROZEN
         assert run.ranks == ["a", "c"]
@@ -332,7 +332,7 @@ class TestANodeThatFailsTooOften:
         run.fail("b")
         run.run_round()
         run.fail("b", "bad memory")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         end = run.state.last_round_end
         assert end is not None
         assert (run.phase, end.cause) == (Phase.JOINABLE, RoundEndCause.NODE_EVICTED)
@@ -378,7 +378,7 @@ class TestANodeThatFailsTooOften:
         run.fail("b")
         run.run_round()
         run.fail("b")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         run.run_round()
         run.readmit("b")
         run.let_in("b")
@@ -406,7 +406,7 @@ class TestANodeThatFailsTooOften:
         run.run_round()
         run.fail("b")
         run.leave("b")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert run.state.evicted["b"].by_service
         assert run.of_type(facts.NodeEvicted)[-1].lease == 0
 
@@ -420,8 +420,8 @@ def test_a_restarted_server_lets_the_end_settle_again() -> None:
     assert settle(state, 5000.0) == []
     failure = run.failure("a")
     assert execute(state, commands.ReportFailure("a", run.lease("a"), failure), 5000.1) == []
-    assert next_deadline(state) == 5000.0 + SETTLING
+    assert next_deadline(state) == 5000.0 + SETTLE_WINDOW
     for node_id in ("a", "b"):
         renew(state, node_id, 5000.2)
-    (closed,) = settle(state, 5000.0 + SETTLING)
+    (closed,) = settle(state, 5000.0 + SETTLE_WINDOW)
     assert isinstance(closed, facts.RunClosed)

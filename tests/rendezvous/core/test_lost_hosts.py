@@ -12,7 +12,7 @@ from rallypoint.rendezvous.core import apply as leases
 from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.apply import apply
 from rallypoint.rendezvous.core.decide import next_deadline, settle
-from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.failures import SETTLE_WINDOW
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
 from rallypoint.rendezvous.core.state import LossReason, Outcome, Phase, RoundEndCause, RunState
 from rendezvous.core.scripted_run import ScriptedRun
@@ -66,7 +66,7 @@ class TestAKilledAgent:
         """By up to the settling time."""
         run = running("a", "b", "c", max_restarts=budget)
         run.fail("a", "connection reset")
-        run.later(SETTLING - 0.01)
+        run.later(SETTLE_WINDOW - 0.01)
         break_stream(run, "c")
         pass_grace(run)
         require_lost(run, "c", rounds=run.round if budget else 1)
@@ -155,7 +155,7 @@ class TestAHostThatVanishes:
         """Agents are told that the round settles, and answer at once."""
         run = running("a", "b", "c", max_restarts=0)
         run.fail("a")
-        run.later(SETTLING, silent=("c",))
+        run.later(SETTLE_WINDOW, silent=("c",))
         assert run.phase is Phase.FINAL
         (closed,) = run.resume("c")
         assert isinstance(closed, facts.RunClosed)

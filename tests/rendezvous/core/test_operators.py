@@ -32,7 +32,7 @@ class TestRestarting:
         assert (end.cause, end.node_id, end.detail) == (
             RoundEndCause.RESTART_REQUESTED,
             "",
-            "an operator asked for a restart: new data",
+            "an operator requested a restart: new data",
         )
 
     def test_a_round_that_is_being_confirmed_is_burnt(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.rendezvous.core import commands, facts, failures
 from rallypoint.rendezvous.core.decide import next_deadline
-from rallypoint.rendezvous.core.failures import SETTLING, STEADY_AFTER, hold
+from rallypoint.rendezvous.core.failures import SETTLE_WINDOW, STEADY_AFTER, hold
 from rallypoint.rendezvous.core.snapshot import restore, take_snapshot
 from rallypoint.rendezvous.core.state import FailureKind, Phase, RunSettings
 from rendezvous.core.scripted_run import ScriptedRun
@@ -97,7 +97,7 @@ class TestTheWindow:
         assert not run.state.evicted
         fail_again(run, "b")
         run.fail("b")
-        run.later(SETTLING)
+        run.later(SETTLE_WINDOW)
         assert (
             run.state.evicted["b"].reason
             == "its workers failed 3 times in 600 s, last that of rank 1: it broke"

@@ -13,7 +13,7 @@ import pytest
 from rallypoint.rendezvous.core import commands, facts, failures
 from rallypoint.rendezvous.core.apply import apply, renew, restart_leases
 from rallypoint.rendezvous.core.decide import execute, settle
-from rallypoint.rendezvous.core.failures import SETTLING
+from rallypoint.rendezvous.core.failures import SETTLE_WINDOW
 from rallypoint.rendezvous.core.snapshot import (
     RunSnapshot,
     restore,
@@ -119,7 +119,7 @@ def failed(run: ScriptedRun) -> None:
     run.fail("a")
     run.run_round()
     run.fail("b")
-    run.later(SETTLING)
+    run.later(SETTLE_WINDOW)
     assert run.phase is Phase.CLOSED
 
 
@@ -145,7 +145,7 @@ def worn_out(run: ScriptedRun) -> None:
     named_later(run)
     run.run_round()
     run.fail("a")
-    run.later(SETTLING)
+    run.later(SETTLE_WINDOW)
     assert run.state.evicted["a"].by_service
 
 

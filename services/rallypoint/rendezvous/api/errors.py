@@ -27,7 +27,7 @@ from rallypoint.rpc.errors import ServiceError
 
 
 def translate(error: Exception) -> ServiceError | None:
-    """The gRPC error of a refusal; None for what is none."""
+    """Return the gRPC error of a refusal; None if `error` is not a refusal."""
     return _translate(error)
 
 
@@ -42,7 +42,7 @@ def _as(
     reason: str,
     metadata: Callable[[Exception], dict[str, str]] = lambda _: {},
 ) -> None:
-    """Note how errors of a kind are told; `retry_after` of those that have one becomes the RetryInfo."""
+    """Register the gRPC error of a kind of error; its `retry_after`, if it has one, becomes the RetryInfo."""
     _translate.register(
         kind,
         lambda error: ServiceError(
@@ -57,7 +57,7 @@ def _as(
 
 def _fields(*names: str, **renamed: str) -> Callable[[Exception], dict[str, str]]:
     fields = {name: name for name in names} | renamed
-    return lambda error: {told: str(getattr(error, name)) for told, name in fields.items()}
+    return lambda error: {key: str(getattr(error, name)) for key, name in fields.items()}
 
 
 def _differences(error: Exception) -> dict[str, str]:
@@ -82,8 +82,8 @@ def _end_of_run(error: Exception) -> dict[str, str]:
 def _owner(error: Exception) -> dict[str, str]:
     assert isinstance(error, NotOwner | OutcomeUnknown)
     cause = error.cause if isinstance(error, NotOwner) else ""
-    told = {"run_id": error.run_id, "owner": error.owner or "", "cause": cause}
-    return {name: value for name, value in told.items() if value}
+    metadata = {"run_id": error.run_id, "owner": error.owner or "", "cause": cause}
+    return {name: value for name, value in metadata.items() if value}
 
 
 def _missing_keys(error: Exception) -> dict[str, str]:

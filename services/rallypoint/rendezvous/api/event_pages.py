@@ -1,4 +1,4 @@
-"""A run's events a message at a time: how much goes into one, and the tokens that lead from page to page."""
+"""A run's events in messages: how many go into one, and the tokens that lead from page to page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.serving.flow import Subscriber
 from rallypoint.serving.requests import count, name
 
-# What is looked at before others get a turn of the event loop: one or two milliseconds of work.
+# Records examined before the event loop runs other tasks: one or two milliseconds of work.
 _STEP_RECORDS = 100
 _STEP_BYTES = 64 * 1024
 # Around an event in its message: a tag and a length.
@@ -36,7 +36,7 @@ _TOKEN = re.compile(r"([0-9]{1,19})-([0-9a-f]{16})")
 
 @dataclass(slots=True)
 class EventReader:
-    """Reads on in a run's events, in either direction; `cursor` is the last revision that was looked at."""
+    """Reads a run's events step by step, in either direction; `cursor` is the last revision examined."""
 
     history: History
     settings: RunSettings
@@ -46,14 +46,14 @@ class EventReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing is left to look at, for now."""
+        """True if there is no further event, for now."""
         if self.backwards:
             return self.cursor <= self.history.oldest
         return self.cursor >= self.history.latest
 
     @property
     def compacted(self) -> bool:
-        """Whether what comes next is no longer kept."""
+        """True if the next event is no longer kept."""
         return self._next < self.history.oldest
 
     @property
@@ -61,11 +61,11 @@ class EventReader:
         return self.cursor - 1 if self.backwards else self.cursor + 1
 
     def check(self, run_id: str) -> None:
-        """Check that one can read on from the cursor.
+        """Check that the reader can go on from the cursor.
 
         Raises:
-            EventsCompacted: What comes next is no longer kept.
-            RevisionAhead: The cursor is past everything that there is.
+            EventsCompacted: The next event is no longer kept.
+            RevisionAhead: The cursor is past the latest event.
         """
         if self.compacted:
             raise EventsCompacted(run_id, self._next, self.history.oldest)
@@ -76,9 +76,9 @@ class EventReader:
     async def fill(
         self, events: MutableSequence[pb.Event], *, most_events: int, most_bytes: int, most_looked_at: int
     ) -> None:
-        """Append the events that come next and are wanted, until a bound is reached or there are no more.
+        """Append the next events that match the filter, until a bound is reached or there are no more.
 
-        Makes some way unless it is at the end; one event always fits. Others get their turn in between.
+        Makes some progress unless it is at the end; one event always fits. Other tasks run between steps.
         """
         room, looked_at = most_bytes, 0
         while not self.at_end and not self.compacted and looked_at < most_looked_at:
@@ -101,22 +101,22 @@ class EventReader:
             await asyncio.sleep(0)
 
     def _step(self) -> Sequence[Record]:
-        # Asked for anew each time: events are added, and dropped, while others have their turn.
+        # Read again in each step: events are added, and dropped, while other tasks run.
         if self.backwards:
             return list(islice(self.history.before(self.cursor), _STEP_RECORDS))
         return self.history.after(self.cursor, _STEP_RECORDS)
 
 
 def page_token(request: pb.ListEventsRequest, cursor: int) -> str:
-    """The token with which a request goes on after `cursor`."""
+    """Return the token with which a request goes on after `cursor`."""
     return f"{cursor}-{_digest(request, cursor)}"
 
 
 def page_cursor(request: pb.ListEventsRequest) -> int:
-    """The cursor that a request's token stands for.
+    """Return the cursor of a request's token.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT: it is no token, or that of another request.
+        ServiceError: INVALID_ARGUMENT: it is not a token, or is one of another request.
     """
     match = _TOKEN.fullmatch(request.page_token)
     if match is None or match[2] != _digest(request, int(match[1])):
@@ -128,7 +128,7 @@ def page_cursor(request: pb.ListEventsRequest) -> int:
 
 
 def _digest(request: pb.ListEventsRequest, cursor: int) -> str:
-    """Binds a cursor to its request: with another filter, or the other way round, it would leave events out."""
+    """Bind a cursor to its request: with another filter or direction, events would be missed."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (
         request.run_id.encode(),
@@ -140,40 +140,40 @@ def _digest(request: pb.ListEventsRequest, cursor: int) -> str:
     return digest.hexdigest()
 
 
-# ---- ListEvents and WatchEvents: what happened to a run, and what happens to it.
+# ---- ListEvents and WatchEvents: the past events of a run, and new ones.
 
 
 _MOST_EVENTS = 10_000
 _DEFAULT_EVENTS = 1_000
-# Events that one ListEvents looks at: some 0.1 s of CPU if all match, a few milliseconds at a time.
+# Events that one ListEvents examines: some 0.1 s of CPU if all match, a few milliseconds at a time.
 _MOST_LOOKED_AT = 10_000
 # gRPC's clients take messages of 4 MiB; a failure with its traceback has some 20 KiB.
 _PAGE_BYTES = 3 * 1024 * 1024
-# A batch is what a slow watcher makes the server hold, besides the transport's own buffers.
+# One batch is the memory that a slow watcher takes in the server, besides the transport's own buffers.
 _BATCH_EVENTS = 1_000
 _BATCH_BYTES = 256 * 1024
-# The first message of a watcher comes at once, so it does not look far.
+# The first message to a watcher is sent at once, so it examines few events.
 _FIRST_LOOKED_AT = 100
-# A watcher whose filter passes nothing for so many events is told how far it has come: what it resumes from must
-# still be kept.
-_MOST_UNTOLD = 1_000
+# After this many events that its filter does not pass, a watcher gets an empty message with the revision: the revision
+# from which it resumes must still be kept.
+_MOST_UNREPORTED = 1_000
 
 
 class EventServicer:
-    """Answers for the events of runs, wherever these are."""
+    """The event calls of RendezvousService, for the runs that a locator finds."""
 
-    def __init__(self, home: RunLocator, check_not_draining: Callable[[], None]) -> None:
-        """Answer for the runs of `home`; `check_not_draining` raises once the server is going away."""
-        self._locator = home
+    def __init__(self, locator: RunLocator, check_not_draining: Callable[[], None]) -> None:
+        """Serve the runs of `locator`; `check_not_draining` raises once the server drains."""
+        self._locator = locator
         self._check_not_draining = check_not_draining
 
     async def list(self, request: pb.ListEventsRequest) -> pb.ListEventsResponse:
-        """A page of events; see the contract.
+        """Return a page of events; see the contract.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, naming the field.
             RunNotFound: There is no such run.
-            EventsCompacted, RevisionAhead: The page token leads where nothing is, any more or yet.
+            EventsCompacted, RevisionAhead: The events after the page token are no longer kept, or don't exist yet.
             NotOwner: The run can't be read here.
         """
         name("run_id", request.run_id)
@@ -207,19 +207,19 @@ class EventServicer:
         request: pb.WatchEventsRequest,
         watcher: Subscriber,
     ) -> None:
-        """Tell what happened after a revision, and then what happens; returns when the run is closed.
+        """Send the events after a revision, and then new ones; returns when the run is closed.
 
         Args:
             request: The request.
-            watcher: Who asked.
+            watcher: The stream to the client.
 
         Raises:
             ServiceError: INVALID_ARGUMENT, naming the field.
             RunNotFound: There is no such run.
             RevisionAhead: The revision was never given out.
-            EventsCompacted: What comes next is no longer kept.
-            LimitReached: As many watch the run as may.
-            Draining: The server is going away.
+            EventsCompacted: The next event is no longer kept.
+            LimitReached: The run has as many watchers as its limit allows.
+            Draining: The server drains.
             NotOwner: The run belongs to another replica.
         """
         name("run_id", request.run_id)
@@ -246,7 +246,7 @@ class EventServicer:
         revisions: LatestValue[int],
         watcher: Subscriber,
     ) -> None:
-        first, told = True, 0
+        first, reported = True, 0
         while (latest := await revisions.take()) is not None:
             while first or reader.cursor < latest:
                 self._check_not_draining()
@@ -260,14 +260,14 @@ class EventServicer:
                     most_looked_at=_FIRST_LOOKED_AT if first else _MOST_LOOKED_AT,
                 )
                 response.revision = reader.cursor
-                if first or response.events or reader.cursor - told >= _MOST_UNTOLD:
+                if first or response.events or reader.cursor - reported >= _MOST_UNREPORTED:
                     await watcher.send(response)
-                    told = reader.cursor
+                    reported = reader.cursor
                 first = False
 
 
 def _history(runs: RunsReader, run_id: str) -> History:
     history = runs.history(run_id)
-    if not history.latest:  # a run that is being made, and may still not come to be
+    if not history.latest:  # the run is being created, and the commit may still fail
         raise RunNotFound(run_id)
     return history

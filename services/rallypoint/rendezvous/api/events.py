@@ -1,4 +1,4 @@
-"""Records of a journal as events for people and tools: what happened, to which node and round, and why."""
+"""Journal records as events for people and tools: the change, its node and round, and the reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name
 
-# A failure's age that is told, seconds: below, it is what a report is on its way.
-_WORTH_TELLING = 1.0
+# The least age of a failure that is shown, seconds: a smaller one is the delay of the report.
+_LEAST_SHOWN_AGE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EventSubject:
-    """What an event is about; cheap to find out of a record, so it is what filters look at."""
+    """The subject of an event; cheap to derive from a record, so filters use it."""
 
     kind: pb.EventKind.ValueType
     node_id: str  # "": no one node
@@ -30,9 +30,9 @@ class EventSubject:
 
 
 def subject_of(record: journal_pb2.JournalRecord) -> EventSubject:
-    """What a record is about."""
+    """Return the subject of a record."""
     which = record.WhichOneof("fact")
-    assert which is not None  # the engine wrote it, or folded it into a state when it started
+    assert which is not None  # the engine wrote it, or applied it to a state when it started
     fact: Any = getattr(record, which)
     match which:
         case "worker_failed":
@@ -47,7 +47,7 @@ def subject_of(record: journal_pb2.JournalRecord) -> EventSubject:
 
 
 def event_of(record: journal_pb2.JournalRecord, settings: RunSettings) -> pb.Event:
-    """The event that a record tells of; `settings` are those of its run."""
+    """Return the event of a record; `settings` are those of its run."""
     subject = subject_of(record)
     which = record.WhichOneof("fact")
     assert which is not None
@@ -94,7 +94,7 @@ def _node_lost(fact: journal_pb2.NodeLost, settings: RunSettings) -> str:
     loss = explain_loss(fact.node_id, LossReason(fact.reason), settings)
     if not fact.failed_round:
         return loss
-    return f"{loss}; the workers that failed in round {fact.failed_round} failed of that, which counts as no restart"
+    return f"{loss}; that made workers of round {fact.failed_round} fail, so the failure counts as no restart"
 
 
 def _node_evicted(fact: journal_pb2.NodeEvicted, settings: RunSettings) -> str:
@@ -112,7 +112,7 @@ def _round_frozen(fact: journal_pb2.RoundFrozen, settings: RunSettings) -> str:
 def _worker_failed(fact: journal_pb2.WorkerFailed, settings: RunSettings) -> str:
     failure = fact.failure
     age = failure.age.ToNanoseconds() / 1e9
-    ago = f", {age:.3g} s before it was reported" if age >= _WORTH_TELLING else ""
+    ago = f", {age:.3g} s before it was reported" if age >= _LEAST_SHOWN_AGE else ""
     return f"worker of rank {failure.rank} on node {failure.node_id} failed{ago}: {failure.message}"
 
 
@@ -125,11 +125,11 @@ def _round_ended(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
 
 
 def _restart(fact: journal_pb2.RoundEnded, settings: RunSettings) -> str:
-    """Which restart it is, of how many that may be, and how long it is held back."""
+    """Return the number of the restart, the budget, and the back-off."""
     counted = fact.counted_restarts or fact.restart_count  # older records have none
     count = f"restart {counted} of {settings.max_restarts}{explain_window(settings.restart_window)}"
     held_back = _held_back(fact, settings)
-    return f"{count}, held back {held_back:g} s" if held_back else count
+    return f"{count}, delayed by {held_back:g} s" if held_back else count
 
 
 def _held_back(fact: journal_pb2.RoundEnded, settings: RunSettings) -> float:
@@ -159,10 +159,10 @@ _SENTENCES: dict[str, Callable[[Any, RunSettings], str]] = {
     "node_succeeded": lambda fact, _: f"all workers of node {fact.node_id} succeeded in round {fact.round}",
     "exit_barrier_passed": lambda fact, settings: (
         f"exit barrier of round {fact.round} over after {settings.exit_barrier_timeout:g} s: "
-        "nodes whose workers succeeded wait for the others no longer"
+        "nodes whose workers succeeded no longer wait for the others"
     ),
     "restart_requested": lambda fact, _: (
-        f"an operator asked for a restart of round {fact.round}: {fact.reason}"
+        f"an operator requested a restart of round {fact.round}: {fact.reason}"
     ),
     "round_ended": _round_ended,
     "run_closed": _run_closed,
@@ -180,10 +180,10 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-# ---- Which events somebody wants.
+# ---- Filters of events.
 
 
-# Entries of each list of a filter. A run has more nodes than that; who wants most of them leaves the filter out.
+# Entries of each list of a filter. A run has more nodes than that; a client that wants most of them sends no filter.
 _MOST_ENTRIES = 1_000
 # Year 1 to year 9999, as google.protobuf.Timestamp has it, unix seconds.
 _TIMES = range(-62_135_596_800, 253_402_300_800)
@@ -202,7 +202,7 @@ class EventFilter:
     until: _Time | None = None
 
     def matches(self, record: journal_pb2.JournalRecord) -> bool:
-        """Whether the event of a record is wanted."""
+        """Return True if the event of a record passes the filter."""
         time = (record.time.seconds, record.time.nanos)
         if self.since is not None and time < self.since:
             return False
@@ -219,7 +219,7 @@ class EventFilter:
 
 
 def parse_filter(message: pb.EventFilter) -> EventFilter:
-    """A filter of a request, checked.
+    """Return a filter of a request after checks.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.

@@ -36,14 +36,14 @@ MOST_RESTARTS = 1_000_000
 # Where restarts are kept one by one, with time and node, each takes some 50 bytes of every checkpoint.
 MOST_RESTARTS_KEPT = 10_000
 LONGEST = 25 * 24 * 3600.0
-# All settings set take less than half of this; what has unknown fields on top is not worth keeping.
+# All settings together take less than half of this; a larger message has unknown fields, and is not worth caching.
 _SETTINGS_BYTES = 512
-# Past it a time can't be written down again (year 10,000), unix seconds.
+# The latest time that can be formatted (year 10,000), unix seconds.
 _LATEST = 253_402_300_000
 
 
 def join_command(request: pb.JoinRun) -> commands.Join:
-    """A `join`, checked.
+    """Return the command of a `join` after checks.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
@@ -67,7 +67,7 @@ def join_command(request: pb.JoinRun) -> commands.Join:
 
 
 def _settings_of(message: pb.RunSettings) -> RunSettings:
-    """As `run_settings`; the nodes of a run all bring the same, so what was read once is kept."""
+    """As `run_settings`, cached: all nodes of a run send the same settings."""
     encoded = message.SerializeToString()
     return _decoded_settings(encoded) if len(encoded) <= _SETTINGS_BYTES else run_settings(message)
 
@@ -78,7 +78,7 @@ def _decoded_settings(encoded: bytes) -> RunSettings:
 
 
 def run_settings(message: pb.RunSettings) -> RunSettings:
-    """Settings, checked, with the defaults in the place of what is absent.
+    """Return settings after checks, with the defaults for absent fields.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
@@ -138,7 +138,7 @@ def _check_budgets(message: pb.RunSettings, window: float) -> None:
 
 
 def worker_failure(message: pb.WorkerFailure, node_id: str) -> WorkerFailure:
-    """A failure report of a node, cut to the bounds of the protocol: a report too long is not a report lost."""
+    """Return a failure report, shortened to the bounds of the protocol: an overlong report must not be lost."""
     kept = pb.WorkerFailure()
     kept.CopyFrom(message)
     kept.node_id = node_id
@@ -170,16 +170,15 @@ def _seconds(message: pb.RunSettings, field: str, default: float, *, zero: bool 
 
 
 def one_line(value: str, most_bytes: int) -> str:
-    """The beginning of a text, with spaces for whatever would not print on a line."""
+    """Return the beginning of a text, with spaces for all characters that don't print on a line."""
     head = value.encode()[:most_bytes].decode(errors="ignore")
     return head if head.isprintable() else "".join(c if c.isprintable() else " " for c in head)
 
 
-# ---- Runs, and the nodes of a run, a page at a time: no answer outgrows a message or keeps the others waiting for
-# long.
+# ---- Runs, and the nodes of a run, a page at a time: so that no response is too large or delays others for long.
 
 
-# A summary takes some 50 us, so the largest page 50 ms in which the process does nothing else.
+# A summary takes some 50 us, so the largest page blocks the process for 50 ms.
 _MOST_RUNS = 1_000
 _DEFAULT_RUNS = 200
 # gRPC's clients take messages of 4 MiB; a run that a failure with its traceback ended has some 20 KiB.
@@ -199,7 +198,7 @@ def check_list_runs(request: pb.ListRunsRequest) -> None:
 
 
 def runs_page(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> pb.ListRunsResponse:
-    """A page of all runs, by name. The token is the name of the last run on it."""
+    """Return a page of all runs, by name. The token is the name of its last run."""
     most = _most(request)
     later = (run for run in runs if run.run_id > request.page_token)
     response = pb.ListRunsResponse()
@@ -215,14 +214,14 @@ def runs_page(request: pb.ListRunsRequest, runs: Iterable[RunState]) -> pb.ListR
 
 
 async def list_runs(request: pb.ListRunsRequest, readers: Sequence[RunsReader]) -> pb.ListRunsResponse:
-    """A page of all runs of all readers, by name.
+    """Return a page of all runs of all readers, by name.
 
     Raises:
         NotOwner: Runs can't be read here any more.
     """
     if len(readers) == 1:
         return await readers[0].read_runs(partial(runs_page, request))
-    # Names are cheap and summaries are not: whose come next is found out first.
+    # Names are cheap and summaries are not: find the next names first.
     names = [await reader.read_runs(partial(_first_names, request)) for reader in readers]
     wanted = set(nsmallest(_most(request) + 1, chain.from_iterable(names)))
     pages = [
@@ -248,8 +247,8 @@ def _page_of(request: pb.ListRunsRequest, wanted: set[str], runs: Iterable[RunSt
 def _merged(
     request: pb.ListRunsRequest, wanted: set[str], pages: Sequence[pb.ListRunsResponse]
 ) -> pb.ListRunsResponse:
-    """One page out of several readers' pages of the `wanted` runs."""
-    # Past the end of a page that is not the last, its reader has runs that nobody has seen.
+    """Merge several readers' pages of the `wanted` runs into one."""
+    # Past the end of a page that is not the last, its reader has runs that are not in `pages`.
     end = min((page.next_page_token for page in pages if page.next_page_token), default=None)
     runs = sorted((run for page in pages for run in page.runs), key=lambda run: run.run_id)
     response = pb.ListRunsResponse()
@@ -267,7 +266,7 @@ def _merged(
 
 
 def first_node(request: pb.GetRunRequest) -> int:
-    """Check a request for a run; return how many of its nodes were on the pages before.
+    """Check a request for a run; returns the number of nodes on the pages before.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.
@@ -282,7 +281,7 @@ def first_node(request: pb.GetRunRequest) -> int:
 
 
 def nodes_page(request: pb.GetRunRequest, state: RunState, first: int) -> pb.GetRunResponse:
-    """A run with a page of its nodes: those after the `first` ones."""
+    """Return a run with a page of its nodes: those after the `first` ones."""
     end = first + (request.page_size or NODES_PER_MESSAGE)
     more = end < len(state.nodes)
     return pb.GetRunResponse(run=run_message(state, first, end), next_page_token=str(end) if more else "")

@@ -1,4 +1,4 @@
-"""The rendezvous service put together: journal, engine, store, and what a server serves of them."""
+"""The assembled rendezvous service: journal, engine, store, and the gRPC services on them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.RendezvousService"
 
 
 def open_journal(url: str) -> Journal:
-    """The journal that a `--journal` value names: `memory`, or `sqlite:PATH`.
+    """Return the journal of a `--journal` value: `memory`, or `sqlite:PATH`.
 
     Raises:
-        SettingError: It names none.
+        SettingError: The value is neither.
     """
-    kind, _, place = url.partition(":")
+    kind, _, path = url.partition(":")
     if url == "memory":
         return MemoryJournal()
-    if kind == "sqlite" and place:
-        # Here and not at the top: a job of one host alone has its journal in memory.
+    if kind == "sqlite" and path:
+        # Imported here: a job on one host alone has its journal in memory, and needs no SQLite.
         from rallypoint.rendezvous.journal.sqlite import SqliteJournal  # noqa: PLC0415
 
-        return SqliteJournal(Path(place))
-    raise SettingError(f"--journal: {url!r} is no journal; expected memory, sqlite:PATH or etcd://…")
+        return SqliteJournal(Path(path))
+    raise SettingError(f"--journal: {url!r} is not a journal; expected memory, sqlite:PATH or etcd://…")
 
 
 @asynccontextmanager
@@ -59,19 +59,19 @@ async def rendezvous_services(
     list_replicas: ListReplicas | None = None,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> AsyncIterator[list[Registration]]:
-    """Recover from a journal and work for as long as the context lasts; yields what a server is to serve.
+    """Recover from a journal and work for as long as the context lasts; yields the services for a server.
 
     Args:
         journal: Not opened yet; closed at the end.
         clock: Monotonic seconds that count on while the machine is suspended: then, too, streams break.
         wall_clock: Unix seconds.
-        draw: So many random bytes.
-        limits: What the service, and each run, may use.
-        store_limits: What the store of each run may use.
-        state_limits: What fenced states may use.
-        state_ttl: How long a fenced state is kept that nobody reads, sets or watches, seconds.
-        list_replicas: Answers ListReplicas; None: there is no more to say than that this is the only one.
-        on_failure: Called if the journal breaks: the process must end, and start again from what is durable.
+        draw: Returns this many random bytes.
+        limits: Limits of the service and of each run.
+        store_limits: Limits of the store of each run.
+        state_limits: Limits of fenced states.
+        state_ttl: Seconds that a fenced state is kept without being read, set or watched.
+        list_replicas: Makes the response of ListReplicas; None: this is the only replica.
+        on_failure: Called if the journal breaks: the process must end, and start again from the journal.
 
     Raises:
         JournalError: The journal can't be opened.
@@ -95,21 +95,21 @@ async def rendezvous_services(
 
 
 def registrations(
-    home: RunLocator, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
+    locator: RunLocator, limits: RendezvousLimits | None = None, list_replicas: ListReplicas | None = None
 ) -> list[Registration]:
-    """What a server is to serve to answer for the runs of a home; draining it drains the shards that are here.
+    """Return the services of a server for the runs of a locator; draining it drains the shards of this process.
 
     Args:
-        home: Where runs are.
-        limits: What each client may use.
-        list_replicas: Answers ListReplicas; None: this is the only one.
+        locator: Finds the runs.
+        limits: Limits of each client.
+        list_replicas: Makes the response of ListReplicas; None: this is the only replica.
     """
     limits = limits or RendezvousLimits()
-    servicer = RendezvousServicer(home, list_replicas or OnlyReplica())
+    servicer = RendezvousServicer(locator, list_replicas or OnlyReplica())
     rendezvous = Registration(
         SERVICE_NAME,
         partial(pb_grpc.add_RendezvousServiceServicer_to_server, servicer),
         servicer.drain,
         Rate(limits.messages_per_second, limits.message_burst),
     )
-    return [rendezvous, store_registration(home), fenced_registration(home)]
+    return [rendezvous, store_registration(locator), fenced_registration(locator)]

@@ -1,4 +1,4 @@
-"""RendezvousService on the wire."""
+"""RendezvousService on gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.serving.flow import WRITE_TIMEOUT, ServerDraining, Subscriber, UnopenedStreams
 from rallypoint.serving.requests import SENTENCE_BYTES, count, name, text
 
-# How long a stream may take to say what it is for, seconds.
+# Seconds that a stream has for its first message.
 _FIRST_MESSAGE_TIMEOUT = 10.0
 
 _MOST_PORT = 65_535
@@ -38,36 +38,36 @@ NO_REASON = "no reason given"
 
 
 class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
-    """Answers for runs, wherever these are."""
+    """The calls of RendezvousService, for the runs that a locator finds."""
 
     def __init__(
         self,
-        home: RunLocator,
+        locator: RunLocator,
         list_replicas: ListReplicas | None = None,
         write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
-        """Answer for the runs of `home`; a subscriber has `write_timeout` seconds to take a message."""
-        self._locator = home
+        """Serve the runs of `locator`; a subscriber has `write_timeout` seconds to take a message."""
+        self._locator = locator
         self._list_replicas = list_replicas or OnlyReplica()
         self._write_timeout = write_timeout
         self._draining = False
         self._unopened = UnopenedStreams(_FIRST_MESSAGE_TIMEOUT)
-        self._events = EventServicer(home, self._check_not_draining)
+        self._events = EventServicer(locator, self._check_not_draining)
 
     async def drain(self) -> None:
-        """Tell every stream that the server is going away, and take no more."""
+        """Send every stream that the server drains, and accept no more."""
         self._draining = True
         self._unopened.end()
         for shard in self._locator.shards():
             shard.engine.drain(Draining())
 
-    # The stubs know handlers that yield; one that writes can bound every write by a timeout.
+    # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
     async def Join(  # type: ignore[override]
         self,
         request_iterator: AsyncIterator[pb.JoinRequest],
         context: grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse],
     ) -> None:
-        """One node's stream; see the contract."""
+        """Serve one node's stream; see the contract."""
         engine, member = await self._admit(await self._first(request_iterator))
         self._end_if_draining(member.updates)
         listener = asyncio.create_task(_listen(engine, member, request_iterator))
@@ -80,7 +80,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
                 if update is None and member.updates.ended:
                     break
                 if update is None and lease is None:
-                    continue  # it was woken for a lease that has gone out with its place
+                    continue  # it was woken to send the lease, which was already sent with its assignment
                 await node.send(pb.JoinResponse(lease=lease, update=update))
                 lease = None
                 revision = update.revision if update is not None else revision
@@ -99,7 +99,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             raise invalid("message", "expected join or resume, and the stream ended") from None
 
     async def _admit(self, first: pb.JoinRequest) -> tuple[RendezvousEngine, Member]:
-        """The member that a stream is from now on, and the engine to which it belongs for as long as it lasts."""
+        """Return the member for a new stream, and the engine to which it belongs for as long as it lasts."""
         self._check_not_draining()
         match first.WhichOneof("message"):
             case "join":
@@ -121,18 +121,18 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.GetRunRequest,
         context: grpc.aio.ServicerContext[pb.GetRunRequest, pb.GetRunResponse],
     ) -> pb.GetRunResponse:
-        """A run with its nodes, a page at a time."""
+        """Return a run with its nodes, a page at a time."""
         name("run_id", request.run_id)
         first = first_node(request)
         run_id = request.run_id
         if request.owner_only:
-            self._locator.shard(run_id)  # refuses, unless it is here
+            self._locator.shard(run_id)  # raises NotOwner, unless this process owns it
         runs = (await self._locator.reader(run_id)).runs
         response = await runs.read_run(run_id, lambda state: nodes_page(request, state, first))
-        if (elsewhere := runs.remote_reader(run_id)) is not None:
+        if (not_owner := runs.remote_reader(run_id)) is not None:
             if request.owner_only:
-                raise elsewhere  # it went meanwhile
-            response.durable_only, response.owner = True, elsewhere.owner or ""
+                raise not_owner  # the shard moved meanwhile
+            response.durable_only, response.owner = True, not_owner.owner or ""
         return response
 
     async def ListRuns(
@@ -140,7 +140,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.ListRunsRequest,
         context: grpc.aio.ServicerContext[pb.ListRunsRequest, pb.ListRunsResponse],
     ) -> pb.ListRunsResponse:
-        """All runs, a page at a time."""
+        """Return all runs, a page at a time."""
         check_list_runs(request)
         return await list_runs(request, [reader.runs for reader in await self._locator.readers()])
 
@@ -149,7 +149,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.WatchRunRequest,
         context: grpc.aio.ServicerContext[pb.WatchRunRequest, pb.WatchRunResponse],
     ) -> None:
-        """A run's states as they come."""
+        """Send a run's states as they come."""
         self._check_not_draining()
         name("run_id", request.run_id)
         engine = self._locator.shard(request.run_id).engine
@@ -179,7 +179,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.RestartRunRequest,
         context: grpc.aio.ServicerContext[pb.RestartRunRequest, pb.RestartRunResponse],
     ) -> pb.RestartRunResponse:
-        """Start all workers of a run anew."""
+        """Restart all workers of a run."""
         name("run_id", request.run_id)
         text("reason", request.reason, SENTENCE_BYTES)
         command = commands.Restart(request.reason or NO_REASON)
@@ -194,7 +194,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.EvictNodeRequest,
         context: grpc.aio.ServicerContext[pb.EvictNodeRequest, pb.EvictNodeResponse],
     ) -> pb.EvictNodeResponse:
-        """Take a node out of a run and keep it out, or let it in again."""
+        """Take a node out of a run and keep it out, or readmit it."""
         name("run_id", request.run_id)
         name("node_id", request.node_id)
         text("reason", request.reason, SENTENCE_BYTES)
@@ -211,7 +211,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.ListEventsRequest,
         context: grpc.aio.ServicerContext[pb.ListEventsRequest, pb.ListEventsResponse],
     ) -> pb.ListEventsResponse:
-        """What happened to a run, a page at a time."""
+        """Return the past events of a run, a page at a time."""
         return await self._events.list(request)
 
     async def WatchEvents(  # type: ignore[override]
@@ -219,7 +219,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.WatchEventsRequest,
         context: grpc.aio.ServicerContext[pb.WatchEventsRequest, pb.WatchEventsResponse],
     ) -> None:
-        """What happens to a run."""
+        """Send the events of a run as they come."""
         await self._events.watch(request, Subscriber(context, self._write_timeout))
 
     async def ListReplicas(
@@ -227,7 +227,7 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
         request: pb.ListReplicasRequest,
         context: grpc.aio.ServicerContext[pb.ListReplicasRequest, pb.ListReplicasResponse],
     ) -> pb.ListReplicasResponse:
-        """Who serves what."""
+        """Return the replicas and their shards."""
         if request.run_id:
             name("run_id", request.run_id)
         return self._list_replicas(request.run_id)
@@ -237,13 +237,13 @@ class RendezvousServicer(pb_grpc.RendezvousServiceServicer):
             raise Draining
 
     def _end_if_draining(self, slot: LatestValue[Any]) -> None:
-        """A stream that was being opened when the others were ended has no longer a life than they."""
+        """End a stream that was being opened while the drain ended the others."""
         if self._draining:
             slot.end(Draining())
 
 
 async def _listen(engine: RendezvousEngine, member: Member, requests: AsyncIterator[pb.JoinRequest]) -> None:
-    """Take what a node says until it stops; then end its updates, and with them the stream."""
+    """Carry out the requests of a node until its stream ends; then end its updates, and with them the call."""
     try:
         async for request in requests:
             engine.renew(member, _watchdog_trouble(request))
@@ -287,7 +287,7 @@ def _command(request: pb.JoinRequest, member: Member) -> commands.Command | None
 
 
 def _operator(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Who calls, for the event log: by the name in its certificate, else by its address."""
+    """Return the caller for the event log: by the name in its certificate, else by its address."""
     for name_ in context.auth_context().get("x509_common_name", ()):
         return f"operator {name_.decode(errors='replace')}"
     return f"operator {context.peer()}"

@@ -20,15 +20,15 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StateService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def fenced_registration(home: RunLocator, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
-    """Return what stands the fenced states of all runs up on a server; draining it drains those that are here.
+def fenced_registration(locator: RunLocator, *, write_timeout: float = WRITE_TIMEOUT) -> Registration:
+    """Return the registration of the fenced states of all runs; draining it drains those of this process.
 
-    The server is to be given `rallypoint.rendezvous.api.errors.translate`.
+    The server must use `rallypoint.rendezvous.api.errors.translate`.
     """
-    servicer = StateServicer(home, write_timeout)
+    servicer = StateServicer(locator, write_timeout)
 
     async def drain() -> None:
-        await asyncio.gather(*(shard.states.drain() for shard in home.shards()))
+        await asyncio.gather(*(shard.states.drain() for shard in locator.shards()))
 
     return Registration(
         SERVICE_NAME, lambda server: rpc.add_StateServiceServicer_to_server(servicer, server), drain
@@ -36,10 +36,10 @@ def fenced_registration(home: RunLocator, *, write_timeout: float = WRITE_TIMEOU
 
 
 class StateServicer(rpc.StateServiceServicer):
-    """The calls of StateService; the contract stands in state_service.proto."""
+    """The calls of StateService; see state_service.proto."""
 
-    def __init__(self, home: RunLocator, write_timeout: float) -> None:
-        self._locator = home
+    def __init__(self, locator: RunLocator, write_timeout: float) -> None:
+        self._locator = locator
         self._write_timeout = write_timeout
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
@@ -48,11 +48,11 @@ class StateServicer(rpc.StateServiceServicer):
         return pb.GetStateResponse(current=_message(states.get(request.run_id)))
 
     async def SetState(self, request: pb.SetStateRequest, context: _Context) -> pb.SetStateResponse:
-        asked = set_state(request)
-        outcome = await self._locator.writer(request.run_id).states.set(asked)
+        change = set_state(request)
+        outcome = await self._locator.writer(request.run_id).states.set(change)
         return pb.SetStateResponse(current=_message(outcome.current), has_set=outcome.has_set)
 
-    # The stubs know handlers that yield; one that writes can bound every write by a timeout.
+    # The stubs expect a handler that yields; one that writes can limit every write by a timeout.
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> None:  # type: ignore[override]
         check_run_id(request.run_id)
         token = request.token if request.HasField("token") else None

@@ -34,15 +34,15 @@ SERVICE_NAME = "rallypoint.rendezvous.v1.StoreService"
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-def store_registration(home: RunLocator) -> Registration:
-    """Return what stands the stores of all runs up on a server; draining the server drains those that are here.
+def store_registration(locator: RunLocator) -> Registration:
+    """Return the registration of the stores of all runs; draining it drains those of this process.
 
-    The server is to be given `rallypoint.rendezvous.api.errors.translate`.
+    The server must use `rallypoint.rendezvous.api.errors.translate`.
     """
-    servicer = StoreServicer(home)
+    servicer = StoreServicer(locator)
 
     async def drain() -> None:
-        await asyncio.gather(*(shard.store.drain() for shard in home.shards()))
+        await asyncio.gather(*(shard.store.drain() for shard in locator.shards()))
 
     return Registration(
         SERVICE_NAME, lambda server: rpc.add_StoreServiceServicer_to_server(servicer, server), drain
@@ -50,10 +50,10 @@ def store_registration(home: RunLocator) -> Registration:
 
 
 class StoreServicer(rpc.StoreServiceServicer):
-    """The calls of StoreService; the contract stands in store_service.proto."""
+    """The calls of StoreService; see store_service.proto."""
 
-    def __init__(self, home: RunLocator) -> None:
-        self._locator = home
+    def __init__(self, locator: RunLocator) -> None:
+        self._locator = locator
 
     async def Set(self, request: pb.SetRequest, context: _Context) -> pb.SetResponse:
         addressed = _addressed(request)
@@ -133,7 +133,7 @@ class StoreServicer(rpc.StoreServiceServicer):
     async def ListKeys(self, request: pb.ListKeysRequest, context: _Context) -> pb.ListKeysResponse:
         check_space(request.run_id, request.round)
         count = page(request)
-        # One more than asked for tells whether there is a next page.
+        # One key more than requested shows that there is a next page.
         store = await self._reader(request)
         keys = store.list_keys(request.run_id, request.round, request.prefix, request.page_token, count + 1)
         more = len(keys) > count
@@ -147,7 +147,7 @@ class StoreServicer(rpc.StoreServiceServicer):
 
 
 class _Addressed(TypedDict):
-    """What every write has: where it goes, and on whose behalf."""
+    """The fields that all writes share: the space, the writer and the operation."""
 
     round: int
     writer_round: int

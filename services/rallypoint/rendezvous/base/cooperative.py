@@ -1,4 +1,4 @@
-"""Long work in many small parts, so that whoever carries it out can pause between two of them. Pure."""
+"""Long work in many small parts, so that its caller can pause between two of them. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rallypoint.rendezvous.core.commands import Refused
 _T = TypeVar("_T")
 
 Work: TypeAlias = Generator[None, None, _T]
-"""Yields after every part of it, which takes microseconds as a rule, and returns what comes of it."""
+"""Yields after every part of it, which usually takes microseconds, and returns its result."""
 
 
 def finish(work: Work[_T]) -> _T:
-    """Carry it out without a pause."""
+    """Carry out a work without a pause; returns its result."""
     while True:
         try:
             next(work)
@@ -25,32 +25,32 @@ def finish(work: Work[_T]) -> _T:
             return result
 
 
-# ---- The long work of a process, in slices: the event loop has its turn after each.
+# ---- Long work of a process, in time slots: the event loop runs after each.
 
 
 _SLICE = 0.01
-"""Seconds for which the event loop is held. Whatever else is under way meanwhile, a keep-alive or a commit, takes as
-many slices as it has steps, some ten. Shorter makes it quicker, until the turns of the loop cost more than the work."""
+"""Seconds for which the event loop is blocked. Other tasks meanwhile, a keep-alive or a commit, wait for one slot for
+each of their steps, some ten. Shorter makes them faster, until the iterations of the loop cost more than the work."""
 
 
 class CooperativeRunner:
-    """Carries out one work at a time; all that work in one event loop share it.
+    """Carries out one work at a time; shared by all long work in one event loop.
 
-    With a slice for each of several works in every turn, the loop would be held for as many slices as there are works.
+    If each of several works had a time slot per iteration, the loop would be blocked for the sum of them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: monotonic seconds, going on while work is done."""
+        """`clock`: monotonic seconds; must advance during work."""
         self._clock = clock
         self._free = asyncio.Lock()
 
     async def carry_out(self, work: Work[_T]) -> _T:
-        """What comes of the work; it begins once those that came before it are done.
+        """Carry out a work after those that came before; returns its result.
 
         Cancelling the caller ends it where it is.
 
         Raises:
-            Exception: What the work raises.
+            Exception: The error that the work raises.
         """
         try:
             async with self._free:
@@ -66,7 +66,7 @@ class CooperativeRunner:
             work.close()
 
 
-# ---- A slot between one writer of states and one reader that may be slow.
+# ---- A value with one writer, and one reader that may be slow.
 
 
 class LatestValue(Generic[_T]):
@@ -79,36 +79,36 @@ class LatestValue(Generic[_T]):
         self._filled = asyncio.Event()
 
     def put(self, value: _T) -> None:
-        """Replace the value that waits, if any."""
+        """Replace the waiting value, if any."""
         if not self._ended:
             self._value = value
             self._filled.set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """After the value that waits, if any, comes nothing, or `error`. The first end counts."""
+        """After the waiting value, if any, return None to the reader, or raise `error`. The first end counts."""
         if not self._ended:
             self._ended, self._end = True, error
             self._filled.set()
 
     def cut(self, error: BaseException) -> None:
-        """Nothing comes any more, not even the value that waits; `error`, if the slot had not been ended."""
+        """End at once, and drop the waiting value; `error` counts unless it was ended before."""
         self._value = None
         self.end(error)
 
     def wake(self) -> None:
-        """Have `take_or_wake` return, without a value if none waits."""
+        """Make `take_or_wake` return, with None if no value waits."""
         self._filled.set()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more, but for a value that waits."""
+        """True if no value can be put any more; one may still wait."""
         return self._ended
 
     async def take(self) -> _T | None:
         """Wait for a value and take it; None at the end.
 
         Raises:
-            BaseException: The error that the slot was ended with.
+            BaseException: The error of `end` or `cut`.
         """
         while (value := await self.take_or_wake()) is None and not self._ended:
             pass
@@ -118,26 +118,26 @@ class LatestValue(Generic[_T]):
         """Wait for a value and take it; None at the end, or when woken without one.
 
         Raises:
-            BaseException: The error that the slot was ended with.
+            BaseException: The error of `end` or `cut`.
         """
         await self._filled.wait()
         value, self._value = self._value, None
         if not self._ended:
             self._filled.clear()
         if value is None and self._end is not None:
-            # Many slots may be ended with one error: a raise must not add to the traceback of another.
+            # Many values may be ended with one error: a raise must not add to the traceback of another.
             raise self._end.with_traceback(None)
         return value
 
 
-# ---- Answers to requests that wait: given once, and to nobody who has gone.
+# ---- Replies to waiting requests.
 
 
-def settle(answer: asyncio.Future[_T], outcome: _T | Refused) -> None:
-    """Tell who waits for `answer` what came out, or why it was refused."""
-    if answer.done():  # its caller has gone
+def settle(reply: asyncio.Future[_T], outcome: _T | Refused) -> None:
+    """Set the result of a request, or its refusal, unless its caller has gone."""
+    if reply.done():
         return
     if isinstance(outcome, Refused):
-        answer.set_exception(outcome)
+        reply.set_exception(outcome)
     else:
-        answer.set_result(outcome)
+        reply.set_result(outcome)

@@ -1,4 +1,4 @@
-"""What the store asks of a journal."""
+"""The store's interface to the journal, and its operations."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ class StoreJournal(Protocol):
 
 
 LEASE_REFUSALS = (RunIsClosed, NodeIsEvicted, LeaseLost)
-"""What a lease that is not held is refused with."""
+"""Refusals of a write whose lease is not held."""
 
 Settled: TypeAlias = Callable[[], Awaitable[None]]
-"""Waits until everything is durable that `CheckLease` has gone by so far."""
+"""Waits until everything is durable on which `CheckLease` has relied so far."""
 
 
 async def at_once() -> None:
-    """Nothing is on its way to be durable."""
+    """Return at once: nothing is on its way to the journal."""
 
 
 class CheckLease(Protocol):
-    """Whether a node holds a lease."""
+    """Checks that a node holds a lease."""
 
     def __call__(self, run_id: str, node_id: str, lease: int, /) -> None:
-        """Do nothing if it does.
+        """Do nothing if it does, otherwise raise.
 
         Raises:
             Refused: RunNotFound, RunIsClosed, NodeIsEvicted or LeaseLost, of the rendezvous core: it does not.
         """
 
 
-# ---- On whose behalf something is written.
+# ---- The node for which something is written.
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The node that a write is done for.
+    """The node for which a write is done.
 
     Attributes:
         node_id: Name of the node.
@@ -77,18 +77,16 @@ class Writer:
     lease: int
 
 
-# ---- Operations: how a write that is repeated takes effect once, over restarts of the server too.
+# ---- Operations: how a repeated write takes effect only once, over restarts of the server too.
 #
 # Each client numbers its writes in slots, one at a time per slot, as sessions of NFS 4.1 do (RFC 8881, 2.10.6).
-# The last write of each slot that changed something is kept as a record, in the space it changed and in the
-# same journal append, until the slot goes on or the run is forgotten. So a record is there exactly when its write
-# was
-# carried out, and a slot costs one entry however many writes it has seen. A write that changed nothing needs no
-# record:
-# to carry it out again is as good.
+# The last write of each slot that changed something is kept as a record, in the space it changed and in the same
+# journal append, until the slot goes on or the run is forgotten. So a record exists exactly when its write was carried
+# out, and a slot costs one entry after any number of writes. A write that changed nothing needs no record: it can be
+# carried out again.
 
 
-# No key of a client begins so.
+# No key of a client begins with it.
 RESERVED = "\x01"
 
 
@@ -98,7 +96,7 @@ class Operation:
 
     Attributes:
         client_id: Drawn at random by each client process.
-        slot: One write at a time goes through a slot.
+        slot: Name of a sequence of writes, one at a time.
         sequence: Grows from write to write of a slot.
     """
 
@@ -119,14 +117,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class OperationRecord:
-    """What is kept of a slot's last write.
+    """The record of a slot's last write.
 
     Attributes:
         sequence: Number of the write in its slot.
-        stamp: Grows with every record of the run; says which slots were used last, after a restart too.
-        fingerprint: Checksum of the request: tells a repetition from a client that forgot to count.
-        result: What the write answered, as an integer.
-        round: The space that the write changed, and that the journal keeps the record in.
+        stamp: Grows with every record of the run; orders the slots by their last use, after a restart too.
+        fingerprint: Checksum of the request: distinguishes a repetition from a client that forgot to count.
+        result: The result of the write, as an integer.
+        round: The space that the write changed, and in which the journal keeps the record.
     """
 
     sequence: int
@@ -136,12 +134,12 @@ class OperationRecord:
     round: int = 0
 
     def encode(self) -> bytes:
-        """Return the record as a value of the journal: four decimal numbers. Where that is, says the round."""
+        """Return the record as a value of the journal: four decimal numbers. Its space implies the round."""
         return b"%d %d %d %d" % (self.sequence, self.stamp, self.fingerprint, self.result)
 
     @classmethod
     def decode(cls, value: bytes, round: int = 0) -> OperationRecord:
-        """Read what `encode` wrote, in the space of `round`.
+        """Decode a value of `encode` from the space of `round`.
 
         Raises:
             ValueError: It is no such record.
@@ -151,12 +149,12 @@ class OperationRecord:
 
 
 def is_repetition(operation: Operation, fingerprint: Callable[[], int], record: OperationRecord) -> bool:
-    """Return whether a request was carried out before, and has its answer in the slot's record.
+    """Return True if a request was carried out before, so that its reply is in the slot's record.
 
     Args:
         operation: The client's name for the request.
         fingerprint: Computes the request's checksum.
-        record: What is kept of the operation's slot.
+        record: The record of the operation's slot.
 
     Raises:
         OperationSuperseded: The slot has gone on.

@@ -1,4 +1,4 @@
-"""Errors of the rendezvous that its parts share; `error_table` says how they go over the wire."""
+"""Errors of the rendezvous that its parts share; `api/errors.py` maps them to gRPC errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StreamReplaced(Exception):
 
 @dataclass(eq=False)
 class EventsCompacted(Exception):
-    """Events from `revision` on are asked for, and only those from `oldest_revision` on are kept."""
+    """Events from `revision` on were requested, but only those from `oldest_revision` on are kept."""
 
     run_id: str
     revision: int
@@ -24,12 +24,12 @@ class EventsCompacted(Exception):
     def __str__(self) -> str:
         return (
             f"event {self.revision} of run {self.run_id!r} is no longer kept: "
-            f"the oldest that is has revision {self.oldest_revision}"
+            f"the oldest kept event has revision {self.oldest_revision}"
         )
 
 
 class Draining(commands.Refused):
-    """The server is going away: its streams end, and are resumed elsewhere or later, as calls are repeated."""
+    """The server drains: its streams end, and clients resume them and repeat calls, here or at another replica."""
 
     retry_after: ClassVar[float] = 0.1
 
@@ -39,12 +39,12 @@ class Draining(commands.Refused):
 
 @dataclass(eq=False)
 class NotOwner(commands.Refused):
-    """The run belongs to another replica, or to nobody at the moment. Nothing was done.
+    """Another replica owns the run, or none does at the moment. Nothing was done.
 
     Attributes:
-        run_id: The run; "" where several were asked for.
-        owner: Where the replica that owns it is reached, host:port; None: nobody owns it, or it is not known yet.
-        cause: Why nobody does, if it is not just that nobody has come to it yet; for people.
+        run_id: The run; "" if several were requested.
+        owner: Address of the replica that owns it, host:port; None: no replica owns it, or it is not known yet.
+        cause: Why no replica can own it, if it is not just about to be claimed; for people.
     """
 
     run_id: str
@@ -53,7 +53,7 @@ class NotOwner(commands.Refused):
 
     @property
     def retry_after(self) -> float | None:
-        """Seconds: while nobody owns the run, that will soon change. Who owns it can be asked at once."""
+        """Seconds, while no replica owns the run: that will soon change. None: the owner can be called at once."""
         return _NO_OWNER_RETRY if self.owner is None else None
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class NotOwner(commands.Refused):
 
 
 class EtcdAway(commands.Refused):
-    """This replica has no etcd at the moment: which runs there are, and where, is not known here. Nothing was done."""
+    """This replica can't reach etcd at the moment: it does not know the runs and their owners. Nothing was done."""
 
     retry_after: ClassVar[float] = 0.5
 
@@ -71,26 +71,26 @@ class EtcdAway(commands.Refused):
 
 @dataclass(eq=False)
 class EtcdFull(commands.Refused):
-    """etcd takes no writes until somebody makes room. Nothing was done; what is only read is answered.
+    """etcd refuses writes until an operator makes room. Nothing was done; reads still work.
 
     Attributes:
-        cause: What etcd says, and what to do.
+        cause: The error of etcd, and the remedy.
     """
 
     cause: str
     retry_after: ClassVar[float] = 5.0
 
     def __str__(self) -> str:
-        return f"nothing was done, for etcd is full: {self.cause}"
+        return f"nothing was done, because etcd is full: {self.cause}"
 
 
 @dataclass(eq=False)
 class RunBroken(commands.Refused):
-    """An error that nobody expected stopped the run; other runs go on. Nothing of its journal was deleted.
+    """An unexpected error stopped the run; other runs go on. Nothing of its journal was deleted.
 
     Attributes:
         run_id: The run.
-        cause: The kind of the error; the log of the service has it whole.
+        cause: The kind of the error; the log of the service has its traceback.
     """
 
     run_id: str
@@ -98,14 +98,14 @@ class RunBroken(commands.Refused):
 
     def __str__(self) -> str:
         return (
-            f"run {self.run_id!r} is stopped: the service met with an unexpected {self.cause} in it, which its log "
-            "has in full; start the service again, with a version where that is mended, or use another run id"
+            f"run {self.run_id!r} is stopped by an unexpected {self.cause} in the service (its log has the traceback); "
+            "start the service again, with a version in which that is fixed, or use another run id"
         )
 
 
 @dataclass(eq=False)
 class OutcomeUnknown(commands.Refused):
-    """The run went to another replica while the request was under way: it may have taken effect, or not.
+    """The run moved to another replica while the request was under way: it may have taken effect, or not.
 
     Attributes:
         run_id: The run.
@@ -129,12 +129,12 @@ _NO_OWNER_RETRY = 0.1
 
 
 def _whose(run_id: str, owner: str | None, cause: str = "") -> str:
-    what = f"run {run_id!r}" if run_id else "what was asked for"
+    run = f"run {run_id!r}" if run_id else "one of the runs"
     if cause:
-        return f"nobody owns {what}, and it can't be had: {cause}"
+        return f"no replica owns {run}, and it can't be claimed: {cause}"
     if owner is None:
-        return f"{what} is being taken over by another replica; ask again in a moment"
-    return f"{what} belongs to the replica at {owner}; ask there"
+        return f"{run} is being taken over by another replica; try again in a moment"
+    return f"{run} belongs to the replica at {owner}; send the request there"
 
 
 Refusal: TypeAlias = Callable[[str], commands.Refused]
@@ -143,10 +143,10 @@ would collect every traceback."""
 
 
 def draining_error(run_id: str) -> commands.Refused:
-    """The refusal of whoever asks a server that is going away."""
+    """Return the refusal of a request to a server that drains."""
     return Draining()
 
 
 def of_unknown_outcome(refusal: commands.Refused) -> commands.Refused:
-    """What a request that was under way ends with, where one that was not begun is told `refusal`."""
+    """Return the error of a request under way, if one that was not begun is refused with `refusal`."""
     return OutcomeUnknown(refusal.run_id, refusal.owner) if isinstance(refusal, NotOwner) else refusal

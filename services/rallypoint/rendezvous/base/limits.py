@@ -1,4 +1,4 @@
-"""What one service, and one run of it, may use, so that no run starves another."""
+"""Limits of one service, and of one run in it, so that no run starves another."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rallypoint.rendezvous.core.commands import Refused
 
 @dataclass(frozen=True, slots=True)
 class RendezvousLimits:
-    """Bounds of a rendezvous service. Whoever comes past one is refused, and told when to try again."""
+    """Limits of a rendezvous service. A request past one is refused, with the time to retry."""
 
     # Runs at a time, closed ones that have not expired included. An idle run takes some 10 KB.
     runs: int = 10_000
     # Nodes of a run at a time, spares included. A node takes some 40 KB, most of it for its connection.
     nodes_per_run: int = 16_384
-    # Streams of WatchRun and WatchEvents on a run at a time. Each change of a run is told to all of them.
+    # Streams of WatchRun and WatchEvents on a run at a time. Each change of a run is sent to all of them.
     subscribers_per_run: int = 1_000
-    # What is kept of a run's events for ListEvents and WatchEvents: the last ones, by number and by bytes,
-    # whichever bound comes first. Two rounds of 8,000 nodes have 32,000. They are held in memory.
+    # Kept events of a run for ListEvents and WatchEvents: the last ones, by number and by bytes; the stricter limit
+    # counts. Two rounds of 8,000 nodes have 32,000. They are held in memory.
     events_per_run: int = 50_000
     event_bytes_per_run: int = 16 * 1024 * 1024
-    # What is kept of the events of all runs together, in bytes: past it the longest histories are shortened first.
+    # Bytes of the kept events of all runs together: past it the longest histories are shortened first.
     event_bytes: int = 512 * 1024 * 1024
     # Seconds that a run without nodes is remembered; as long as torch's etcd rendezvous keeps one. Longer lets a
     # job come back later, and keeps more runs.
@@ -37,7 +37,7 @@ class RendezvousLimits:
 
 @dataclass(eq=False)
 class LimitReached(Refused):
-    """Something is used up. `reason` is the machine's word for what, `retry_after` in seconds."""
+    """A limit is reached. `reason` is the error reason for programs, `retry_after` in seconds."""
 
     reason: str
     run_id: str
@@ -50,35 +50,35 @@ class LimitReached(Refused):
 
 
 class EventHistory(Protocol):
-    """The events of one run that are kept."""
+    """The kept events of one run."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all events."""
 
     def shorten(self, most_bytes: int) -> None:
-        """Drop the oldest, until at most so many bytes are kept."""
+        """Drop the oldest events, until at most `most_bytes` are kept."""
 
 
 @dataclass(slots=True)
 class KeptEvents:
-    """What several histories keep together.
+    """A group of histories with a common limit.
 
     Attributes:
         bytes: Bytes of all of them.
-        histories: All of them.
+        histories: The histories.
     """
 
     bytes: int = 0
     histories: WeakSet[EventHistory] = field(default_factory=WeakSet)
 
 
-# ---- What is counted over all shards of a process, because the limits of a service are limits of the whole.
+# ---- Totals over all shards of a process, because the limits of a service apply to the whole process.
 
 
 @dataclass(slots=True)
 class SharedTotal:
-    """A sum that several have shares of."""
+    """A sum to which several quotas add."""
 
     used: int = 0
 
@@ -89,37 +89,37 @@ class Quota:
     __slots__ = ("_total", "own")
 
     def __init__(self, total: SharedTotal | None = None) -> None:
-        """Begin with nothing; without a total to count in, be the whole of one."""
+        """Start at 0; without a `total`, with one of its own."""
         self._total = total or SharedTotal()
         self.own = 0
 
     @property
     def together(self) -> int:
-        """What all have."""
+        """The whole total."""
         return self._total.used
 
     @property
     def others(self) -> int:
-        """What the others have."""
+        """The total without the own part."""
         return self._total.used - self.own
 
     def add(self, more: int) -> None:
-        """Count more; or less, if negative."""
+        """Add to the own part; negative to subtract."""
         self.own += more
         self._total.used += more
 
     def release(self) -> None:
-        """Give back all of it."""
+        """Set the own part to 0."""
         self.add(-self.own)
 
 
 @dataclass(slots=True)
 class SharedTotals:
-    """What the shards of one process use together.
+    """The totals of the shards of one process.
 
     Attributes:
         runs: Runs.
-        events: The events that are kept for people.
+        events: The kept events.
         states: Runs that have a fenced state.
         state_bytes: Bytes of these.
         state_queued_bytes: Bytes of sets that wait for a commit to begin.
@@ -134,7 +134,7 @@ class SharedTotals:
     state_watchers: SharedTotal = field(default_factory=SharedTotal)
 
 
-# ---- How much one run may take of a store that serves many.
+# ---- Limits of one run in a store that serves many.
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class StoreLimits:
     Attributes:
         run_bytes: Most bytes of keys and values of all its spaces, 128 per entry included. Default 256 MiB. All
             of it is held in memory, and once more in the journal.
-        run_keys: Most keys of all its spaces. Default 1,000,000. What a key costs besides its bytes is counted in
+        run_keys: Most keys of all its spaces. Default 1,000,000. The overhead of a key is counted in
             `run_bytes`; this bounds how long the store takes to read them all at its start, about 4 s.
         waiters: Most requests that wait for keys at the same time. Default 100,000. Each takes about 1 KiB here,
             and is an open call besides.
@@ -178,7 +178,7 @@ ETCD_BATCH_ENTRIES = 100
 
 
 def on_etcd(limits: StoreLimits) -> StoreLimits:
-    """The limits where the journal is in etcd: usual commits fit into one of its transactions."""
+    """Return the limits for a journal in etcd: usual commits fit into one of its transactions."""
     return replace(
         limits,
         batch_bytes=min(limits.batch_bytes, ETCD_BATCH_BYTES),
@@ -186,17 +186,17 @@ def on_etcd(limits: StoreLimits) -> StoreLimits:
     )
 
 
-# ---- Sizes that the contract fixes (store_service.proto). All of them follow from what one message can carry.
+# ---- Sizes that the contract fixes (store_service.proto). All of them follow from the size of one message.
 
 
 MAX_KEY_BYTES = 1024
 # A gRPC message has 4 MiB by default; 16 KiB of them for the key, the names and the framing around a value.
 MAX_VALUE_BYTES = 4 * 1024 * 1024 - 16 * 1024
-# What several keys and values may have together, each pair counted with what frames it: three tags and three
+# Bytes of several keys and values together, each pair counted with its framing: three tags and three
 # lengths take up to 13 bytes. Above the largest value with the longest key, so that one pair always fits; the
-# 8 KiB that are left hold the names of the run, the node and the operation.
+# remaining 8 KiB hold the names of the run, the node and the operation.
 MAX_MULTI_BYTES = 4 * 1024 * 1024 - 8 * 1024
 FRAME_BYTES = 16
 MAX_KEYS = 10_000
-# As many of the longest keys are 2 MiB: they fit into one answer.
+# This many of the longest keys are 2 MiB: they fit into one response.
 MAX_PAGE_SIZE = 2_000

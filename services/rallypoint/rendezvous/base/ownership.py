@@ -1,4 +1,4 @@
-"""Whether this process may still tell anything of its runs: asked where no commit has just shown it."""
+"""The check that this process still owns its runs, for replies that no commit has just covered."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeAlias
 from rallypoint.rendezvous.base.errors import NotOwner
 
 CheckOwned: TypeAlias = Callable[[str], None]
-"""Called with a run_id before anything is told of that run which no append has just vouched for; raises NotOwner."""
+"""Called with a run_id before anything is sent about that run that no append has just covered; raises NotOwner."""
 
 
 def always_owned(run_id: str) -> None:
-    """The check where nobody else can ever own a run."""
+    """Do nothing: no other process can ever own a run."""
 
 
 def checked_by(guard: Callable[[], None] | None) -> CheckOwned:
-    """The check that a guard makes, which raises, whatever it raises, once the runs may be another's."""
+    """Return a check that calls `guard`, and raises NotOwner if it raises: another process may own the runs."""
     if guard is None:
         return always_owned
 

@@ -1,4 +1,4 @@
-"""Refusals of the store: why a request was not carried out, with what a program needs to know."""
+"""Refusals of the store: why a request was not carried out, with fields for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RoundOver(Refused):
 
 @dataclass(eq=False)
 class RoundNotBegun(Refused):
-    """No round of that number yet."""
+    """The round has not begun yet."""
 
     run_id: str
     round: int
@@ -37,14 +37,14 @@ class RoundNotBegun(Refused):
 
 @dataclass(eq=False)
 class NotAnInteger(Refused):
-    """Add on a value that is no integer."""
+    """Add to a value that is no integer."""
 
     key: str
     value: bytes
 
     def __str__(self) -> str:
         shown = self.value[:40]
-        return f"key {self.key!r} holds {shown!r}, no decimal integer of 64 bits: nothing can be added to it"
+        return f"key {self.key!r} holds {shown!r}, not a 64-bit decimal integer: nothing can be added to it"
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class TooManyKeys(Refused):
 
 @dataclass(eq=False)
 class AnswerTooLarge(Refused):
-    """Values that don't fit into one answer; of the first keys asked for, `fitting` do."""
+    """Values that don't fit into one response; `fitting`: how many of the first keys do."""
 
     keys: int
     total_bytes: int
@@ -189,7 +189,7 @@ class KeyWaitTimedOut(Refused):
 
     @property
     def shown(self) -> str:
-        """The missing keys, as far as there is room for them."""
+        """The first missing keys, shortened for people."""
         names = [
             repr(key if len(key) <= self.SHOWN_CHARACTERS else key[: self.SHOWN_CHARACTERS] + "…")
             for key in self.missing[: self.SHOWN_KEYS]
@@ -199,8 +199,8 @@ class KeyWaitTimedOut(Refused):
 
     def __str__(self) -> str:
         count = len(self.missing)
-        what = f"key {self.shown} was" if count == 1 else f"{count} keys ({self.shown}) were"
-        return f"{what} not set in run {self.run_id!r} within {round(self.timeout, 3):g} s"
+        keys = f"key {self.shown} was" if count == 1 else f"{count} keys ({self.shown}) were"
+        return f"{keys} not set in run {self.run_id!r} within {round(self.timeout, 3):g} s"
 
 
 @dataclass(eq=False)
@@ -213,10 +213,10 @@ class JournalFailed(Refused):
         return f"the write could not be made durable: {self.detail}"
 
 
-# ---- Refusals of the fenced state: why a request was not carried out. To lose against another is none of them.
+# ---- Refusals of the fenced state: why a request was not carried out. A lost race against another set is not one.
 
 
-# When to come back, seconds: when something may have expired or ended, or after a few commits on a slow disk.
+# Seconds until a retry: when something may have expired or ended, or after a few commits on a slow disk.
 _FULL_RETRY = 5.0
 _BUSY_RETRY = 0.1
 
@@ -267,4 +267,4 @@ class TooManyWatchers(Refused):
     retry_after: ClassVar[float] = _FULL_RETRY
 
     def __str__(self) -> str:
-        return f"{self.limit:,} watch a state, the most that this service serves; try again later"
+        return f"{self.limit:,} clients watch states, the most that this service serves; try again later"

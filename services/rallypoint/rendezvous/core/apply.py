@@ -1,4 +1,4 @@
-"""The fold: what a fact makes of a run's state."""
+"""The fold: `apply` changes a run's state by a fact."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rallypoint.rendezvous.core.state import (
     WorkerFailure,
 )
 
-# ---- Evidence of nodes: what keeps a lease alive. None of it is a fact; see `RunState`.
+# ---- Signs of life of nodes, which keep leases alive. None of them is a fact; see `RunState`.
 
 
 LEAST_TERM_AFTER_RESTART = 10.0
-"""Seconds that a lease lives at least once its server has started again, however short its term. Nodes don't know when
-that is: each waits up to some 2 s before it tries again, and takes longer on a network that is in trouble too. Longer
-keeps a node that died meanwhile in its round for as long."""
+"""The least seconds of a lease after its server has started again, even if its term is shorter. Nodes don't know when:
+each waits up to some 2 s before it tries again, and takes longer on a network that is in trouble too. Longer keeps a
+node that died meanwhile in its round for as long."""
 
 LONG_PAUSE = 3.0
-"""Seconds, as they are forgiven, from which a pause of the server may have broken streams: clients give a connection up
-that answers no ping for 5 s, those of others perhaps sooner. After a shorter pause streams are as they were."""
+"""Seconds, as forgiven, from which a pause of the server may have broken streams: clients give up a connection that
+answers no ping for 5 s, and other clients perhaps sooner. After a shorter pause streams are as they were."""
 
-# Seconds without a node that comes back after which all have that will. A herd comes in one go, but a busy machine may
+# Seconds without a returning node after which all are back that will be. A herd comes at once, but a busy machine may
 # stall for some of them; longer keeps a node that died meanwhile in its round for as long.
 _ALL_BACK = 5.0
 # Seconds after a pause at which leases end again, even if nodes come and go all the time.
@@ -40,15 +40,15 @@ _LONGEST_SPARED = 60.0
 
 
 def enqueue(state: RunState, node: Node) -> None:
-    """Put a lease into the queue under its present deadline, in the place of its entry before."""
+    """Put a lease into the queue under its present deadline; its entry before becomes dead."""
     node.queued_deadline = node.lease_deadline
     heapq.heappush(state.lease_queue, (node.lease_deadline, node.node_id, node.lease))
 
 
 def renew(state: RunState, node_id: str, now: float) -> bool:
-    """Take a sign of life of a node that holds a lease: its lease gets a full new term.
+    """Renew the lease of a node after a sign of life: it gets a full new term.
 
-    Returns whether the run must be settled: it waited for this node, or the lease ends earlier than it could have.
+    Returns True if the run must be settled: it waited for this node, or the lease ends earlier than scheduled.
     """
     node = state.nodes[node_id]
     was_missed = not node.connected or node_id in state.silent
@@ -58,8 +58,8 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
     state.silent.discard(node_id)
     node.seen_at = now
     node.loss_if_expired = LossReason.LEASE_EXPIRED
-    # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a
-    # heartbeat costs no queue operation, but for the first one after a restart, which may bring the end nearer.
+    # The queue keeps the older, earlier entry; when that comes up it is put back with this deadline. So a heartbeat
+    # costs no queue operation, except the first one after a restart, which may bring the deadline nearer.
     node.lease_deadline = now + state.settings.time_to_live
     nearer = node.lease_deadline < node.queued_deadline
     if nearer:
@@ -68,13 +68,13 @@ def renew(state: RunState, node_id: str, now: float) -> bool:
 
 
 def note_broken(state: RunState, node_id: str, now: float) -> None:
-    """Note that a node has no stream, and leave it what is left of its lease."""
+    """Note that a node has no stream; its lease keeps its remaining time."""
     state.nodes[node_id].broken_at = now
     state.disconnected.add(node_id)
 
 
 def disconnect(state: RunState, node_id: str, now: float) -> None:
-    """Note that a node's stream broke: what is left of its lease shrinks to the disconnect grace."""
+    """Note that a node's stream broke: the remaining time of its lease shrinks to the disconnect grace."""
     note_broken(state, node_id, now)
     node = state.nodes[node_id]
     node.loss_if_expired = LossReason.DISCONNECTED
@@ -83,7 +83,7 @@ def disconnect(state: RunState, node_id: str, now: float) -> None:
 
 
 def prune(state: RunState, now: float) -> None:
-    """Bring the head of the lease queue up to date: dead entries go, those of renewed leases move back."""
+    """Bring the head of the lease queue up to date: remove dead entries, move those of renewed leases back."""
     queue = state.lease_queue
     while queue and queue[0][0] <= now:
         deadline, node_id, lease = queue[0]
@@ -98,12 +98,10 @@ def prune(state: RunState, now: float) -> None:
 
 
 def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_RESTART) -> None:
-    """Give every lease a full new term, and time to come back: who was away has no evidence against anybody.
+    """Give every lease a full new term, at least `least` seconds: while the server was away it saw no sign of life.
 
-    That is `least` seconds, where the term is shorter.
-
-    Nor has it of when the round began. A failure that is known stays the first: what is reported from now on may be
-    older only by the time that the server was away.
+    Nor does it know when the round began. The first known failure stays the first: a failure that is reported from now
+    on could be older only by the time that the server was away.
     """
     state.lease_queue = []
     state.final_at = state.first_failed_at = -math.inf
@@ -118,10 +116,10 @@ def restart_leases(state: RunState, now: float, least: float = LEAST_TERM_AFTER_
 
 
 def spared_until(state: RunState) -> float:
-    """Until when no lease ends, whatever its deadline: for a while after a pause of the server that broke streams.
+    """The time before which no lease ends, even past its deadline: a while after a pause that broke streams.
 
-    As after a restart, nodes come back when they do. That their streams ended is noticed only now, and means nothing.
-    While some come back others may still be waiting for their turn: the service is busy with a herd of them.
+    As after a restart, nodes come back at their own pace. That their streams ended is noticed only now, and proves
+    nothing. While some come back, others may still wait for admission: the service is busy with a herd of them.
     """
     longest = state.woke_at + _LONGEST_SPARED
     return min(max(state.woke_at + LEAST_TERM_AFTER_RESTART, state.returned_at + _ALL_BACK), longest)
@@ -130,19 +128,18 @@ def spared_until(state: RunState) -> float:
 def apply(state: RunState, fact: facts.Fact, now: float, when: float | None = None) -> RunState:
     """Fold one fact into a run's state.
 
-    The state is handed over: what is returned is the state from now on, and the argument must not be used
-    again (it is changed in place, since copying it would make the joining of n nodes cost n²). It decides
-    nothing: any fact that `decide` or `next_consequence` made, in their order, is taken as it is.
+    The state is handed over: the returned state replaces the argument, which must not be used again (it is changed in
+    place, since copying it would make the joining of n nodes cost n²). It decides nothing: it accepts any fact that
+    `decide` or `next_consequence` made, in their order.
 
-    Deadlines are no part of a fact. They start at `now`, so a replay starts them afresh: a server that was
-    away accuses nobody of what it could not see.
+    Deadlines are no part of a fact. They start at `now`, so a replay restarts them: a server that was away must not
+    count the time in which it could not see the nodes.
 
     Args:
         state: The run.
-        fact: What happened.
+        fact: The fact.
         now: Seconds of the server's monotonic clock.
-        when: When it happened, by the same clock, if that is not now: a replay must not count restarts of long ago
-            as if they had just happened.
+        when: When it happened, by the same clock, if not now: a replay must not count restarts of long ago as recent.
     """
     state.revision += 1
     restarted = state.restart_count
@@ -156,7 +153,7 @@ def apply(state: RunState, fact: facts.Fact, now: float, when: float | None = No
 
 
 def resume_deadlines(state: RunState, now: float) -> None:
-    """Start every deadline afresh that the state of a run calls for."""
+    """Restart every deadline that applies in the present state of a run."""
     _keep_last_call(state, now)
     _keep_scale_up(state, now)
     _keep_idle_since(state, now)
@@ -166,7 +163,7 @@ def resume_deadlines(state: RunState, now: float) -> None:
     if state.phase is Phase.FINAL and state.finishing and not state.exit_barrier_passed:
         state.exit_barrier_deadline = now + state.settings.exit_barrier_timeout
     if state.breach is not None and state.breach.cause is RoundEndCause.WORKER_FAILED:
-        state.settle_deadline = now + failures.SETTLING
+        state.settle_deadline = now + failures.SETTLE_WINDOW
         state.silent = failures.participants(state) - {each.node_id for each in state.failed_workers}
     for node_id in state.failed_scale_ups_of:
         newcomers.hold_back(state, node_id, now)
@@ -211,7 +208,7 @@ def _node_lost(fact: facts.NodeLost, state: RunState, now: float) -> None:
 
 
 def _attribute_failure(state: RunState, end: RoundEnd) -> None:
-    """Attribute the failure of a round to the loss of a node: it counts as no restart, and against no node."""
+    """Attribute the failure of a round to the loss of a node: it counts as no restart, and not against any node."""
     if state.phase is Phase.FINAL:
         state.breach, state.settle_deadline, state.silent = end, None, set()
     else:
@@ -239,7 +236,7 @@ def _node_evicted(fact: facts.NodeEvicted, state: RunState, now: float) -> None:
     state.evicted[fact.node_id] = Eviction(fact.reason, fact.by_service)
     detail = explain_eviction(fact.node_id, fact.reason, by_service=fact.by_service)
     if fact.by_service:
-        # In the place of the failure, which is what this mends: it uses up no restart.
+        # The eviction replaces the failure as the cause, and removes its source: no restart is used up.
         state.breach = RoundEnd(state.round, RoundEndCause.NODE_EVICTED, fact.node_id, detail)
     if fact.node_id in state.nodes:
         _remove_node(state, fact.node_id, RoundEndCause.NODE_EVICTED, detail, now)
@@ -267,13 +264,13 @@ def _vacate_seat(state: RunState, node_id: str, cause: RoundEndCause, detail: st
     state.unconfirmed.discard(node_id)
     state.silent.discard(node_id)
     if node_id in state.succeeded:
-        # It has done its part: the round can do without it, and its seat is not for who joins under its name.
+        # Its part is done: the round goes on without it, and its seat must not go to a new node of its name.
         state.succeeded.discard(node_id)
         del state.seats[node_id]
     elif node_id in state.seats and state.breach is None:
         state.breach = RoundEnd(state.round, cause, node_id, detail)
     elif node_id in state.seats and state.settling and node_id not in state.departing:
-        # The end may wait for others: until then, its seat must not be for a node that joins under its name.
+        # The end may wait for others: until then, its seat must not go to a node that joins under its name.
         del state.seats[node_id]
 
 
@@ -324,25 +321,25 @@ def _worker_failed(fact: facts.WorkerFailed, state: RunState, now: float) -> Non
         state.failure = failure
     if state.phase is not Phase.FINAL:
         if first:
-            _name_the_first(state, failure)
+            _correct_round_end(state, failure)
     elif state.breach is None:
-        state.breach = _breach_by(failure)
-        state.settle_deadline = now + failures.SETTLING
+        state.breach = _end_by(failure)
+        state.settle_deadline = now + failures.SETTLE_WINDOW
         state.failure_reported_at = now
         state.silent = failures.participants(state) - {failure.node_id}
     elif first and state.breach.cause is RoundEndCause.WORKER_FAILED:
-        state.breach = _breach_by(failure)
+        state.breach = _end_by(failure)
 
 
-def _breach_by(failure: WorkerFailure) -> RoundEnd:
+def _end_by(failure: WorkerFailure) -> RoundEnd:
     return RoundEnd(failure.round, RoundEndCause.WORKER_FAILED, failure.node_id, explain_failure(failure))
 
 
-def _name_the_first(state: RunState, failure: WorkerFailure) -> None:
-    """Lay the end of a round, which was told already, at the door of a failure that was earlier than the one known."""
+def _correct_round_end(state: RunState, failure: WorkerFailure) -> None:
+    """Attribute an already announced round end to an earlier failure that has since been reported."""
     failures.blame(state, failure.round, failure.node_id)
     if state.last_round_end is not None and state.last_round_end.round == failure.round:
-        state.last_round_end = _breach_by(failure)
+        state.last_round_end = _end_by(failure)
 
 
 @_apply.register
@@ -363,10 +360,10 @@ def _exit_barrier_passed(fact: facts.ExitBarrierPassed, state: RunState, now: fl
 @_apply.register
 def _restart_requested(fact: facts.RestartRequested, state: RunState, now: float) -> None:
     if state.phase is Phase.JOINABLE:
-        # It is held back no longer: something may have been mended.
+        # End the back-off: the operator may have removed the cause.
         state.quick_restarts, state.hold_until = 0, None
     elif state.breach is None:
-        detail = f"an operator asked for a restart: {fact.reason}"
+        detail = f"an operator requested a restart: {fact.reason}"
         state.breach = RoundEnd(state.round, RoundEndCause.RESTART_REQUESTED, "", detail)
 
 
@@ -388,12 +385,12 @@ def _round_ended(fact: facts.RoundEnded, state: RunState, now: float) -> None:
 
 
 def _keep_former(fact: facts.RoundEnded, state: RunState, now: float) -> None:
-    """Keep what the next round must know of the one that ends."""
+    """Keep from the round that ends the data that the next one needs: ranks, size, fencing token."""
     proven = len(state.seats.keys() - state.newcomers)
     failed = newcomers.note_end(state, fact.end, fact.failed_scale_ups, fact.newcomers_passed, now)
     size = (failed and proven) or len(state.seats)
     ran = state.phase is Phase.FINAL
-    # A round that never ran adds no node to those that are waited for; a last call has waited for those it lacks.
+    # A round that never ran adds no node to those waited for; a last call has already waited for missing ones.
     state.former_size = size if ran else min(state.former_size, size)
     if ran or state.former_size == 0:
         state.former_ranks = {seat.node_id: seat.group_rank for seat in state.seats.values()}
@@ -405,7 +402,7 @@ def _run_closed(fact: facts.RunClosed, state: RunState, now: float) -> None:
     state.phase = Phase.CLOSED
     state.run_end = fact.end
     state.confirm_deadline = state.last_call_deadline = state.hold_until = None
-    # Nobody has rights in a run that is over: the leases end with it.
+    # No node has rights in a run that is over: the leases end with it.
     state.nodes = {}
     state.departing = {}
     state.disconnected = set()
@@ -425,7 +422,7 @@ def _clear_round(state: RunState) -> None:
 
 
 def _keep_last_call(state: RunState, now: float) -> None:
-    """The last call starts when min_nodes are there, and is off when they no longer are."""
+    """Start the last call when min_nodes are there, and end it when they no longer are."""
     if state.phase is not Phase.JOINABLE or state.present < state.settings.min_nodes:
         state.last_call_deadline = None
     elif state.last_call_deadline is None:
@@ -445,9 +442,9 @@ def _keep_idle_since(state: RunState, now: float) -> None:
 
 
 def _keep_scale_up(state: RunState, now: float) -> None:
-    """Newcomers are gathered from the first one on, for as long as the round could hold them."""
-    gathering = state.settings.scale_up_policy is ScaleUpPolicy.DELAYED and state.phase is Phase.FINAL
-    if not gathering or not state.has_room:
+    """Start the scale-up delay with the first newcomer, and end it when the round has no room for any."""
+    delays = state.settings.scale_up_policy is ScaleUpPolicy.DELAYED and state.phase is Phase.FINAL
+    if not delays or not state.has_room:
         state.scale_up_deadline = None
     elif state.scale_up_deadline is None:
         state.scale_up_deadline = now + state.settings.scale_up_delay

@@ -1,4 +1,4 @@
-"""Commands: what nodes and people ask of a run."""
+"""Commands: requests of nodes and people to change a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rallypoint.rendezvous.core.state import Outcome, RunSettings, WorkerFailure
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A node asks for a lease."""
+    """A node requests a lease."""
 
     node_id: str
     settings: RunSettings
@@ -25,7 +25,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """A node says that no worker of an earlier round is alive on it."""
+    """A node confirms that no worker of an earlier round is alive on it."""
 
     node_id: str
     lease: int
@@ -35,20 +35,20 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure:
-    """A node says that one of its workers failed."""
+    """A node reports that one of its workers failed."""
 
     node_id: str
     lease: int
     failure: WorkerFailure
 
     def aged(self, seconds: float) -> ReportFailure:
-        """The report as it is carried out so many seconds after it came."""
+        """Return the report with its age increased by `seconds`, the time that it waited in the server."""
         return replace(self, failure=replace(self.failure, age=self.failure.age + max(0.0, seconds)))
 
 
 @dataclass(frozen=True, slots=True)
 class ReportSuccess:
-    """A node says that all its workers succeeded."""
+    """A node reports that all its workers succeeded."""
 
     node_id: str
     lease: int
@@ -57,7 +57,7 @@ class ReportSuccess:
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """A node says that it stops its workers in order to leave."""
+    """A node announces that it stops its workers in order to leave."""
 
     node_id: str
     lease: int
@@ -82,14 +82,14 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """An operator wants all workers started anew."""
+    """An operator restarts all workers."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An operator takes a node out, and keeps it out."""
+    """An operator removes a node from the run, and keeps it out."""
 
     node_id: str
     reason: str
@@ -108,7 +108,7 @@ Command: TypeAlias = (
 )
 
 
-# ---- Refusals: why a command was not taken. Each carries what a program needs, and says it in one sentence.
+# ---- Refusals: why a command was not accepted. Each has fields for programs and one sentence for people.
 
 
 class Refused(Exception):
@@ -165,7 +165,7 @@ def _shown(setting: object) -> str:
 class LeaseLost(Refused):
     """The lease expired, was given back, or was superseded by a newer one of the same node.
 
-    `detail` says which of these, where it is known.
+    `detail`: which of these, where it is known.
     """
 
     run_id: str
@@ -184,7 +184,7 @@ class LeaseLost(Refused):
 
 @dataclass(eq=False)
 class NodeIsEvicted(Refused):
-    """The node was taken out of the run: by an operator, or by the service for what its workers did."""
+    """The node was taken out of the run: by an operator, or by the service because its workers failed."""
 
     run_id: str
     node_id: str
@@ -193,7 +193,7 @@ class NodeIsEvicted(Refused):
 
     @property
     def by(self) -> str:
-        """Who did it: a word for programs."""
+        """The actor of the eviction: "service" or "operator"."""
         return "service" if self.by_service else "operator"
 
     def __str__(self) -> str:
@@ -206,7 +206,7 @@ class NodeIsEvicted(Refused):
 
 @dataclass(eq=False)
 class TooManyEvicted(Refused):
-    """The run refuses as many nodes as it can keep in mind."""
+    """The run refuses as many nodes as it can remember."""
 
     run_id: str
     limit: int

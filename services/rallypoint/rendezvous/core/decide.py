@@ -1,4 +1,4 @@
-"""What a command means for a run, and what must happen by itself."""
+"""Decisions: the facts that a command, or the passing of time, adds to a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rallypoint.rendezvous.core.state import (
 
 
 def decide(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
-    """What a command means for a run: facts to be applied in order; none where there is nothing to change.
+    """Return the facts by which a command changes a run, to be applied in order; none if nothing changes.
 
     Args:
         state: The run.
@@ -41,7 +41,7 @@ def decide(state: RunState, command: commands.Command, now: float) -> list[facts
         now: Seconds of the server's monotonic clock.
 
     Raises:
-        Refused: One of `refusals`; the command is not taken.
+        Refused: The command is not accepted; see the refusals in `commands`.
     """
     if state.phase is Phase.CLOSED:
         return _decide_closed(state, command)
@@ -73,7 +73,7 @@ def _join(command: commands.Join, state: RunState) -> list[facts.Fact]:
         raise _evicted(state, command.node_id)
     if command.node_id in state.nodes:
         decided.append(_lost(state, command.node_id, LossReason.SUPERSEDED))
-    # The lease's number is the revision that its fact is going to get: it only grows, and no two are alike.
+    # The lease's number is the revision that its fact will get: it only grows, and is unique.
     lease = state.revision + len(decided) + 1
     decided.append(
         facts.NodeJoined(
@@ -135,7 +135,7 @@ def _close(command: commands.Close, state: RunState) -> list[facts.Fact]:
 def _restart(command: commands.Restart, state: RunState) -> list[facts.Fact]:
     no_round = state.phase is Phase.JOINABLE and state.hold_until is None
     if no_round or state.breach is not None:
-        return []  # nothing to restart, or what ends anyway
+        return []  # there is nothing to restart, or the round ends anyway
     return [facts.RestartRequested(state.round, command.reason)]
 
 
@@ -157,7 +157,7 @@ def _readmit(command: commands.Readmit, state: RunState) -> list[facts.Fact]:
 
 
 def check_lease(state: RunState, node_id: str, lease: int) -> None:
-    """Refuse who does not hold the lease it shows.
+    """Check that a node holds the lease it sent.
 
     Raises:
         RunIsClosed: The run is over, and all leases with it.
@@ -179,7 +179,7 @@ def _evicted(state: RunState, node_id: str) -> NodeIsEvicted:
 
 
 def check_revision(state: RunState, revision: int) -> None:
-    """Refuse a resume cursor that this run never gave out: its owner saw another run, or another journal.
+    """Check a resume cursor: if this run never gave it out, its owner saw another run, or another journal.
 
     Raises:
         RevisionAhead: The run has not come that far.
@@ -189,20 +189,20 @@ def check_revision(state: RunState, revision: int) -> None:
 
 
 def _runs(state: RunState, node_id: str, round_: int) -> bool:
-    """Whether the node's workers run in the round: what is reported of an earlier one no longer matters."""
+    """True if the node's workers run in the round: reports of an earlier one no longer matter."""
     return state.phase is Phase.FINAL and round_ == state.round and node_id in state.seats
 
 
 def next_consequence(state: RunState, now: float) -> facts.Fact | None:
-    """What must happen to a run now, by itself: the first such fact, or None where it may stay as it is.
+    """Return the first fact that is due without a command; None if there is none.
 
-    Apply it and ask again. Costs O(log n), except where a round freezes or a confirm timeout is over.
+    Apply it and call again. Costs O(log n), except where a round freezes or a confirm timeout is over.
     """
     if state.phase is Phase.CLOSED:
         return None
     if state.permanent_failure is not None and state.phase is not Phase.FINAL:
-        # It came to be known when its round had ended for another failure.
-        return failures.unmendable_end(state.permanent_failure)
+        # It was reported after its round had ended for another failure.
+        return failures.end_by_permanent_failure(state.permanent_failure)
     return _expired_lease(state, now) or _overdue_departure(state, now) or _IN_PHASE[state.phase](state, now)
 
 
@@ -212,7 +212,7 @@ def _expired_lease(state: RunState, now: float) -> facts.Fact | None:
     _, node_id, lease = state.lease_queue[0]
     node = state.nodes.get(node_id)
     if node is None or node.lease != lease or node.lease_deadline > now:
-        return None  # out of date; `leases.prune` takes it off the queue
+        return None  # out of date; `prune` takes it off the queue
     return _lost(state, node_id, node.loss_if_expired)
 
 
@@ -242,7 +242,7 @@ def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
         available -= len(held_back)
     else:
         held_back = set()  # the run needs them
-    # A round that lost no node, found a replacement for each, or grew, waits for no other.
+    # A round that lost no node, found a replacement for each, or grew, waits for no more nodes.
     whole = state.former_size > 0 and available >= state.former_size
     called = state.last_call_deadline is not None and now >= state.last_call_deadline
     if state.held_up or not (available >= settings.max_nodes or whole or called):
@@ -258,10 +258,10 @@ def _in_joinable(state: RunState, now: float) -> facts.Fact | None:
 
 
 def available_nodes(state: RunState) -> int | None:
-    """Return how many nodes a round could be formed of now; None: it waits for nodes whose streams are broken.
+    """Return how many nodes a round could have now; None: it waits for nodes whose streams are broken.
 
     A participant of the last round has its disconnect grace to come back, so that no round is formed with a node that
-    is gone. Newcomers without a stream are passed over, where enough others are there.
+    is gone. Newcomers without a stream are skipped if there are enough other nodes.
     """
     missing = [node_id for node_id in state.disconnected if node_id not in state.departing]
     if any(node_id in state.former_ranks for node_id in missing):
@@ -271,7 +271,7 @@ def available_nodes(state: RunState) -> int | None:
 
 
 def eldest_node(state: RunState) -> Node | None:
-    """The node that has waited longest for a round: the first, since all that a round end leaves start afresh."""
+    """Return the node that has waited longest for a round: the first, since a round end restarts the wait of all."""
     return next(iter(state.nodes.values()), None)
 
 
@@ -304,7 +304,7 @@ def _end_of_breached_round(state: RunState, breach: RoundEnd, now: float) -> fac
 
 
 def _scale_up(state: RunState, now: float) -> facts.Fact | None:
-    """End the round for newcomers, where that is wanted, there is room, and some are ready."""
+    """End the round for newcomers if the policy allows it, there is room, and some are ready."""
     due = newcomers.next_scale_up(state)
     if due is None or now < due:
         return None
@@ -320,10 +320,10 @@ _IN_PHASE = {Phase.JOINABLE: _in_joinable, Phase.FROZEN: _in_frozen, Phase.FINAL
 
 
 def carry_out(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
-    """Decide and apply a command; returns the facts that it stated, in order. Their consequences are to be settled.
+    """Decide and apply a command; returns its facts, in order. Call `settle` for their consequences.
 
     Raises:
-        Refused: The command is not taken, and the state has not changed.
+        Refused: The command is not accepted, and the state has not changed.
     """
     decided = decide(state, command, now)
     for fact in decided:
@@ -332,16 +332,16 @@ def carry_out(state: RunState, command: commands.Command, now: float) -> list[fa
 
 
 def execute(state: RunState, command: commands.Command, now: float) -> list[facts.Fact]:
-    """Carry out a command and settle. Returns every fact that came of it, in order.
+    """Carry out a command and settle. Returns all resulting facts, in order.
 
     Raises:
-        Refused: The command is not taken, and the state has not changed.
+        Refused: The command is not accepted, and the state has not changed.
     """
     return carry_out(state, command, now) + settle(state, now)
 
 
 def settle(state: RunState, now: float) -> list[facts.Fact]:
-    """Let happen to a run whatever must happen by now. Returns the facts, in order."""
+    """Apply all consequences that are due by now. Returns the facts, in order."""
     settled: list[facts.Fact] = []
     failures.forget_old(state, now)
     if state.hold_until is not None and now >= state.hold_until:
@@ -357,20 +357,20 @@ def settle(state: RunState, now: float) -> list[facts.Fact]:
 
 
 def begin_to_confirm(state: RunState, now: float) -> None:
-    """Give the participants of a FROZEN round their time to confirm: from when they are told of it, that is now."""
+    """Start the confirm timeout of a FROZEN round now, when its participants are informed of it."""
     if state.phase is Phase.FROZEN:
         state.confirm_deadline = now + state.settings.confirm_timeout
 
 
 def next_deadline(state: RunState) -> float | None:
-    """When to settle next if no command comes: monotonic seconds, or None. May be early, never late."""
+    """The time to settle next if no command comes: monotonic seconds, or None. May be early, never late."""
     deadlines = [
         state.confirm_deadline,
         next(iter(state.departing.values()), None),
         failures.next_to_be_forgotten(state),
     ]
-    # Until nodes that leave have gone, those that are missed are back, and the restart is no longer held back, the end
-    # of the last call means nothing.
+    # The end of the last call matters only once leaving nodes have gone, missing ones are back, and the back-off is
+    # over.
     if state.hold_until is not None:
         deadlines.append(state.hold_until)
     elif not state.held_up and available_nodes(state) is not None:

@@ -1,4 +1,4 @@
-"""Facts: what happened to a run. Their fields are those of the messages of the same names in journal.proto."""
+"""Facts: the recorded changes of a run. Their fields are those of the messages of the same names in journal.proto."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node's lease ended without its doing; `failed_round`: workers of that round failed of it, 0: none did."""
+    """The service ended a node's lease; `failed_round`: the round whose workers failed because of it; 0: none."""
 
     node_id: str
     reason: LossReason
@@ -57,7 +57,7 @@ class NodeDeparting:
 
 @dataclass(frozen=True, slots=True)
 class NodeEvicted:
-    """A node was taken out, or one barred that was not in; `lease` is the one that it lost, 0 for none.
+    """A node was taken out, or a name that is not in the run was barred; `lease` is the one that it lost, 0 for none.
 
     An operator did it, or the service by itself.
     """
@@ -78,7 +78,7 @@ class NodeReadmitted:
 
 @dataclass(frozen=True, slots=True)
 class RoundFrozen:
-    """A round got its number and its ranks; the seats are in the order of group ranks."""
+    """A round got its number and its ranks; `seats` are in the order of group ranks."""
 
     round: int
     seats: tuple[Seat, ...]
@@ -102,7 +102,7 @@ class RoundFinalized:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """A worker failed; `earliest`: before all of its round that were known."""
+    """A worker failed; `earliest`: before all known failures of its round."""
 
     failure: WorkerFailure
     earliest: bool = False
@@ -118,14 +118,14 @@ class NodeSucceeded:
 
 @dataclass(frozen=True, slots=True)
 class ExitBarrierPassed:
-    """Participants that succeeded wait for the others no longer."""
+    """Participants that succeeded no longer wait for the others."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class RestartRequested:
-    """An operator asked for a restart of the round."""
+    """An operator requested a restart of the round."""
 
     round: int
     reason: str
@@ -170,12 +170,11 @@ Fact: TypeAlias = (
 )
 
 
-# ---- Sentences for people: why a node was lost or taken out, who joined, which worker failed and why that was the
-# end.
+# ---- Sentences for people about losses, evictions, newcomers, failures and used-up budgets.
 
 
 def explain_loss(node_id: str, reason: LossReason, settings: RunSettings) -> str:
-    """One sentence that says which node was lost and how the server came to think so."""
+    """Return one sentence: the lost node, and the reason why the server considers it lost."""
     return f"node {node_id} was lost: {_HOW[reason].format(s=settings)}"
 
 
@@ -187,13 +186,13 @@ _HOW = {
     LossReason.DISCONNECTED: "its connection broke and it did not come back within {s.disconnect_grace:g} s",
     LossReason.SUPERSEDED: "an agent joined again under its name",
     LossReason.CONFIRM_TIMED_OUT: "it did not confirm the round within {s.confirm_timeout:g} s",
-    LossReason.DEPARTURE_TIMED_OUT: "it said it would leave and did not within {s.confirm_timeout:g} s",
+    LossReason.DEPARTURE_TIMED_OUT: "it announced that it would leave and did not within {s.confirm_timeout:g} s",
     LossReason.JOIN_TIMED_OUT: "fewer than {s.min_nodes} nodes were there after {s.join_timeout:g} s",
 }
 
 
 def explain_newcomers(node_ids: Sequence[str]) -> str:
-    """One sentence that says who joined, short however many did."""
+    """Return one sentence that names the nodes that joined; short for any number of them."""
     first, *others = node_ids
     if not others:
         return f"node {first} joined"
@@ -203,17 +202,17 @@ def explain_newcomers(node_ids: Sequence[str]) -> str:
 
 
 def explain_eviction(node_id: str, reason: str, *, by_service: bool) -> str:
-    """One sentence that says which node was taken out, by whom, and why."""
+    """Return one sentence: the node that was taken out, the actor and the reason."""
     return f"node {node_id} was taken out{'' if by_service else ' by an operator'}: {reason}"
 
 
 def explain_failure(failure: WorkerFailure) -> str:
-    """One sentence that says which worker failed, and of what."""
+    """Return one sentence: the worker that failed, and its error."""
     return f"worker of rank {failure.rank} on node {failure.node_id} failed: {failure.message}"
 
 
 def explain_worn_out(failures: int, window: float, last: WorkerFailure) -> str:
-    """Why a node is taken out whose workers failed too often; `window` in seconds, 0: since the run began."""
+    """Return the reason for evicting a node whose workers failed too often; `window` in seconds, 0: the whole run."""
     times = "once" if failures == 1 else f"{failures} times"
     return (
         f"its workers failed {times}{explain_window(window)}, last that of rank {last.rank}: {last.message}"
@@ -221,7 +220,7 @@ def explain_worn_out(failures: int, window: float, last: WorkerFailure) -> str:
 
 
 def explain_spent(budget: int, window: float) -> str:
-    """That no restart is left, of a budget that counts those within so many seconds, 0: all."""
+    """Return the text for a used-up restart budget; `window`: seconds in which restarts count, 0: the whole run."""
     if budget == 0:
         return "no restarts were allowed"
     spent = "the only restart was used up" if budget == 1 else f"all {budget} restarts were used up"
@@ -229,5 +228,5 @@ def explain_spent(budget: int, window: float) -> str:
 
 
 def explain_window(window: float) -> str:
-    """The time that counts, as the end of a sentence; nothing where all does."""
+    """Return the restart window as the end of a sentence; "" if restarts count for ever."""
     return f" in {window:g} s" if window else ""

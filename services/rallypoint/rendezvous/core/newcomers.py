@@ -1,14 +1,14 @@
-"""Newcomers: when one may end a round that runs, and what holds back those that fail soon.
+"""Newcomers: when one may end a running round, and the back-off of those that fail soon.
 
-A newcomer is on probation until a round with it has run for `PROBATION`; the nodes of a run's first round are none. If
+A newcomer is on probation until a round with it has run for `PROBATION`; the nodes of a run's first round are not. If
 it is lost before, leaves, or has the first worker that fails, the scale-up failed: the others re-form without a last
-call, and further newcomers are held back, longer each time:
+call, and further newcomers are delayed, longer each time:
 
-    in a row, over all nodes    1   2   3    4    5    6 …
-    seconds held back           0   60  120  240  480  600
+    failures in a row, over all nodes    1   2   3    4    5    6 …
+    delay, seconds                       0   60  120  240  480  600
 
-Each node is held back by its own count too, for up to an hour. So a host that joins and dies, again and again, costs
-the others a small share of their time, whatever name it joins under.
+Each node is also delayed by its own count, for up to an hour. So a host that joins and dies, again and again, costs the
+others a small share of their time, under any name.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ READY_AFTER = 3.0
 by then; longer keeps every good host idle for as long."""
 
 PROBATION = 60.0
-"""Seconds that a round must run for its newcomers to count as good. Longer than a job takes to load, so that a host on
-which it cannot run is found out; much longer, and an unrelated loss is held against newcomers."""
+"""Seconds that a round must run for its newcomers to pass. Longer than a job takes to load, so that a host on which it
+cannot run is found; much longer, and an unrelated loss counts against newcomers."""
 
 _FIRST_HOLD = 60.0
 _LONGEST_HOLD = 600.0
 _LONGEST_HOLD_OF_NODE = 3600.0
 
 MOST_NODES = 1_000
-"""Nodes of which one run remembers that they failed on probation."""
+"""Nodes for which one run remembers failures on probation."""
 
 
 def count_after(state: RunState, end: RoundEnd, now: float) -> tuple[int, bool]:
-    """Return how many scale-ups failed in a row once the present round has ended so, and whether newcomers passed."""
+    """Return the number of failed scale-ups in a row after `end` of the present round, and whether newcomers passed."""
     ran = now + state.forgiven - state.final_at if state.phase is Phase.FINAL else 0.0
     passed = ran >= PROBATION
     if not passed and end.node_id in state.newcomers and _fails_scale_up(state, end):
         return state.failed_scale_ups + 1, False
-    # Something may have been mended; or newcomers are good; or it is long ago.
+    # An operator may have repaired a host; or newcomers are good; or it is long ago.
     over = end.cause is RoundEndCause.RESTART_REQUESTED or (passed and state.newcomers)
     if over or ran >= 2 * _hold(state.failed_scale_ups, _LONGEST_HOLD) > 0:
         return 0, passed
@@ -57,13 +57,13 @@ def count_after(state: RunState, end: RoundEnd, now: float) -> tuple[int, bool]:
 
 def _fails_scale_up(state: RunState, end: RoundEnd) -> bool:
     if end.cause is RoundEndCause.WORKER_FAILED:
-        # A failure says something of its node only where others have run well, and can go on without it.
+        # A failure is attributed to its node only if others have run well, and can go on without it.
         return len(state.seats.keys() - state.newcomers) >= state.settings.min_nodes
     return end.cause in (RoundEndCause.NODE_LOST, RoundEndCause.NODE_LEFT, RoundEndCause.NODE_EVICTED)
 
 
 def note_end(state: RunState, end: RoundEnd, count: int, passed: bool, now: float) -> bool:
-    """Take down what the end of a round says of its newcomers; returns whether a scale-up failed."""
+    """Update the counts of newcomers after the end of a round; returns True if a scale-up failed."""
     failed = count > state.failed_scale_ups
     state.failed_scale_ups = count
     if failed:
@@ -87,21 +87,21 @@ def note_end(state: RunState, end: RoundEnd, count: int, passed: bool, now: floa
 
 
 def hold_back(state: RunState, node_id: str, now: float) -> None:
-    """Start the holds that the counts of a run and of one of its nodes call for."""
+    """Start the delays that follow from the counts of a run and of one of its nodes."""
     state.newcomers_held_until = now + _hold(state.failed_scale_ups, _LONGEST_HOLD)
     state.held_until_of[node_id] = now + _hold(state.failed_scale_ups_of[node_id], _LONGEST_HOLD_OF_NODE)
 
 
 def _hold(count: int, longest: float) -> float:
-    """Seconds that newcomers are held back after so many failures in a row."""
+    """Seconds that newcomers are delayed after `count` failures in a row."""
     # 2**40 seconds are longer than any hold: past it only the float would overflow.
     return 0.0 if count < 2 else min(_FIRST_HOLD * 2.0 ** min(count - 2, 40), longest)
 
 
 def _held_until(state: RunState, node: Node) -> float:
-    """Return until when a node is held back; -inf: it is not."""
+    """The time until which a node is delayed; -inf: it is not."""
     of_node = state.held_until_of.get(node.node_id, -math.inf)
-    # A newcomer that was in a round with the one that failed is not held back with it: it would be let in beside the
+    # A newcomer that was in a round with the failed one is not delayed with it: it would be admitted together with the
     # next bad one, again and again, and never run.
     excused = survived(state, node) or node.lease in state.excused
     return of_node if excused else max(of_node, state.newcomers_held_until)
@@ -116,20 +116,20 @@ def of_round(state: RunState, seats: Sequence[Seat]) -> set[str]:
 
 
 def survived(state: RunState, node: Node) -> bool:
-    """Return whether a node was in the last round, and not another of its name."""
+    """True if a node was in the last round, under its present lease."""
     return node.node_id in state.former_ranks and node.lease < state.former_fencing_token
 
 
 def admissible(state: RunState, now: float) -> list[Node]:
-    """Return the newcomers that a round would take in now, in the order of joining."""
+    """Return the newcomers that a round would admit now, in the order of joining."""
     return [node for node in state.waiting if node.connected and _held_until(state, node) <= now]
 
 
 def next_scale_up(state: RunState) -> float | None:
-    """Return when the present round is to end for newcomers; None: not for those that wait now.
+    """The time at which the present round ends for newcomers; None: not for those that wait now.
 
-    A round without room ends for none; nor does one of which a participant has succeeded, for the run is about to end
-    and a restart would take work back.
+    A round without room ends for none; nor does one with a participant that has succeeded, for the run is about to
+    end and a restart would lose work.
     """
     settings = state.settings
     if state.phase is not Phase.FINAL or state.breach is not None or state.finishing or not state.has_room:
@@ -140,15 +140,15 @@ def next_scale_up(state: RunState) -> float | None:
     if due is None:
         return None
     if settings.scale_up_policy is ScaleUpPolicy.DELAYED and state.present < settings.max_nodes:
-        assert state.scale_up_deadline is not None, "newcomers are gathered while there is room"
+        assert state.scale_up_deadline is not None, "the scale-up delay runs while there is room"
         return max(due, state.scale_up_deadline)
     return due
 
 
 def held_back(state: RunState, now: float) -> set[str]:
-    """Return the connected newcomers that are held back from the next round.
+    """Return the connected newcomers that are excluded from the next round by a delay.
 
-    None of the last round is: it is formed once their workers have stopped, of which only their confirmation speaks.
+    Nodes of the last round never are: their old workers may run, and only their confirmation shows that these stopped.
     """
     if now >= max(state.newcomers_held_until, *state.held_until_of.values(), -math.inf):
         return set()

@@ -1,4 +1,4 @@
-"""Ranks: which place every node gets in a round."""
+"""Ranks: the group rank and worker ranks of every node in a round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assign_seats(
         policy: The order of the nodes.
 
     Returns:
-        The seats, by group rank 0 … n-1.
+        The rank assignments, by group rank 0 … n-1.
     """
     order = _ORDERS[policy](nodes, former_ranks)
     role_sizes: dict[str, int] = defaultdict(int)
@@ -49,44 +49,44 @@ def assign_seats(
 
 
 def _stable(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> list[Node]:
-    """Survivors keep their group rank where the round is large enough for it.
+    """Survivors keep their group rank if the round is large enough for it.
 
-    The free ranks go to survivors whose rank fell off the end, then to newcomers in the order of their names.
+    The free ranks go to survivors whose rank is beyond the round's size, then to newcomers in the order of their names.
     """
     ranked: list[Node | None] = [None] * len(nodes)
-    homeless: list[Node] = []
+    unranked: list[Node] = []
     for node in nodes:
         rank = former_ranks.get(node.node_id, len(nodes))
         if rank < len(nodes):
             ranked[rank] = node
         else:
-            homeless.append(node)
-    unplaced = iter(sorted(homeless, key=_seniority(former_ranks)))
-    return [node if node is not None else next(unplaced) for node in ranked]
+            unranked.append(node)
+    rest = iter(sorted(unranked, key=_seniority(former_ranks)))
+    return [node if node is not None else next(rest) for node in ranked]
 
 
 def _sorted(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> list[Node]:
-    """By address and name: torch's order, but for the numbers in them, which count as numbers."""
+    """By address and name: torch's order, except that numbers in them are compared as numbers."""
     return sorted(nodes, key=lambda node: (_natural(node.address), _natural(node.node_id)))
 
 
 def _by_topology(nodes: Sequence[Node], former_ranks: Mapping[str, int]) -> list[Node]:
-    """Nodes of one place stay adjacent, on every level of it.
+    """Nodes at one location stay adjacent, on every level of the topology.
 
-    Places are the nodes of a tree, and a walk through it visits each place's nodes together, whatever the order of
-    its branches. That order is by seniority: the place of the most senior node comes first, so that rank 0 stays
-    where it is as long as it lives.
+    Locations form a tree, and a walk through it visits each location's nodes together, in any order of its branches.
+    Branches are ordered by seniority: the location of the most senior node comes first, so that rank 0 stays where it
+    is as long as its node lives.
     """
     seniority = _seniority(former_ranks)
 
     def walk(members: Iterable[Node], depth: int) -> list[Node]:
-        places: dict[str | None, list[Node]] = defaultdict(list)
+        locations: dict[str | None, list[Node]] = defaultdict(list)
         for node in members:
             path = node.topology.split("/") if node.topology else []
-            places[path[depth] if depth < len(path) else None].append(node)
+            locations[path[depth] if depth < len(path) else None].append(node)
         branches = [
-            sorted(branch, key=seniority) if place is None else walk(branch, depth + 1)
-            for place, branch in places.items()
+            sorted(branch, key=seniority) if name is None else walk(branch, depth + 1)
+            for name, branch in locations.items()
         ]
         branches.sort(key=lambda branch: min(map(seniority, branch)))
         return [node for branch in branches for node in branch]
@@ -104,12 +104,12 @@ _Natural = tuple[tuple[int, int, str], ...]
 
 
 def _seniority(former_ranks: Mapping[str, int]) -> Callable[[Node], tuple[int, _Natural]]:
-    """A sort key: survivors by their rank in the round before, then newcomers by name."""
+    """Return a sort key: survivors by their rank in the round before, then newcomers by name."""
     newcomer = max(former_ranks.values(), default=0) + 1
     return lambda node: (former_ranks.get(node.node_id, newcomer), _natural(node.node_id))
 
 
 def _natural(name: str) -> _Natural:
-    """A sort key under which numbers inside names count as numbers."""
+    """Return a sort key under which numbers inside names are compared as numbers."""
     parts = re.findall(r"\d+|\D+", name)
     return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)

@@ -1,4 +1,4 @@
-"""Snapshots: the state of a run as it is kept, so that a recovery need not fold every fact from the first."""
+"""Snapshots: the stored state of a run, so that a recovery need not replay all facts from the first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FormerRank:
 
 @dataclass(frozen=True, slots=True)
 class FailedScaleUps:
-    """How often a node failed on probation, in a row."""
+    """Number of times in a row that a node failed on probation."""
 
     node_id: str
     count: int
@@ -49,12 +49,12 @@ class KeptRestart:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """Everything of a `RunState` but evidence and deadlines; its fields are those of the protocol's message."""
+    """A `RunState` without volatile fields and deadlines; its fields are those of the protocol's message."""
 
     run_id: str
     revision: int
     round: int
-    # Only the numbers are left of the run, and where it may go on, what it used of its budgets.
+    # Only the numbers of the run are left, and, if it may go on, its used budgets.
     forgotten: bool = False
     settings: RunSettings | None = None
     phase: Phase = Phase.JOINABLE
@@ -91,11 +91,11 @@ class RunSnapshot:
 
 
 def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
-    """What must be kept of a run for it to go on.
+    """Return the part of a run's state from which it can be restored.
 
     Args:
         state: The run.
-        to_wall: What makes a time of the wall clock, unix seconds, out of one of the monotonic clock, when added.
+        to_wall: Offset from the monotonic clock to the wall clock (unix time), seconds.
     """
     return RunSnapshot(
         run_id=state.run_id,
@@ -142,24 +142,24 @@ def take_snapshot(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
 
 
 def take_tombstone(state: RunState) -> RunSnapshot:
-    """What must be kept of a run that expired: its numbers, so that none is given out twice under its name."""
+    """Return the snapshot kept of an expired run: its numbers, so that none is given out twice under its name."""
     return numbers_only(state.run_id, state.revision, state.round)
 
 
 def numbers_only(run_id: str, revision: int, round: int) -> RunSnapshot:
-    """Return the snapshot of a run of which there is nothing but the numbers from which it goes on."""
+    """Return the snapshot of a run of which only the numbers are known, from which it continues."""
     return RunSnapshot(run_id=run_id, revision=revision, round=round, forgotten=True)
 
 
 def has_budgets(left: RunSnapshot) -> bool:
-    """Whether what is left of a run is more than its numbers."""
+    """True if more than its numbers is left of a run."""
     return left != numbers_only(left.run_id, left.revision, left.round)
 
 
 def take_high_water(state: RunState, to_wall: float = 0.0) -> RunSnapshot:
-    """What must outlive everything else of a run: its numbers, and unless it is over, what it used of its budgets.
+    """Return the part that must outlive all other entries of a run: its numbers, and its used budgets if it is open.
 
-    A run that was never closed may go on without a service that knows it: its workers run, and its nodes come back.
+    A run that was never closed may go on after the service has lost it: its workers run, and its nodes come back.
 
     Args:
         state: The run.
@@ -198,15 +198,15 @@ def _restore_budgets(state: RunState, snapshot: RunSnapshot, now: float, to_wall
 
 
 def restore(snapshot: RunSnapshot, now: float, to_wall: float = 0.0) -> RunState:
-    """The run that a snapshot was taken of. Every deadline gets a full new term; leases want `restart_leases`.
+    """Return the run of a snapshot. Every deadline gets a full new term; call `restart_leases` for the leases.
 
-    Restarts keep their age, by the wall clock: it may have been set meanwhile, but any other guess is worse. Were they
-    to count as just made, every restart of the server would prolong the time for which they do.
+    Restarts keep their age, by the wall clock: it may have been set meanwhile, but any other guess is worse. If they
+    counted as new, every restart of the server would prolong the time for which they count.
 
     Args:
         snapshot: The snapshot.
         now: Seconds of the server's monotonic clock.
-        to_wall: See `take_snapshot`; of now.
+        to_wall: See `take_snapshot`; the present offset.
     """
     state = RunState(snapshot.run_id, revision=snapshot.revision, round=snapshot.round)
     _restore_budgets(state, snapshot, now, to_wall)

@@ -1,4 +1,4 @@
-"""What the rendezvous service knows of a run."""
+"""The state of a run, its settings, and the values in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-# The numbers of the enums are those of the protocol: what is stored and sent is read back without a table.
+# The enums have the protocol's numbers: stored and sent values need no translation table.
 
 
 class Phase(IntEnum):
@@ -28,7 +28,7 @@ class Outcome(IntEnum):
 
 
 class ScaleUpPolicy(IntEnum):
-    """What a newcomer does to a round that runs with room to spare."""
+    """The effect of a newcomer on a running round that has room."""
 
     IMMEDIATE = 1
     ON_RESTART = 2
@@ -36,7 +36,7 @@ class ScaleUpPolicy(IntEnum):
 
 
 class RankPolicy(IntEnum):
-    """In which order the nodes of a round get their ranks."""
+    """The order in which the nodes of a round get their ranks."""
 
     STABLE = 1
     SORTED = 2
@@ -44,7 +44,7 @@ class RankPolicy(IntEnum):
 
 
 class RoundEndCause(IntEnum):
-    """Why a round ended."""
+    """The reason why a round ended."""
 
     NODE_LOST = 1
     NODE_LEFT = 2
@@ -55,7 +55,7 @@ class RoundEndCause(IntEnum):
 
 
 class FailureKind(IntEnum):
-    """What kind of end a worker had."""
+    """The kind of a worker's failure."""
 
     UNKNOWN = 0
     EXCEPTION = 1
@@ -68,7 +68,7 @@ class FailureKind(IntEnum):
 
 
 class LossReason(IntEnum):
-    """How the server came to hold a node for lost."""
+    """The reason why the server considers a node lost."""
 
     LEASE_EXPIRED = 1
     DISCONNECTED = 2
@@ -80,20 +80,20 @@ class LossReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What all nodes of a run agree on. Times are in seconds.
+    """The settings that all nodes of a run share. Times are in seconds.
 
     The defaults are those of torch's dynamic rendezvous where it has the setting.
     """
 
-    # Nodes of a round. Raising min_nodes above what is surely there makes every loss wait for a replacement.
+    # Nodes of a round. Raising min_nodes above the number that is surely there makes every loss wait for a replacement.
     min_nodes: int = 1
     max_nodes: int = 1
     # Restarts of failing workers, over the whole run; changes of membership don't count.
     max_restarts: int = 0
     # How long a node waits for min_nodes. Long, since queues hand out hosts minutes apart.
     join_timeout: float = 600.0
-    # How long a round that could start waits for more. Every second of it is idle time of the nodes already
-    # there; too short, and a newcomer a second late costs everybody a restart.
+    # How long a round that could start waits for more. Every second of it is idle time of the nodes already there; too
+    # short, and a newcomer a second late costs all nodes a restart.
     last_call_timeout: float = 30.0
     # How long a participant may take to stop its old workers. It must exceed the agents' shutdown timeout
     # (30 s), or a slow stop is taken for a dead agent.
@@ -109,22 +109,22 @@ class RunSettings:
     # wait. Shorter, and a failure late in the run finds fewer hosts to restart on; longer keeps idle hosts.
     exit_barrier_timeout: float = 300.0
     scale_up_policy: ScaleUpPolicy = ScaleUpPolicy.IMMEDIATE
-    # Under the policy DELAYED: how long newcomers are gathered. Longer saves restarts when hosts come one by
-    # one, and leaves them idle meanwhile.
+    # Under the policy DELAYED: how long a round waits for more newcomers before it ends for them. Longer saves restarts
+    # when hosts come one by one, and leaves them idle meanwhile.
     scale_up_delay: float = 30.0
     rank_policy: RankPolicy = RankPolicy.STABLE
     # Restarts older than this no longer count against the budgets; 0: they count for ever, as with torch. Without it,
     # a job of months dies of as many failures as one of an hour may have.
     restart_window: float = 0.0
-    # Restarts that the workers of one node may cause, before it is taken out; 0: any number, as with torch.
+    # Restarts that the workers of one node may cause before the node is taken out; 0: any number, as with torch.
     max_restarts_per_node: int = 0
-    # The longest that a restart is held back where rounds fail soon one after the other; 0: never. Longer is kinder to
-    # what they fail of (storage, a licence server) and keeps hosts idle.
+    # The longest back-off before a restart when rounds fail in quick succession; 0: none. Longer reduces the load on
+    # the cause of the failures (storage, a licence server) and keeps hosts idle.
     restart_backoff: float = 30.0
 
     @property
     def time_to_live(self) -> float:
-        """Seconds that a lease lives without evidence of its node."""
+        """Seconds that a lease lives without a sign of life of its node."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
 
@@ -153,7 +153,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True, slots=True)
 class FailedWorker:
-    """A worker whose failure is known."""
+    """A worker with a known failure."""
 
     node_id: str
     local_rank: int
@@ -165,13 +165,13 @@ class FailureRestart:
 
     round: int
     node_id: str
-    # Evidence: when, by the server's monotonic clock.
+    # Volatile: the time of the restart, by the server's monotonic clock.
     at: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Why a node was taken out, and whether the service did it by itself."""
+    """The reason why a node was taken out, and whether the service did it by itself."""
 
     reason: str
     by_service: bool = False
@@ -198,7 +198,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A node's place in a round."""
+    """A node's rank assignment in a round."""
 
     node_id: str
     group_rank: int
@@ -222,47 +222,47 @@ class Node:
     waiting_since: float
     # Deadline of its live entry in the lease queue; never later than that of the lease.
     queued_deadline: float = 0.0
-    # Evidence: the last sign of life, when the stream was opened and when it broke (None: it is open), and what an end
-    # of the lease by itself would mean.
+    # Volatile: the last sign of life, when the stream was opened and when it broke (None: it is open), and the loss
+    # reason if the lease expires.
     seen_at: float = -math.inf
     connected_at: float = -math.inf
     broken_at: float | None = None
     loss_if_expired: LossReason = LossReason.LEASE_EXPIRED
-    # Evidence: why no watchdog guards its workers, of its last heartbeat.
+    # Volatile: why no watchdog watches its workers, from its last heartbeat.
     watchdog_trouble: str = ""
 
     @property
     def connected(self) -> bool:
-        """Whether a stream of the node is open."""
+        """True if a stream of the node is open."""
         return self.broken_at is None
 
 
 @dataclass(slots=True)
 class RunState:
-    """A run. Everything in it is the fold of its facts, except what is marked as evidence.
+    """A run. All of it is the fold of its facts, except fields marked as volatile.
 
-    Evidence (lease deadlines, who is connected) is never stored: a server that starts again gives every lease
-    a full new term, and every deadline starts afresh.
+    Volatile fields (lease deadlines, connections) are never stored: a server that starts again gives every lease a full
+    new term, and restarts every deadline.
     """
 
     run_id: str
-    # Whether the run began. Before, it may have numbers already: those of an expired run of its name, which go on.
+    # True once the run began. Before, it may have numbers already: those of an expired run of its name, which continue.
     created: bool = False
-    # A new one each time a run of this name is created; leases are compared within one only.
+    # Unique for each creation of a run of this name; lease numbers can be compared within one incarnation only.
     incarnation: str = ""
     settings: RunSettings = RunSettings()
     revision: int = 0
     phase: Phase = Phase.JOINABLE
     round: int = 0
     restart_count: int = 0
-    # Who holds a lease, in the order of joining.
+    # The nodes that hold a lease, in the order of joining.
     nodes: dict[str, Node] = field(default_factory=dict)
 
     # Nodes that announced their leaving, in that order, with the time by which they must have gone. Their old
     # workers may be alive, so no round is formed before.
     departing: dict[str, float] = field(default_factory=dict)
 
-    # Nodes that were taken out and that are refused.
+    # Nodes that were taken out and are refused.
     evicted: dict[str, Eviction] = field(default_factory=dict)
 
     # The round that is FROZEN or FINAL; empty in the other phases.
@@ -273,35 +273,35 @@ class RunState:
     fencing_token: int = 0
     unconfirmed: set[str] = field(default_factory=set)
     succeeded: set[str] = field(default_factory=set)
-    # Whether any participant succeeded, also one that has gone since.
+    # True if any participant succeeded, also one that has gone since.
     finishing: bool = False
-    # Whether those that succeeded need wait for the others no longer.
+    # True if the participants that succeeded no longer wait for the others.
     exit_barrier_passed: bool = False
     master_port: int = 0
 
-    # Of the last round that was FINAL: ranks, so that survivors keep them, and size, so that a round that lost no node,
-    # or had a spare for each that it lost, needs no last call. Newcomers that failed on probation do not count in it.
+    # From the last round that was FINAL: ranks, so that survivors keep them, and size, so that a round that lost no
+    # node, or had a spare for each that it lost, needs no last call. Newcomers that failed on probation do not count.
     former_ranks: Mapping[str, int] = field(default_factory=dict)
     former_size: int = 0
     former_fencing_token: int = 0
     last_round_end: RoundEnd | None = None
     run_end: RunEnd | None = None
 
-    # What must end the round, found by apply and acted on by next_consequence.
+    # The pending end of the round, found by apply and carried out by next_consequence.
     breach: RoundEnd | None = None
 
-    # The first failure of the round, over all nodes, and the first that no restart can mend; with whose failures are
-    # known. They stay until the next round is FINAL: some come to be known only once their round has ended.
+    # The first failure of the round, over all nodes, the first permanent one, and all workers with a known failure.
+    # They stay until the next round is FINAL: some are reported only after their round has ended.
     failure: WorkerFailure | None = None
     permanent_failure: WorkerFailure | None = None
     failed_workers: set[FailedWorker] = field(default_factory=set)
-    # The round that ended with a counted restart, until the next one is FINAL; 0: there is none. A node that is lost
-    # meanwhile may turn out to be the cause, and the restart no longer counts.
+    # The round that ended with a counted restart, until the next one is FINAL; 0: there is none. If the loss of a node
+    # turns out to be the cause meanwhile, the restart no longer counts.
     counted_round: int = 0
 
-    # Restarts that may count against a budget, the oldest first; empty where their number is enough.
+    # Restarts that may count against a budget, the oldest first; empty if `restart_count` is enough.
     restarts: list[FailureRestart] = field(default_factory=list)
-    # How many of the latest restarts in a row came soon after the one before.
+    # The number of latest restarts in a row that came soon after the one before.
     quick_restarts: int = 0
 
     # Newcomers on probation, the scale-ups that failed in a row, and those of single nodes, the oldest first.
@@ -310,40 +310,40 @@ class RunState:
     failed_scale_ups_of: dict[str, int] = field(default_factory=dict)
     newcomers_held_until: float = -math.inf
     held_until_of: dict[str, float] = field(default_factory=dict)
-    # Evidence: leases of the newcomers that were in the round of the last scale-up that failed, and not its cause.
+    # Volatile: leases of the newcomers that were in the round of the last failed scale-up, and not its cause.
     excused: set[int] = field(default_factory=set, compare=False)
 
     last_call_deadline: float | None = None
     confirm_deadline: float | None = None
     exit_barrier_deadline: float | None = None
     scale_up_deadline: float | None = None
-    # Until when the end of the run waits for reports of others (None: no longer), and the next round is held back.
+    # The end of the settle window (None: no longer waiting for reports of others), and of the restart back-off.
     settle_deadline: float | None = None
     hold_until: float | None = None
-    # Evidence: seconds by which the clock of leases and deadlines is behind one that forgives no pauses. By the latter
-    # ages of failures are reckoned.
+    # Volatile: seconds by which the clock of leases and deadlines is behind one that forgives no pauses. The latter
+    # measures the ages of failures.
     forgiven: float = field(default=0.0, compare=False)
-    # Evidence, by the clock that forgives nothing: since when the round is FINAL, and when its first failure was; -inf:
-    # longer ago than this server knows.
+    # Volatile, by the clock that forgives no pauses: when the round became FINAL, and when its first failure was; -inf:
+    # unknown to this server.
     final_at: float = field(default=-math.inf, compare=False)
     first_failed_at: float = field(default=-math.inf, compare=False)
-    # Evidence: when the first failure of the round was reported, and participants without a sign of life since then.
+    # Volatile: when the first failure of the round was reported, and participants without a sign of life since then.
     failure_reported_at: float = field(default=-math.inf, compare=False)
     silent: set[str] = field(default_factory=set, compare=False)
-    # Evidence: nodes that hold a lease and have no open stream.
+    # Volatile: nodes that hold a lease and have no open stream.
     disconnected: set[str] = field(default_factory=set, compare=False)
-    # Evidence: since when nobody holds a lease; None: somebody does.
+    # Volatile: since when no node holds a lease; None: some node does.
     idle_since: float | None = None
-    # Evidence: when the server last woke from a pause that may have broken streams, and when a node last came back.
+    # Volatile: when the server last woke from a pause that may have broken streams, and when a node last came back.
     woke_at: float = field(default=-math.inf, compare=False)
     returned_at: float = field(default=-math.inf, compare=False)
-    # Evidence: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and
-    # may be too early, never too late; others wait to be taken off.
+    # Volatile: (deadline, node_id, lease) of every lease, a heap. One entry per lease is live, and may be too early,
+    # never too late; the others wait to be removed.
     lease_queue: list[tuple[float, str, int]] = field(default_factory=list)
 
     @property
     def waiting(self) -> list[Node]:
-        """Nodes without a seat, in the order of joining."""
+        """Nodes without a rank assignment, in the order of joining."""
         return [
             node
             for node in self.nodes.values()
@@ -357,12 +357,12 @@ class RunState:
 
     @property
     def held_up(self) -> bool:
-        """Whether a leaving node may still have workers of the round before; a spare that goes never had any."""
+        """True if a leaving node may still have workers of the round before; a leaving spare never had any."""
         return any(node_id in self.former_ranks for node_id in self.departing)
 
     @property
     def settling(self) -> bool:
-        """Whether the round has failed, and is kept until its cause is known: a worker, or the loss of a node."""
+        """True if the round has failed and is kept until its cause is known: a worker, or the loss of a node."""
         breach = self.breach
         return (
             self.phase is Phase.FINAL and breach is not None and breach.cause is RoundEndCause.WORKER_FAILED
@@ -370,5 +370,5 @@ class RunState:
 
     @property
     def has_room(self) -> bool:
-        """Whether nodes wait that the round could hold."""
+        """True if nodes wait for which the round has room."""
         return len(self.seats) < self.settings.max_nodes and self.present > len(self.seats)

@@ -1,7 +1,7 @@
 """Core values to protocol messages and back.
 
 A core value and its message have the same names for their fields, and enums the same numbers, so one
-translation by field descriptors serves them all; what differs is in the two tables.
+translation by field descriptors serves them all; the exceptions are in the two tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class NewerVersion(ValueError):
-    """A message holds something that only a later version knows."""
+    """A message contains an element that only a later version knows."""
 
 
 _MESSAGES: dict[type, type[Message]] = {
@@ -74,7 +74,7 @@ _ENUMS: dict[str, type[IntEnum]] = {
 
 
 def to_message(value: Any) -> Any:
-    """The protocol message of a core value."""
+    """Return the protocol message of a core value."""
     kind: Any = type(value)
     message = _MESSAGES[kind]()
     for name, encode in _encoders(kind):
@@ -83,7 +83,7 @@ def to_message(value: Any) -> Any:
 
 
 def from_message(message: Message, kind: type[_T]) -> _T:
-    """The core value of a protocol message, `kind` being its type.
+    """Return the core value of a protocol message; `kind` is its type.
 
     Raises:
         NewerVersion: An enum has a number that this version does not know.
@@ -96,7 +96,7 @@ def from_message(message: Message, kind: type[_T]) -> _T:
 def encode_record(
     run_id: str, revision: int, fact: facts.Fact, wall_time: float, actor: str
 ) -> journal_pb2.JournalRecord:
-    """A fact as the journal keeps it; `wall_time`, in unix seconds, and `actor` are for people only."""
+    """Return a fact as a journal record; `wall_time`, in unix seconds, and `actor` are for people only."""
     record = journal_pb2.JournalRecord(
         run_id=run_id, revision=revision, time=_timestamp(wall_time), actor=actor
     )
@@ -105,10 +105,10 @@ def encode_record(
 
 
 def decode_record(record: journal_pb2.JournalRecord) -> facts.Fact:
-    """The fact of a journal record.
+    """Return the fact of a journal record.
 
     Raises:
-        NewerVersion: It has one that this version does not know.
+        NewerVersion: This version does not know the fact.
     """
     which = record.WhichOneof("fact")
     if which is None:
@@ -178,7 +178,7 @@ def _decode_message(message: Any) -> Any:
 
 
 def _left_to_default(message: Any, described: Any, field: Field[Any]) -> bool:
-    """Whether a message, of a version that did not know the field yet, leaves it to the value's own default."""
+    """True if a field must get its default: the message is of a version that did not know it yet."""
     if field.default is MISSING or field.default is None:
         return False
     if described.enum_type is not None:

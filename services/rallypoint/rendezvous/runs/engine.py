@@ -1,4 +1,4 @@
-"""The rendezvous service around the core, without its wire: what nodes, people and tools can have of a run."""
+"""The rendezvous service around the core, without gRPC: the operations of nodes, people and tools on a run."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ _T = TypeVar("_T")
 
 
 class RendezvousEngine(DurableRuns):
-    """Answers for all runs. Whatever it returns, or puts into a slot, is durable."""
+    """Runs with operations for clients. All that it returns, or puts into a `LatestValue`, is durable."""
 
     async def join(self, run_id: str, command: commands.Join) -> Member:
         """Give a node a lease.
 
         Raises:
-            RunIsClosed, SettingsDiffer, NodeIsEvicted: As `decide` says.
-            LimitReached: There are as many runs, or as many nodes in this one, as there may be.
+            RunIsClosed, SettingsDiffer, NodeIsEvicted: See `decide`.
+            LimitReached: The service has as many runs, or the run as many nodes, as its limit allows.
             LeaseLost: It was superseded at once.
         """
 
         def enrol(happened: Sequence[facts.Fact]) -> Member:
             run = self._run(run_id)
             lease = next(fact.lease for fact in happened if isinstance(fact, facts.NodeJoined))
-            check_lease(run.state, command.node_id, lease)  # what was carried out together may have ended it
-            self._renew(
-                run, command.node_id
-            )  # its term begins when it is told of it, however long that commit took
+            check_lease(run.state, command.node_id, lease)  # a command of the same step may have ended it
+            # Its term begins when the node gets it, however long the commit took.
+            self._renew(run, command.node_id)
             member = run.enrol(command.node_id, lease)
             if run.state.phase is not Phase.JOINABLE:
                 member.updates.put(node_update(run.state, command.node_id))
@@ -58,16 +57,16 @@ class RendezvousEngine(DurableRuns):
         return await self._submit(enrol, run_id, command, f"node {command.node_id}", self.disconnect)
 
     async def resume(self, run_id: str, node_id: str, lease: int, revision: int) -> Member:
-        """Take a node in again that holds a lease; the present state is put into its updates.
+        """Admit a node again that holds a lease; the present state is put into its updates.
 
         Raises:
             RunNotFound, LeaseLost, RevisionAhead: The node must join again, as a newcomer.
-            NodeIsEvicted: It must not.
+            NodeIsEvicted: It must not join again.
         """
 
         def enrol(_: Sequence[facts.Fact]) -> Member:
             run = self._run(run_id)
-            if run.state.run_end is not None:  # all leases ended with it, and how it ended is no secret
+            if run.state.run_end is not None:  # all leases ended with the run; its end may be sent to anyone
                 return run.closing_update(node_id, lease)
             check_lease(run.state, node_id, lease)
             check_revision(run.state, revision)
@@ -79,7 +78,7 @@ class RendezvousEngine(DurableRuns):
         run = self._runs.get(run_id)
         if run is None or not run.holds_lease(node_id, lease):
             return await self._submit(enrol, run_id, undo=self.disconnect)
-        # A sign of life counts from when it came until it is answered, however long the commits under way take.
+        # A sign of life counts from its arrival until the reply, however long the commits under way take.
         self._renew(run, node_id)
         run.state.returned_at = self._now()
         run.returning[node_id, lease] += 1
@@ -90,15 +89,15 @@ class RendezvousEngine(DurableRuns):
             if not run.returning[node_id, lease]:
                 del run.returning[node_id, lease]
                 if run.holds_lease(node_id, lease) and node_id not in run.members:
-                    # Its stream broke before it was let in. It keeps its term: it is the service that was slow.
+                    # Its stream broke before it was admitted. It keeps its term: the service was slow, not the node.
                     apply.note_broken(run.state, node_id, self._now())
 
     def renew(self, member: Member, watchdog_trouble: str | None = None) -> None:
-        """Take a sign of life of a member.
+        """Handle a sign of life of a member.
 
         Args:
             member: The node with its stream.
-            watchdog_trouble: Why no watchdog guards its workers, "" if one does; None: unchanged.
+            watchdog_trouble: Why no watchdog watches its workers, "" if one does; None: unchanged.
         """
         run = self._runs.get(member.run_id)
         if run is None or run.members.get(member.node_id) is not member:
@@ -114,7 +113,7 @@ class RendezvousEngine(DurableRuns):
             self._settle_at(run, now)
 
     def _settle_at(self, run: HostedRun, deadline: float | None) -> None:
-        """Settle a run at a time that may be nearer than the one it was scheduled for."""
+        """Schedule a run for a time that may be nearer than its present deadline, and wake `serve`."""
         self._schedule.put(run.state.run_id, deadline)
         self._wake.set()
 
@@ -131,37 +130,37 @@ class RendezvousEngine(DurableRuns):
     async def execute(
         self, run_id: str, command: commands.Command, actor: str = SERVICE
     ) -> Sequence[facts.Fact]:
-        """Carry out a command; returns the facts that came of it when everything is durable and told.
+        """Carry out a command; returns its facts once they are durable and published.
 
         Args:
             run_id: The run.
             command: The command.
-            actor: Who wants it, for the event log.
+            actor: The caller, for the event log.
 
         Raises:
-            Refused: The command was not taken.
+            Refused: The command was not accepted.
             JournalError: The outcome is unknown, and the service is going down.
-            NotOwner: The run is another process's; nothing was done.
-            OutcomeUnknown: It became so meanwhile.
+            NotOwner: Another process owns the run; nothing was done.
+            OutcomeUnknown: Another process came to own it during the commit.
         """
         return await self._submit(lambda happened: happened, run_id, command, actor)
 
     async def close_run(self, run_id: str, reason: str, actor: str = SERVICE) -> pb.RunEnd:
-        """Close a run, or learn how it was closed."""
+        """Close a run, or return how it was closed before."""
         return await self._submit(
             lambda _: run_summary(self._run(run_id).state).run_end, run_id, commands.Close(reason), actor
         )
 
     async def get_run(self, run_id: str) -> pb.Run:
-        """A run with its nodes, as it is durable."""
+        """Return a run with its nodes, as it is durable."""
         return await self.read_run(run_id, run_message)
 
     async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
-        """What `view` makes of a run as it is durable."""
+        """Return the result of `view` for a run as it is durable."""
         return await self._submit(lambda _: view(self._run(run_id).state), run_id)
 
     async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
-        """What `view` makes of all runs as they are durable, and of the names of those that are stopped."""
+        """Return the result of `view` for all runs as they are durable; stopped ones have a name only."""
 
         def states() -> Iterator[RunState]:
             yield from (run.state for run in self._runs.values())
@@ -170,7 +169,7 @@ class RendezvousEngine(DurableRuns):
         return await self._submit(lambda _: view(states()))
 
     async def watch(self, run_id: str, revision: int) -> LatestValue[pb.Run]:
-        """A slot that gets the run's state: now, if it is past `revision`, and after every change."""
+        """Return a value that gets the run's state: now, if it is past `revision`, and after every change."""
 
         def subscribe(_: Sequence[facts.Fact]) -> LatestValue[pb.Run]:
             run = self._run(run_id)
@@ -192,15 +191,15 @@ class RendezvousEngine(DurableRuns):
 
     @property
     def run_count(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return len(self._runs)
 
     def remote_reader(self, run_id: str) -> NotOwner | None:
-        """Nobody else knows more of a run that is here."""
+        """Return None: no other process knows more of a run of this one."""
         return None
 
     def history(self, run_id: str) -> History:
-        """The events of a run that are kept; all of them are durable.
+        """Return the kept events of a run; all of them are durable.
 
         Raises:
             RunNotFound: There is no such run.
@@ -208,7 +207,7 @@ class RendezvousEngine(DurableRuns):
         return self._readable(run_id).history
 
     def settings(self, run_id: str) -> RunSettings:
-        """The settings of a run, which never change.
+        """Return the settings of a run, which never change.
 
         Raises:
             RunNotFound: There is no such run.
@@ -216,15 +215,15 @@ class RendezvousEngine(DurableRuns):
         return self._readable(run_id).state.settings
 
     def follow(self, run_id: str, revision: int) -> LatestValue[int]:
-        """A slot that gets the revision of the latest durable event: now, and after every change.
+        """Return a value that gets the revision of the latest durable event: now, and after every change.
 
         Raises:
             RunNotFound: There is no such run.
             RevisionAhead: `revision` was never given out.
-            LimitReached: As many follow the run as may.
+            LimitReached: The run has as many watchers and followers as its limit allows.
         """
         run = self._readable(run_id)
-        if revision > run.history.latest:  # the state may be ahead of what is durable
+        if revision > run.history.latest:  # the state may be ahead of the journal
             raise RevisionAhead(run_id, revision, run.history.latest)
         self._check_subscribers(run)
         slot: LatestValue[int] = LatestValue()
@@ -244,12 +243,14 @@ class RendezvousEngine(DurableRuns):
         most = self._limits.subscribers_per_run
         if len(run.watchers) + len(run.followers) >= most:
             run_id = run.state.run_id
-            raise LimitReached("TOO_MANY_SUBSCRIBERS", run_id, f"as many watch run {run_id!r} as may", most)
+            raise LimitReached(
+                "TOO_MANY_SUBSCRIBERS", run_id, f"run {run_id!r} is at its limit of watchers", most
+            )
 
     def writable_round(self, run_id: str) -> int | None:
-        """The one round of a run whose workers may write: the latest, or the next once that has ended.
+        """Return the only round whose workers may write: the latest, or the next once that has ended.
 
-        It changes when the fact behind it is durable. 0 before the first; None where there is no such run.
+        It changes when the corresponding fact is durable. 0 before the first round; None if there is no such run.
 
         Raises:
             RunBroken: An unexpected error has stopped the run.
@@ -259,19 +260,19 @@ class RendezvousEngine(DurableRuns):
         return None if run is None else run.writable_round
 
     def latest_round(self, run_id: str) -> int | None:
-        """As `writable_round`, by the latest facts, durable or not: what writes are judged by."""
+        """As `writable_round`, by the latest facts, durable or not; writes are checked against this one."""
         self._check_whole(run_id)
         run = self._runs.get(run_id)
         return None if run is None else run.latest_round()
 
     async def settled(self) -> None:
-        """Return when everything is durable that is decided by now."""
+        """Return when all present decisions are durable."""
         await self._submit(lambda _: None)
 
     def check_lease(self, run_id: str, node_id: str, lease: int) -> None:
-        """Refuse who does not hold the lease it shows; by the latest facts, durable or not.
+        """Check that a node holds the lease it sent; by the latest facts, durable or not.
 
         Raises:
-            RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost: It does not.
+            RunNotFound, RunIsClosed, NodeIsEvicted, LeaseLost: It does not hold it.
         """
         check_lease(self._run(run_id).state, node_id, lease)

@@ -1,4 +1,4 @@
-"""The last events of a run, for people: what ListEvents and WatchEvents read."""
+"""The last events of a run, for people: the content of ListEvents and WatchEvents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.journal.journal import Record
 from rallypoint.rpc.logs import get_logger
 
-# Past its bound, all of them are brought down to this share of it: looking for the largest must not come often.
+# Past the bound, the sum is reduced to this share of it: the search for the largest must not come often.
 _ROOM = 0.9
 
 
@@ -24,7 +24,7 @@ class Histories:
     def __init__(
         self, most_events: int, most_bytes: int, most_bytes_together: int, kept: KeptEvents | None = None
     ) -> None:
-        """The first two bound each history, the third all that are in `kept`; None: these alone."""
+        """The first two bound each history, the third the sum over all in `kept`; None: over the new ones alone."""
         self._most_events = most_events
         self._most_bytes = most_bytes
         self._most_bytes_together = most_bytes_together
@@ -32,24 +32,24 @@ class Histories:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all histories together."""
         return self._kept.bytes
 
     def open(self, apart: KeptEvents | None = None) -> History:
-        """A new one, which counts for as long as it is not cleared: with the others, or in `apart` until `take_in`."""
+        """Return a new history, counted until it is cleared: with the others, or in `apart` until `take_in`."""
         return History(self._most_events, self._most_bytes, self._kept if apart is None else apart)
 
     def take_in(self, history: History) -> None:
-        """Count one with the others that did not count yet, or counted apart."""
+        """Count a history with the others that was not counted yet, or apart."""
         history.count_in(self._kept)
 
     def keep_within(self) -> None:
-        """Past the bound of all, halve the largest ones, so that a run with a short history keeps it whole."""
+        """If the sum is past its bound, halve the largest histories, so that a short one stays whole."""
         if self.bytes > self._most_bytes_together:
             finish(self.make_room())
 
     def make_room(self, apart: KeptEvents | None = None) -> Work[None]:
-        """As `keep_within`, gradually, so that there is room for those in `apart` besides."""
+        """As `keep_within`, as cooperative work; makes room for those in `apart` too."""
         all_kept = [self._kept] if apart is None else [self._kept, apart]
 
         def past(bound: float) -> bool:
@@ -69,7 +69,7 @@ class History:
     """The durable records of a run, as many of the last ones as its bounds allow."""
 
     def __init__(self, most_events: int, most_bytes: int, kept: KeptEvents | None = None) -> None:
-        """Keep at most so many events of together so many bytes, which count in `kept`; one event is always kept."""
+        """Keep at most `most_events` and `most_bytes`, counted in `kept`; the last event is always kept."""
         self._most_events = most_events
         self._most_bytes = most_bytes
         self._records: deque[Record] = deque()
@@ -106,11 +106,11 @@ class History:
             self._drop_oldest()
 
     def leave_count(self) -> None:
-        """Count for itself alone from now on."""
+        """Count in a counter of its own from now on."""
         self.count_in(KeptEvents())
 
     def count_in(self, kept: KeptEvents) -> None:
-        """Count there from now on, and no more where it counted before."""
+        """Count in `kept` from now on, and no longer in the counter before."""
         self._kept.bytes -= self.bytes
         self._kept.histories.discard(self)
         self._kept = kept
@@ -125,39 +125,39 @@ class History:
         self._kept.bytes += more
 
     def after(self, revision: int, count: int) -> list[Record]:
-        """The first `count` events after a revision, of those that are kept."""
+        """Return the first `count` kept events after a revision."""
         start = max(0, revision + 1 - self.oldest)
-        # From whichever end is nearer: a deque finds what is in its middle by walking.
+        # From the nearer end: a deque finds elements in its middle by walking.
         if start > len(self._records) // 2:
             tail = list(islice(reversed(self._records), max(0, len(self._records) - start)))
             return tail[::-1][:count]
         return list(islice(self._records, start, start + count))
 
     def before(self, revision: int) -> Iterator[Record]:
-        """Events before a revision, the newest first; not to be used once `add` was called."""
+        """Return events before a revision, the newest first; invalid once `add` was called."""
         return islice(reversed(self._records), max(0, self.latest + 1 - revision), None)
 
 
-# ---- Facts as log lines: what an operator reads at night.
+# ---- Facts as log lines for operators.
 
 
 _log = get_logger("rallypoint.rendezvous")
 
 
-# In a run of more nodes than this, what every node does in every round is logged as debug only: n lines a round drown
-# the one that matters, and writing them costs the server as much as the joining. ListEvents has them all.
+# In a run of more nodes than this, routine facts of every node in every round are logged as debug only: n lines a round
+# hide the one that matters, and writing them costs the server as much as the joining. ListEvents has them all.
 _MANY_NODES = 16
 _ROUTINE = (facts.NodeJoined, facts.NodeConfirmed, facts.NodeSucceeded)
 
 
 def log_fact(run_id: str, fact: facts.Fact, nodes: int) -> None:
-    """Log a fact that became durable, of a run with so many nodes."""
+    """Log a fact that became durable; `nodes`: the present number of nodes of the run."""
     routine = nodes > _MANY_NODES and isinstance(fact, _ROUTINE)
     if routine and not _log.debugging:
         return
-    say = _log.debug if routine else _log.info
+    log = _log.debug if routine else _log.info
     event, fields = _describe(fact)
-    say(event, run_id=run_id, **fields)
+    log(event, run_id=run_id, **fields)
 
 
 @singledispatch

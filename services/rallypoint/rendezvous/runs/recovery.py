@@ -1,4 +1,4 @@
-"""From what a journal held to the runs as they were."""
+"""Recovery: the runs, restored from the content of a journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rallypoint.rendezvous.v1 import journal_pb2
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The last numbers that a run, or any of several, gave out."""
+    """The last numbers that one run, or the furthest of several, gave out."""
 
     revision: int = 0
     round: int = 0
@@ -35,14 +35,14 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredRuns:
-    """What a recovery makes of a journal.
+    """The result of a recovery.
 
     Attributes:
         runs: The runs.
-        mark: No run that was forgotten went beyond these numbers, whatever its name: new runs begin there.
-        left: Runs that were forgotten, and of which the journal still has something, which is of no use.
-        broken: Runs of which no state could be made, and why.
-        budgets: What outlived runs that go on, where that is more than their numbers.
+        mark: The highest numbers of all forgotten runs: new runs continue from there.
+        left: Forgotten runs of which the journal still has entries, which are useless.
+        broken: Runs that could not be restored, and the error.
+        budgets: Snapshots of runs that may go on, where more than their numbers is left.
     """
 
     runs: dict[str, HostedRun]
@@ -59,14 +59,14 @@ def recover_runs(
     to_wall: float = 0.0,
     least_lease: float = leases.LEAST_TERM_AFTER_RESTART,
 ) -> Work[RecoveredRuns]:
-    """Every run as the journal has it, gradually. A run that can't be made of what is kept of it is set aside.
+    """Restore every run of a journal, as cooperative work. A run that cannot be restored is set aside.
 
     Args:
-        recovered: What the journal held.
+        recovered: The content of the journal.
         new_history: Makes the history of a run.
         now: Seconds of the server's monotonic clock.
-        to_wall: What makes a time of its wall clock, unix seconds, out of that, when added.
-        least_lease: How long a lease lives at least from now on, seconds.
+        to_wall: Offset from that clock to its wall clock (unix time), seconds.
+        least_lease: Least remaining time of a lease from now on, seconds.
 
     Raises:
         JournalError: A record is missing or damaged, or something is of a newer version.
@@ -78,11 +78,11 @@ def recover_runs(
 
     @contextmanager
     def of_run(run_id: str) -> Iterator[None]:
-        """Set a run aside that can't be made; nothing of it is looked at again."""
+        """Set a run aside if the block fails; the rest of its entries is skipped."""
         try:
             yield
         except JournalError:
-            raise  # it is damaged: what it holds of other runs can't be trusted either
+            raise  # the journal is damaged: its entries of other runs can't be trusted either
         except Exception as error:
             if run_id == MARK or isinstance(error, NewerVersion | DecodeError):
                 raise JournalError(f"the journal can't be read by this version: {error}") from error
@@ -130,7 +130,7 @@ def recover_runs(
 def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:
     run.history.add(record)
     if record.revision <= run.checkpoint:
-        return  # the checkpoint has it already; it is kept for people
+        return  # the checkpoint includes it; the record is kept for people
     due = run.state.revision + 1
     if record.revision != due:
         raise JournalError(
@@ -141,18 +141,18 @@ def _fold(run: HostedRun, record: Record, now: float, to_wall: float) -> None:
     apply(run.state, decode_record(message), now, message.time.ToNanoseconds() / 1e9 - to_wall)
 
 
-# ---- A journal that can be asked to wait for what is on its way to it.
+# ---- A journal with a way to wait for its commits under way.
 
 
 class TrackedJournal:
-    """A journal that others can read too, who may see a commit before its owner has learned that it was made.
+    """A journal that other processes can read too: they may see a commit before its owner learns of its success.
 
-    So an owner that answers from memory could tell what was, after somebody else told what is. It doesn't if it first
-    waits, with `settled`, for the commits under way: what one of them brought is in memory then.
+    So an owner that answers from memory could report an older state after another process reported a newer one. It
+    doesn't if it first waits, with `settled`, for the commits under way: their results are in memory then.
     """
 
     def __init__(self, journal: Journal) -> None:
-        """Track what is appended to `journal`."""
+        """Track appends to `journal`."""
         self._journal = journal
         self._under_way: set[asyncio.Future[None]] = set()
 
@@ -167,8 +167,8 @@ class TrackedJournal:
         try:
             await self._journal.append(entries)
         finally:
-            # Whoever appended goes on in this very step of the event loop, and takes over what is durable; those who
-            # wait for it come after.
+            # The caller of `append` goes on in this very step of the event loop, and updates the state in memory; the
+            # waiters for it come after.
             self._under_way.discard(ended)
             ended.set_result(None)
 
@@ -177,6 +177,6 @@ class TrackedJournal:
         await self._journal.close()
 
     async def settled(self) -> None:
-        """Return when each append that is under way has ended, well or not."""
+        """Return when each append under way has ended, with or without an error."""
         if self._under_way:
             await asyncio.wait([*self._under_way])

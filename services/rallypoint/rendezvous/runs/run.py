@@ -1,4 +1,4 @@
-"""A run as this process hosts it: its state, and who is to be told of it."""
+"""A run as this process hosts it: its state, and the readers of its updates."""
 
 from __future__ import annotations
 
@@ -25,38 +25,36 @@ from rallypoint.rendezvous.runs.history import History
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rpc.clock import LagSettings, WatchClock
 
-# ---- First answers to newcomers, held back while more of them are coming.
+# ---- First responses to newcomers, delayed while more of them are coming.
 #
-# A node that waits for a round needs its lease soon, not at once; what it waits for is its place. In a storm of
-# newcomers
-# every message written is time in which nobody else is let in. So while they keep coming, the lease of each
-# waits, and
-# often goes out in one message with its place.
+# A node that waits for a round needs its lease soon, not at once; it waits for its assignment anyway. In a storm of
+# newcomers every message written is time in which no other node is admitted. So while they keep coming, the lease of
+# each waits, and often goes out in one message with its assignment.
 
 
 # Newcomers that come this close together are one storm, seconds. A lone one waits no longer than this for its lease.
 _QUIET = 0.02
-# Of its lease's time to live: what a node may wait for it. With it, it learns how often to say that it is alive, and
-# has time to do so: its first heartbeat comes after another third, or half at most.
+# The longest delay of a lease, as a share of its time to live. With the lease the node learns its heartbeat interval,
+# and needs time to keep it: its first heartbeat comes after another third, or half at most.
 _SHARE_OF_TERM = 1 / 3
-# And however long that is, seconds: whoever connects gives up after a while without an answer.
-_MOST_PATIENCE = 5.0
+# The longest delay in any case, seconds: a client gives up a connection that does not respond for a while.
+_LONGEST_DELAY = 5.0
 
 
 class PendingJoins:
-    """Newcomers of one run who have not been answered. Belongs to an event loop."""
+    """Newcomers of one run that have got no response yet. Belongs to an event loop."""
 
     def __init__(self) -> None:
-        # Until when each waits at most, in the order of their coming: in one run all wait equally long.
+        # (latest time to wake, callback), in the order of their coming: in one run all wait equally long.
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._last = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, wake: Callable[[], None], time_to_live: float) -> None:
-        """Have a newcomer woken when it is quiet, and before a third of its lease's time to live (seconds) is over."""
+        """Have `wake` called when no more come, and before a third of the lease's time to live (seconds) is over."""
         loop = asyncio.get_running_loop()
         self._last = loop.time()
-        self._waiting.append((self._last + min(_MOST_PATIENCE, time_to_live * _SHARE_OF_TERM), wake))
+        self._waiting.append((self._last + min(_LONGEST_DELAY, time_to_live * _SHARE_OF_TERM), wake))
         if self._timer is None:
             self._decide_again(loop)
 
@@ -74,16 +72,16 @@ class PendingJoins:
             self._timer = None
 
 
-# ---- What is told of a run: to its nodes, and to people and tools.
+# ---- Messages about a run: to its nodes, and to people and tools.
 
 
-# A node has 100 bytes or so, and with the longest names 1,400; a client takes messages of 4 MiB. It takes 10 us to put
-# in, so that a run of any size keeps the others waiting for 20 ms at a time.
+# A node takes some 100 bytes, and with the longest names 1,400; a client accepts messages of 4 MiB. Adding one takes
+# 10 us, so that a run of any size delays the others by 20 ms at a time.
 NODES_PER_MESSAGE = 2_000
 
 
 def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
-    """The state of a run as one of its nodes must know it. Costs the same however many nodes there are."""
+    """Return the state of a run, as far as one of its nodes needs it. Costs the same for any number of nodes."""
     update = pb.NodeUpdate(
         revision=state.revision, phase=pb.Phase.ValueType(state.phase), restart_count=state.restart_count
     )
@@ -100,7 +98,7 @@ def node_update(state: RunState, node_id: str) -> pb.NodeUpdate:
 
 
 def lease_message(state: RunState, number: int) -> pb.Lease:
-    """A lease and its terms."""
+    """Return a lease and its terms."""
     return pb.Lease(
         lease=number,
         incarnation=state.incarnation,
@@ -111,13 +109,13 @@ def lease_message(state: RunState, number: int) -> pb.Lease:
 
 
 def _heartbeat_interval(settings: RunSettings) -> float:
-    """Seconds: a lease that may miss no heartbeat at all is renewed twice in its time, or it would flap."""
+    """Seconds; half the time to live if one missed heartbeat would end the lease, or it would flap."""
     return min(settings.keep_alive_interval, settings.time_to_live / 2)
 
 
 @functools.lru_cache(maxsize=256)
 def _duration(seconds: float) -> Duration:
-    """A duration, not to be changed: all leases of a run have the same two."""
+    """Return a shared duration that must not be changed: all leases of a run have the same two."""
     duration = Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
     return duration
@@ -125,7 +123,7 @@ def _duration(seconds: float) -> Duration:
 
 @dataclass(slots=True)
 class StoppedRun(RunState):
-    """The name of a run that an unexpected error has stopped, in the place of its state.
+    """Stands for the state of a run that an unexpected error has stopped: its name alone is set.
 
     Attributes:
         broken: The kind of the error.
@@ -135,7 +133,7 @@ class StoppedRun(RunState):
 
 
 def run_summary(state: RunState) -> pb.Run:
-    """A run without its nodes."""
+    """Return a run without its nodes."""
     if isinstance(state, StoppedRun):
         return pb.Run(run_id=state.run_id, broken=state.broken)
     run = pb.Run(
@@ -157,7 +155,7 @@ def run_summary(state: RunState) -> pb.Run:
 
 
 def run_message(state: RunState, first: int = 0, end: int | None = None) -> pb.Run:
-    """A run with its nodes from the `first` to before the `end`: participants by group rank, then the wait list."""
+    """Return a run with nodes `first` to `end` (exclusive): participants by group rank, then the wait list."""
     run = run_summary(state)
     seated = (state.nodes[node_id] for node_id in state.seats if node_id in state.nodes)
     unseated = (node for node in state.nodes.values() if node.node_id not in state.seats)
@@ -221,19 +219,19 @@ def _node_state(state: RunState, node_id: str) -> pb.NodeState.ValueType:
     return pb.NODE_STATE_ASSIGNED if node_id in state.unconfirmed else pb.NODE_STATE_CONFIRMED
 
 
-# A checkpoint is written after so many records at least, and after so many per node: each costs as much as its nodes,
-# and a recovery folds no more than these.
+# A checkpoint is written after this many records at least, and after this many per node: it costs as much as its nodes,
+# and a recovery replays at most these.
 _RECORDS_PER_CHECKPOINT = 1_000
 _RECORDS_PER_NODE = 4
-# A large run is told to its watchers no oftener than every so many seconds per node: building the message takes about a
-# tenth of that, so watching costs no more than a tenth of the server. A small one is told every change.
+# Watchers of a large run get it at most once in this many seconds per node: building the message takes about a tenth
+# of that, so watching costs no more than a tenth of the server. Watchers of a small run get every change.
 _PACE_PER_NODE = 50e-6
 _SMALL_RUN = 256
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A node with a stream open; `updates` is what waits to be told to it."""
+    """A node with an open stream; `updates` holds its next message."""
 
     run_id: str
     node_id: str
@@ -243,7 +241,7 @@ class Member:
 
 @dataclass(slots=True)
 class HostedRun:
-    """A run, and who is to be told of it."""
+    """A run, with its members, watchers and followers."""
 
     state: RunState
     history: History
@@ -252,50 +250,50 @@ class HostedRun:
     writable_round: int | None = None  # see `RendezvousEngine.writable_round`
     ended: bool = False  # whether it is durable that the run is closed
     members: dict[str, Member] = field(default_factory=dict)
-    # Nodes that ask to be taken in again, with the leases that they show, and on how many streams they ask.
+    # (node, lease) of resume requests under way, with the number of streams that request it.
     returning: Counter[tuple[str, int]] = field(default_factory=Counter)
     pending_joins: PendingJoins = field(default_factory=PendingJoins)
     watchers: set[LatestValue[pb.Run]] = field(default_factory=set)
     followers: set[LatestValue[int]] = field(default_factory=set)
-    # The revision that watchers were told last, and when they may be told again.
+    # The revision last published to watchers, and the earliest time of the next one.
     _published_revision: int = 0
     _publish_at: float = -math.inf
-    # The revision that followers were told last.
+    # The revision last published to followers.
     _followed: int = 0
-    # Whether members were told that the round settles, which they are once: failures may come by the thousand.
+    # True once members got an update that the round settles; sent once only, since failures may come by the thousand.
     _settling: bool = False
 
     def expires(self, time_to_live: float) -> float:
-        """When the run is to be forgotten; infinity while it has nodes."""
+        """The time at which the run is forgotten; infinity while it has nodes."""
         return math.inf if self.state.idle_since is None else self.state.idle_since + time_to_live
 
     def next_deadline(self, time_to_live: float) -> float | None:
-        """When to look at the run again if nothing happens to it; None: never."""
+        """The time at which to look at the run again if nothing happens to it; None: never."""
         deadline = min(next_deadline(self.state) or math.inf, self.expires(time_to_live))
         if self.watchers and self._published_revision < self.state.revision:
             deadline = min(deadline, self._publish_at)
         return None if deadline == math.inf else deadline
 
     def wants_checkpoint(self) -> bool:
-        """Whether there are so many records since the last checkpoint that it is time for one."""
+        """True if there are so many records since the last checkpoint that the next one is due."""
         most = max(_RECORDS_PER_CHECKPOINT, _RECORDS_PER_NODE * len(self.state.nodes))
         return self.recorded - self.checkpoint >= most
 
     def latest_round(self) -> int:
-        """Return the one round whose workers may write, by the latest facts, durable or not."""
+        """Return the only round whose workers may write, by the latest facts, durable or not."""
         last, latest = self.state.last_round_end, self.state.round
         over = last is not None and last.round == latest
-        # A run that came again after it expired begins where the rounds ended whose numbers it goes on from.
+        # A run created again after its expiry continues the round numbers of the expired one, whose last round is over.
         inherited = latest > 0 and self.state.fencing_token == 0
         return latest + 1 if over or inherited else latest
 
     def keep_writable_round(self) -> None:
-        """Take over from the state, which is durable as it is, which round may write, and whether any may."""
+        """Copy from the state, which is durable at this moment, which round may write, and that the run has ended."""
         self.writable_round = self.latest_round()
         self.ended = self.state.run_end is not None
 
     def enrol(self, node_id: str, number: int) -> Member:
-        """Take a node's stream in, in the place of an older one of the same node."""
+        """Add a node's stream, replacing an older one of the same node."""
         older = self.members.get(node_id)
         if older is not None:
             older.updates.end(StreamReplaced("the node opened a newer stream with the same lease"))
@@ -305,19 +303,19 @@ class HostedRun:
         return member
 
     def closing_update(self, node_id: str, number: int) -> Member:
-        """What a node gets that comes back to a run which was closed while it was away."""
+        """Return the only message for a node that comes back to a run which was closed while it was away."""
         member = Member(self.state.run_id, node_id, lease_message(self.state, number), LatestValue())
         member.updates.put(node_update(self.state, node_id))
         member.updates.end()
         return member
 
     def holds_lease(self, node_id: str, lease: int) -> bool:
-        """Whether a node's lease stands. The state may be ahead of what the node was told."""
+        """True if a node's lease is valid. The state may be ahead of the updates that the node got."""
         node = self.state.nodes.get(node_id)
         return node is not None and node.lease == lease
 
     def end_stale_member(self, fact: facts.NodeLost | facts.NodeLeft | facts.NodeEvicted) -> None:
-        """End the stream of a node whose lease is gone: in order if it left, with the reason if not."""
+        """End the stream of a node whose lease is gone: normally if it left, otherwise with the reason."""
         member = self.members.get(fact.node_id)
         if member is None or self.holds_lease(member.node_id, member.lease.lease):
             return
@@ -335,12 +333,12 @@ class HostedRun:
         return LeaseLost(run_id, loss.node_id, member.lease.lease, node.lease if node else None, detail)
 
     def begins_to_settle(self) -> bool:
-        """Whether members must be told that the round settles; asked once for each change."""
+        """True once each time the round begins to settle; call it after each change."""
         before, self._settling = self._settling, self.state.settling
         return self._settling and not before
 
     def publish_to_members(self) -> None:
-        """Tell every node the present state, and end their streams once the run is closed."""
+        """Send every node the present state, and end their streams once the run is closed."""
         for member in self.members.values():
             member.updates.put(node_update(self.state, member.node_id))
         if self.state.run_end is not None:
@@ -349,7 +347,7 @@ class HostedRun:
             self.members.clear()
 
     def add_watcher(self, watcher: LatestValue[pb.Run], revision: int) -> None:
-        """Take a watcher in, which has seen `revision`; it is told at once if there is something newer."""
+        """Add a watcher that has seen `revision`; it gets the state at once if there is a newer one."""
         due = [*self.watchers] if self._published_revision < self.state.revision else []
         if self.state.revision > revision:
             due.append(watcher)
@@ -361,9 +359,9 @@ class HostedRun:
         self.watchers.add(watcher)
 
     def publish_to_watchers(self, now: float) -> None:
-        """Tell every watcher what is new, and end their streams once the run is closed.
+        """Send every watcher the changes, and end their streams once the run is closed.
 
-        A large run that changes quickly is told to them now and then only; its deadline sees to the rest.
+        A large run that changes quickly is sent at intervals only; its deadline triggers the rest.
         """
         if self._followed < self.history.latest:
             self._followed = self.history.latest
@@ -389,21 +387,21 @@ class HostedRun:
             self.followers.clear()
 
     def slots(self) -> Iterator[LatestValue[Any]]:
-        """Where everybody who is told of the run waits."""
+        """All values through which streams of this run are updated and ended."""
         yield from (member.updates for member in self.members.values())
         yield from self.watchers
         yield from self.followers
 
 
-# ---- The time by which leases and deadlines of runs are judged.
+# ---- The clock of leases and deadlines of runs.
 
 
 class LeaseClock:
-    """Seconds that leave out the time for which this process was paused, and stand still once it drains.
+    """Seconds without the pauses of this process, stopped once it drains.
 
-    While nodes can't show that they are alive, nothing may be held against them.
+    While nodes can't send heartbeats, their leases must not run down.
 
-    A timer of its own notices pauses, so that nothing else which takes long (a commit) is taken for one. Each reading
+    A timer of its own notices pauses, so that no other slow operation (a commit) is taken for one. Each reading
     notices them too: the timer need not be the first to run when the process wakes.
     """
 
@@ -413,42 +411,42 @@ class LeaseClock:
         lag: LagSettings,
         on_forgiven: Callable[[float, float], None] = lambda seconds, now: None,
     ) -> None:
-        """Set up; `watch` begins.
+        """Set up; `watch` starts the timer.
 
         Args:
             clock: Monotonic seconds.
             lag: How pauses are noticed and forgiven.
-            on_forgiven: Called with the seconds that were left out just now, and the time that this clock shows since.
+            on_forgiven: Called with the seconds that were just left out, and the present time of this clock.
         """
         self._clock = clock
         self._lag = lag
         self._on_forgiven = on_forgiven
         self._shown = WatchClock(clock(), lag)
         self._timer: asyncio.TimerHandle | None = None
-        # By when the timer is to have fired, if there is one.
+        # The time at which the timer should fire, if there is one.
         self._due = 0.0
         self._stopped_at: float | None = None
 
     def now(self) -> float:
-        """The time, seconds."""
+        """Return the time, seconds."""
         if self._stopped_at is not None:
             return self._stopped_at
         self._check()
         return self._shown.read(self._clock())
 
     def stop(self) -> None:
-        """Stand still from now on."""
+        """Stop the clock at its present time."""
         self._stopped_at = self.now()
         self.watch(wanted=False)
 
     def timeout(self, deadline: float | None) -> float | None:
-        """Seconds to wait for a deadline; None: for ever. It may prove to be too early, if there is a pause."""
+        """Seconds until a deadline; None: for ever. It may prove to be too early, if there is a pause."""
         if deadline is None or self._stopped_at is not None:
             return None
         return max(0.0, deadline - self.now())
 
     def watch(self, *, wanted: bool) -> None:
-        """Notice pauses from now on, or no longer: without deadlines nobody need be woken for that."""
+        """Start or stop noticing pauses: without deadlines the timer need not wake the process."""
         if not wanted:
             if self._timer is not None:
                 self._timer.cancel()
@@ -458,7 +456,7 @@ class LeaseClock:
             self._set_timer()
 
     def leave_out(self, since: float) -> None:
-        """Leave out the time since the clock that this one goes by showed `since`, if it is long enough for a pause."""
+        """Leave out the time since the underlying clock showed `since`, if it is long enough for a pause."""
         self._forgive(since + self._lag.pulse)
 
     def _set_timer(self) -> None:

@@ -1,4 +1,4 @@
-"""All runs of a journal: commands are carried out in steps, each made durable, and told of only then."""
+"""All runs of a journal: commands are carried out in steps, each committed first and published only then."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from rallypoint.rendezvous.runs.run import HostedRun, LeaseClock
 from rallypoint.rpc.clock import LagSettings
 from rallypoint.rpc.logs import get_logger
 
-# ---- One step of the runs of a journal: what was asked for, and what is changed by it.
+# ---- One step of the runs of a journal: its requests and its changes.
 
 
 _T = TypeVar("_T")
 
-# Who causes what nobody asked for: deadlines and consequences.
+# The actor of deadlines and consequences, which no client requested.
 SERVICE = "service"
 
 
 @dataclass(slots=True)
 class RunRequest(Generic[_T]):
-    """A command, if any, and what is then read: with the facts that came of it, once all there is is durable."""
+    """A request: optionally a command, and a function that computes the reply from its facts once all is durable."""
 
     reply: asyncio.Future[_T]
     read: Callable[[Sequence[facts.Fact]], _T]
@@ -70,33 +70,33 @@ class RunRequest(Generic[_T]):
     refusal: Refused | None = None
 
     def settle(self) -> None:
-        """Answer; what was read for somebody who has gone meanwhile is undone."""
+        """Send the reply; if its receiver has gone meanwhile, undo it."""
         try:
             if self.refusal is not None:
                 raise self.refusal
-            answer = self.read(self.happened)
-        except Exception as error:  # a refusal, or none: whatever it is, it concerns only this one
+            result = self.read(self.happened)
+        except Exception as error:  # a refusal, or any other error: it concerns this request only
             self.fail(error)
         else:
             if self.reply.done():
-                self.undo(answer)
+                self.undo(result)
             else:
-                self.reply.set_result(answer)
+                self.reply.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error."""
+        """Reply with an error."""
         if not self.reply.done():
             self.reply.set_exception(error)
 
     def abandon(self, refusal: Refusal) -> None:
-        """Answer although the commit is still under way, of which nobody here will learn how it ends."""
+        """Reply although a commit is still under way, whose outcome this process will not learn."""
         refused = refusal(self.run_id)
         self.fail(refused if self.command is None else of_unknown_outcome(refused))
 
 
 @dataclass(slots=True)
 class RunStep:
-    """What one step changes: durable together, and told only then."""
+    """The changes of one step: committed together, and published only then."""
 
     entries: list[Entry] = field(default_factory=list)
     changed: dict[str, HostedRun] = field(default_factory=dict)
@@ -104,14 +104,14 @@ class RunStep:
     forgotten: list[str] = field(default_factory=list)
 
 
-# ---- What waits to be carried out, run by run, so that a run with much of it keeps no other waiting.
+# ---- Waiting requests, run by run, so that a run with many of them does not delay the others.
 
 
 class FairQueue(Generic[_T]):
-    """A queue for each run, of which a turn takes the first few of each."""
+    """A queue for each run; one `take` returns the first few of each."""
 
     def __init__(self, most_per_run: int) -> None:
-        """`most_per_run`: how many of one run a turn takes at most."""
+        """`most_per_run`: the most items of one run that one `take` returns."""
         self._most = most_per_run
         self._waiting: dict[str, deque[_T]] = {}
 
@@ -123,7 +123,7 @@ class FairQueue(Generic[_T]):
         self._waiting.setdefault(run_id, deque()).append(item)
 
     def take(self) -> list[_T]:
-        """Take a turn: of each run what came first, in the order in which it came."""
+        """Remove and return the oldest items of each run, in the order of their arrival."""
         taken: list[_T] = []
         for run_id, queue in list(self._waiting.items()):
             taken.extend(queue.popleft() for _ in range(min(self._most, len(queue))))
@@ -132,11 +132,11 @@ class FairQueue(Generic[_T]):
         return taken
 
 
-# ---- When to look at which run again.
+# ---- The times at which runs are looked at again.
 
 
 class Schedule:
-    """One deadline per run. Asking for the next costs the same however many runs there are."""
+    """One deadline per run. Reading the next one costs the same however many runs there are."""
 
     def __init__(self) -> None:
         self._deadlines: dict[str, float] = {}
@@ -144,7 +144,7 @@ class Schedule:
         self._queue: list[tuple[float, str]] = []
 
     def put(self, run_id: str, deadline: float | None) -> None:
-        """Set a run's deadline in the place of the one before; None: it has none."""
+        """Set a run's deadline, replacing the one before; None: it has none."""
         if deadline is None:
             self._deadlines.pop(run_id, None)
         elif self._deadlines.get(run_id) != deadline:
@@ -171,7 +171,7 @@ class Schedule:
         return due
 
     def _prune(self) -> None:
-        """Deadlines that are moved more often than they come up must not pile up."""
+        """Remove stale entries: deadlines that are moved more often than they come up must not pile up."""
         if len(self._queue) > 2 * len(self._deadlines) + 64:
             self._queue = [(deadline, run_id) for run_id, deadline in self._deadlines.items()]
             heapq.heapify(self._queue)
@@ -179,26 +179,26 @@ class Schedule:
 
 _log = get_logger(__name__)
 
-# What every node must act on. Others (who else joined, who confirmed) are for watchers only: a round that n
-# nodes join is told to each of them once, not n times.
-_TOLD_TO_NODES = (
+# The facts on which every node must act. Others (another node joined or confirmed) are published to watchers only: a
+# round that n nodes join is sent to each of them once, not n times.
+_SENT_TO_NODES = (
     facts.RoundFrozen,
     facts.RoundFinalized,
     facts.RoundEnded,
     facts.ExitBarrierPassed,
     facts.RunClosed,
 )
-# What one step carries out of one run: some 10 ms of work. More in one commit hardly makes it cheaper, and keeps other
-# runs waiting for longer.
+# The most requests of one run that one step carries out: some 10 ms of work. More in one commit hardly makes it
+# cheaper, and delays the other runs longer.
 _MOST_PER_STEP = 256
 
 
 class DurableRuns:
     """Keeps all runs of one journal.
 
-    One task changes the runs: it takes all commands that wait, carries them out, commits their facts as one
-    group, and only then answers, tells members and watchers, and takes the next. So nothing that is told, or
-    read, can be ahead of what is durable, and revisions are told in order.
+    One task changes the runs: it takes all waiting requests, carries out their commands, commits the facts as one
+    group, and only then replies, publishes to members and watchers, and takes the next. So nothing that is sent, or
+    read, can be ahead of the journal, and revisions are sent in order.
     """
 
     def __init__(
@@ -216,20 +216,20 @@ class DurableRuns:
         lag: LagSettings | None = None,
         high_water: bool = False,
     ) -> None:
-        """Set up; `recover` or `recovering`, and `serve`, make it work.
+        """Set up; call `recover` or `recovering`, then `serve`.
 
         Args:
-            journal: Opened already; what it held goes to `recover`.
+            journal: Opened already; its content goes to `recover`.
             clock: Monotonic seconds.
             wall_clock: Unix seconds, for the records that people read.
             on_round_end: Called with (run_id, number of the next round) once the end of a round is durable.
             on_expiry: Called with the run_id once it is durable that a run is forgotten.
-            on_broken: Called with what a run is refused with that an unexpected error has stopped.
-            limits: What the service, and each run, may use.
-            totals: What all shards of the service count in; None: there is no other.
+            on_broken: Called with the refusal of a run that an unexpected error has stopped.
+            limits: Limits of the service and of each run.
+            totals: The counters that all shards of the service share; None: there is no other shard.
             check_owned: Raises NotOwner once the runs may be another process's.
             lag: How pauses of this process are noticed and forgiven.
-            high_water: Whether the journal's entries can end by themselves, so that it is given a `HighWater` too.
+            high_water: True if the journal's entries can expire: then it gets a `HighWater` with each step too.
         """
         self._journal = journal
         self._high_water = high_water
@@ -248,42 +248,41 @@ class DurableRuns:
         self._run_count = Quota(totals.runs)
         self._check_owned = check_owned
         self._runs: dict[str, HostedRun] = {}
-        # No run that was forgotten went beyond these numbers, whatever its name. New runs go on from them: so none is
-        # given out twice under a name, and no name need be remembered.
+        # The highest numbers of all forgotten runs. New runs continue from them: so no number is given out twice under
+        # one name, and no name need be remembered.
         self._mark = Numbers()
-        # Runs that were forgotten, and that the journal still has something of.
+        # Forgotten runs of which the journal still has entries.
         self._left: dict[str, None] = {}
-        # What was used of the budgets of runs of which only that outlived the journal's other entries: they go on.
+        # Used restart budgets of runs whose other entries are gone from the journal: a new run of the name keeps them.
         self._budgets: dict[str, RunSnapshot] = {}
-        # Runs that an unexpected error stopped, and its kind. What is known of them here can't be trusted any more.
+        # Runs that an unexpected error stopped, and its kind. Their state in memory can't be trusted any more.
         self._broken: dict[str, str] = {}
         self._schedule = Schedule()
         self._requests: FairQueue[RunRequest[Any]] = FairQueue(_MOST_PER_STEP)
         self._under_way: Sequence[RunRequest[Any]] = ()
         self._wake = asyncio.Event()
         self._retired = False
-        # What is told to whoever asks for something, and to whoever reads on in a stream, once that is over.
+        # Once set: they make the error of new requests, and the error that ends streams.
         self._closed: Callable[[str], Exception] | None = None
         self._streams_over: Callable[[str], Exception] | None = None
 
     def recover(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> None:
-        """As `recovering`, at once: it holds the event loop for some 30 us per record."""
+        """Do `recovering` at once: blocks the event loop for some 30 us per record."""
         finish(self.recovering(recovered, least_lease))
 
     def recovering(self, recovered: Recovered, least_lease: float = LEAST_TERM_AFTER_RESTART) -> Work[None]:
-        """Take over what the journal held, gradually. Every lease and every deadline gets a full new term.
+        """Restore the runs of a journal, as cooperative work. Every lease and every deadline gets a full new term.
 
-        To be finished before anything else is asked of the service; if it is not, there is only `release`.
-
+        It must be finished before any other call; if it is abandoned, only `release` may be called.
         Args:
-            recovered: What the journal held.
-            least_lease: How long a lease lives at least, seconds, however short its term.
+            recovered: The content of the journal.
+            least_lease: The least remaining time of a lease, seconds, even if its time to live is shorter.
 
         Raises:
             JournalError: A record is missing, or of a newer version.
         """
         began, now = self._clock(), self._now()
-        # Apart, so that a recovery that fails shortens nobody's history.
+        # Counted apart, so that a recovery that fails drops no events of other shards.
         apart = KeptEvents()
         found = yield from recover_runs(
             recovered, lambda: self._histories.open(apart), now, self._to_wall(), least_lease
@@ -293,26 +292,26 @@ class DurableRuns:
         for run_id, error in found.broken.items():
             self._note_broken(run_id, error)
         yield from self._histories.make_room(apart)
-        # Nodes could not show meanwhile that they are alive.
+        # The nodes could not send heartbeats meanwhile.
         self._lease_clock.leave_out(since=began)
         now = self._now()
         self._run_count.add(len(self._runs) + len(self._broken))
         for run_id, run in self._runs.items():
             self._histories.take_in(run.history)
-            # What must happen by now, happens as soon as the engine is served.
+            # Overdue consequences happen as soon as `serve` runs.
             self._schedule.put(run_id, now)
             yield
         self._wake.set()
         if self._runs:
-            # A replica takes over dozens of shards at a time, and tells of them together.
-            say = _log.info if least_lease <= LEAST_TERM_AFTER_RESTART else _log.debug
-            say("recovered", runs=len(self._runs), records=len(recovered.records))
+            # Debug after a takeover: a replica takes over dozens of shards at a time, and logs one line for all.
+            log = _log.info if least_lease <= LEAST_TERM_AFTER_RESTART else _log.debug
+            log("recovered", runs=len(self._runs), records=len(recovered.records))
 
     async def serve(self) -> None:
         """Carry out commands and deadlines until retired or cancelled.
 
         Raises:
-            JournalError: The journal is broken: what is served must be built anew from what is durable.
+            JournalError: The journal is broken: all runs must be recovered again from it.
         """
         try:
             while True:
@@ -325,9 +324,9 @@ class DurableRuns:
                 self._under_way = ()
                 if self._requests or self._left:
                     self._wake.set()
-                    await asyncio.sleep(0)  # who was answered goes on first
+                    await asyncio.sleep(0)  # let the callers that got a reply go on first
         except BaseException as error:
-            # Whatever it is: nobody may wait for an answer that can't come any more.
+            # After any error: no caller may wait for a reply that can't come any more.
             self._break(error)
             raise
         finally:
@@ -344,14 +343,14 @@ class DurableRuns:
         self._wake.clear()
 
     def _forgiven(self, seconds: float, now: float) -> None:
-        """Take note that the process was paused: streams may have broken, and nodes need time to come back."""
+        """Handle a pause of the process: streams may have broken, and nodes need time to come back."""
         _log.warning("paused", forgiven=round(seconds, 3))
         if seconds >= LONG_PAUSE:
             for run in self._runs.values():
                 run.state.woke_at = now
 
     def _to_wall(self) -> float:
-        """What makes a time of the wall clock out of one by which leases are judged, when added."""
+        """Return the offset from times of the lease clock to wall-clock times, seconds."""
         return self._wall_clock() - self._now()
 
     async def _step(self, requests: Sequence[RunRequest[Any]]) -> None:
@@ -373,12 +372,12 @@ class DurableRuns:
         if step.entries:
             await self._journal.append(step.entries)
         else:
-            try:
+            try:  # no append has checked the ownership
                 self._check_owned("")
             except NotOwner:
                 for request in requests:
                     request.fail(NotOwner(request.run_id))
-                return  # nor are deadlines looked at again: what is not ours now, is never again
+                return  # without new deadlines: a journal that was lost never comes back to this object
         self._publish(step, now)
         for request in requests:
             request.settle()
@@ -388,10 +387,10 @@ class DurableRuns:
 
     @contextlib.contextmanager
     def _only_this(self, step: RunStep, run_id: str) -> Iterator[None]:
-        """Let an unexpected error stop one run, and nothing else.
+        """Stop only this run on an unexpected error, and let the step go on.
 
-        What the step was given in here is taken back, for it may be half of something. What it was given before is
-        whole: it becomes durable, and another process goes on from it.
+        The entries that the block added to the step are removed, for they may be incomplete. Those added before are
+        complete: they are committed, and another process continues from them.
         """
         entries, happened, forgotten = len(step.entries), len(step.happened), len(step.forgotten)
         try:
@@ -404,7 +403,7 @@ class DurableRuns:
             self._stop(run_id, error)
 
     def _stop(self, run_id: str, error: Exception) -> None:
-        """End the streams of a run; it is neither changed nor read any more, and still counts as one."""
+        """End the streams of a run. It is neither changed nor read any more, but still counts in the run limit."""
         self._note_broken(run_id, error)
         self._schedule.put(run_id, None)
         if (run := self._runs.pop(run_id, None)) is not None:
@@ -420,11 +419,11 @@ class DurableRuns:
         )
 
     def _take_up(self, step: RunStep, run_id: str, run: HostedRun, now: float) -> None:
-        """Have a run changed by a step."""
+        """Add a run to those that the step changes."""
         if run_id not in step.changed:
             step.changed[run_id] = run
             run.state.forgiven = self._clock() - now
-            # A commit that takes long keeps nodes waiting on open streams: these are alive.
+            # During a long commit nodes wait on open streams for their reply: these are alive.
             for node_id, lease in run.returning:
                 if run.holds_lease(node_id, lease):
                     apply.renew(run.state, node_id, now)
@@ -435,26 +434,26 @@ class DurableRuns:
         try:
             run = self._run_for(request.run_id, command)
             if isinstance(command, commands.ReportFailure):
-                # It may have waited for a commit, and which failure was the first must not depend on the disk.
+                # It may have waited for a commit; the order of failures must not depend on the disk.
                 command = command.aged(self._clock() - request.came_at)
             run.state.forgiven = self._clock() - now
             with self._only_this(step, request.run_id):
-                stated = carry_out(run.state, command, now)
+                direct = carry_out(run.state, command, now)
                 if request.run_id not in self._runs:
                     self._run_count.add(1)
                     self._begin(step, run.state)
                 self._runs[request.run_id] = run
                 self._take_up(step, request.run_id, run, now)
-                self._note(step, run, stated, request.actor)
+                self._note(step, run, direct, request.actor)
                 consequences = settle(run.state, now)
                 self._note(step, run, consequences, SERVICE)
-                request.happened = [*stated, *consequences]
+                request.happened = [*direct, *consequences]
             self._check_whole(request.run_id)
         except Refused as refusal:
             request.refusal = refusal
 
     def _note(self, step: RunStep, run: HostedRun, happened: Sequence[facts.Fact], actor: str) -> None:
-        """Write facts down that were applied, and a checkpoint where it is time for one."""
+        """Add applied facts to the step, and a checkpoint when one is due."""
         if not happened:
             return
         wall_time = self._wall_clock()
@@ -471,25 +470,25 @@ class DurableRuns:
             step.entries.append(Checkpoint(run_id, run.recorded, snapshot, max(1, run.history.oldest)))
 
     def _begin(self, step: RunStep, state: RunState) -> None:
-        """Write down where a new run begins, if that is above the beginning."""
+        """Write the numbers from which a new run continues, if they are not zero."""
         run_id, revision = state.run_id, self._mark.revision
-        self._left.pop(run_id, None)  # this takes the place of what was left under its name
+        self._left.pop(run_id, None)  # the new run replaces the old entries of its name
         if self._mark != Numbers():
-            # Not by a `Forgotten`: there may be a fenced state under its name, which needs no run.
+            # Not a `Forgotten`: that would also drop a fenced state of this name, which may exist without a run.
             content = to_message(self._beginning(run_id)).SerializeToString()
             step.entries.append(Checkpoint(run_id, revision, content, revision + 1))
             self._budgets.pop(run_id, None)
 
     def _beginning(self, run_id: str) -> RunSnapshot:
-        """That from which a new run goes on."""
+        """Return the snapshot with which a new run begins."""
         left = self._budgets.get(run_id) or numbers_only(run_id, 0, 0)
         return replace(left, revision=self._mark.revision, round=self._mark.round)
 
     def _raise_high_water(self, step: RunStep) -> None:
-        """Have what outlives the runs of a step committed with it: nothing is told that it does not cover."""
+        """Add each changed run's high-water mark to the commit: nothing may be published that it does not cover."""
         for run_id, run in {run.state.run_id: run for run, _, _ in step.happened}.items():
             with self._only_this(step, run_id):
-                # A run that was just stopped may be ahead of what is recorded of it.
+                # The state of a run that was just stopped may be ahead of its records.
                 mark = replace(take_high_water(run.state, self._to_wall()), revision=run.recorded)
                 step.entries.append(HighWater(run_id, run.recorded, to_message(mark).SerializeToString()))
 
@@ -504,7 +503,7 @@ class DurableRuns:
         step.forgotten.append(run_id)
 
     def _drop_left(self, step: RunStep) -> None:
-        """Have the journal drop, bit by bit, what versions before kept of each run that they forgot."""
+        """Drop, a part per step, the entries that older versions kept of forgotten runs."""
         if not self._left:
             return
         step.entries.append(_numbers(MARK, self._mark))
@@ -512,8 +511,8 @@ class DurableRuns:
             step.entries.append(Dropped(self._left.popitem()[0]))
 
     def _publish(self, step: RunStep, now: float) -> None:
-        """Tell what has become durable."""
-        told: set[str] = set()
+        """Publish the step, which is durable now."""
+        due: set[str] = set()
         for run, fact, record in [*step.happened]:
             run_id = run.state.run_id
             if run_id not in step.changed:
@@ -522,8 +521,8 @@ class DurableRuns:
                 run.history.add(record)
                 log_fact(run_id, fact, len(run.state.nodes))
                 corrects_count = isinstance(fact, facts.NodeLost) and fact.failed_round
-                if isinstance(fact, _TOLD_TO_NODES) or corrects_count:
-                    told.add(run_id)
+                if isinstance(fact, _SENT_TO_NODES) or corrects_count:
+                    due.add(run_id)
                 if isinstance(fact, facts.RoundFrozen):
                     begin_to_confirm(run.state, self._now())
                 if isinstance(fact, facts.RoundEnded):
@@ -533,9 +532,9 @@ class DurableRuns:
         self._histories.keep_within()
         for run_id, run in [*step.changed.items()]:
             with self._only_this(step, run_id):
-                if run.begins_to_settle() or run_id in told:
+                if run.begins_to_settle() or run_id in due:
                     run.publish_to_members()
-                run.keep_writable_round()  # until the next step, the state is what is durable
+                run.keep_writable_round()  # until the next step, the state equals the journal
                 run.publish_to_watchers(now)
         for run_id in [*step.forgotten]:
             if step.changed.pop(run_id, None) is not None:
@@ -556,7 +555,7 @@ class DurableRuns:
         if isinstance(error, OwnershipLost):
             self.halt(NotOwner)
         ending = error if isinstance(error, Exception) else Draining()
-        # Also if it is retired: what was under way may be durable, and must not be told that nothing was done.
+        # Also if it is retired: the step under way may be durable, so "nothing was done" would be wrong.
         for request in self._under_way:
             request.fail(ending)
         if self._closed is None:
@@ -570,14 +569,14 @@ class DurableRuns:
                 request.fail(refusal(request.run_id))
 
     def retire(self, refusal: Refusal) -> None:
-        """Refuse what waits and what comes; `serve` returns once the step under way is done. Streams stay open."""
+        """Refuse waiting and new requests; `serve` returns after the step under way. Streams stay open."""
         self._closed = refusal
         self._retired = True
         self._refuse_waiting(refusal)
         self._wake.set()
 
     def halt(self, refusal: Refusal) -> None:
-        """End everything at once; nothing is told any more. Whoever calls it cancels `serve`."""
+        """End everything at once; nothing is sent any more. The caller cancels `serve`."""
         self._closed = self._streams_over = refusal
         self._refuse_waiting(refusal)
         for request in self._under_way:
@@ -587,13 +586,13 @@ class DurableRuns:
                 slot.cut(refusal(run_id))
 
     def release(self) -> None:
-        """Give back what was counted in the totals of the service. What there is can still be read."""
+        """Stop counting in the totals of the service. The runs can still be read."""
         self._run_count.release()
         for run in self._runs.values():
             run.history.leave_count()
 
-    def drain(self, farewell: Exception) -> None:
-        """Stop the clock of leases and deadlines, and end every stream with `farewell`.
+    def drain(self, ending: Exception) -> None:
+        """Stop the clock of leases and deadlines, and end every stream with `ending`.
 
         Nodes with an open stream get a full term first: while a commit took long, their heartbeats were not read.
         """
@@ -603,20 +602,20 @@ class DurableRuns:
             for node in run.state.nodes.values():
                 if node.connected:
                     apply.renew(run.state, node.node_id, now)
-        self.end_streams(lambda _: farewell)
+        self.end_streams(lambda _: ending)
 
     def end_streams(self, refusal: Callable[[str], Exception]) -> None:
-        """End every stream, each with a refusal, after what waits to be told on it."""
+        """End every stream, each with a refusal, after its waiting update."""
         self._streams_over = refusal
         for run_id, run in self._runs.items():
             for slot in run.slots():
                 slot.end(refusal(run_id))
 
     def check_streams(self, run_id: str) -> None:
-        """Check that streams of a run still go on.
+        """Check that the streams of a run go on.
 
         Raises:
-            Exception: What they were ended with.
+            Exception: The error with which they were ended.
         """
         if self._streams_over is not None:
             raise self._streams_over(run_id)
@@ -629,14 +628,14 @@ class DurableRuns:
         most = self._limits.nodes_per_run
         if len(run.state.nodes) >= most and command.node_id not in run.state.nodes:
             raise LimitReached(
-                "TOO_MANY_NODES", run_id, f"run {run_id!r} has as many nodes as it may, spares included", most
+                "TOO_MANY_NODES", run_id, f"run {run_id!r} is at its limit of nodes, spares included", most
             )
         return run
 
     def _new_run(self, run_id: str) -> HostedRun:
         if self._run_count.together >= self._limits.runs:
             raise LimitReached(
-                "TOO_MANY_RUNS", run_id, "the service has as many runs as it may", self._limits.runs
+                "TOO_MANY_RUNS", run_id, "the service is at its limit of runs", self._limits.runs
             )
         numbers = self._mark
         return HostedRun(
@@ -647,11 +646,11 @@ class DurableRuns:
         )
 
     def _readable(self, run_id: str) -> HostedRun:
-        """A run that is read at once, and not in a step.
+        """Return a run for a read outside a step.
 
         Raises:
             RunNotFound: There is no such run.
-            NotOwner: It may be another process's by now.
+            NotOwner: Another process may own it by now.
         """
         if self._closed is not None:
             raise self._closed(run_id)
@@ -669,7 +668,7 @@ class DurableRuns:
         """Check that no unexpected error has stopped a run.
 
         Raises:
-            RunBroken: One has.
+            RunBroken: An error has stopped it.
         """
         if (cause := self._broken.get(run_id)) is not None:
             raise RunBroken(run_id, cause)
@@ -682,21 +681,21 @@ class DurableRuns:
         actor: str = SERVICE,
         undo: Callable[[_T], None] = lambda _: None,
     ) -> _T:
-        """Have a command carried out, and get what `read` then returns; `undo` takes it if who asked has gone."""
+        """Queue a request and wait for the result of `read`; if the caller is cancelled too late, `undo` gets it."""
         if self._closed is not None:
             raise self._closed(run_id)
-        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._requests.put(run_id, RunRequest(answer, read, run_id, command, actor, undo, self._clock()))
+        reply: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._requests.put(run_id, RunRequest(reply, read, run_id, command, actor, undo, self._clock()))
         self._wake.set()
         try:
-            return await answer
+            return await reply
         except asyncio.CancelledError:
-            if not answer.cancelled() and answer.exception() is None:  # it came, and too late
-                undo(answer.result())
+            if not reply.cancelled() and reply.exception() is None:  # carried out, and cancelled too late
+                undo(reply.result())
             raise
 
 
 def _numbers(run_id: str, numbers: Numbers) -> Forgotten:
-    """The entry that leaves nothing of a run, or of the mark, but these numbers."""
+    """Return the entry that keeps only these numbers of a run, or of the mark."""
     content = to_message(numbers_only(run_id, numbers.revision, numbers.round)).SerializeToString()
     return Forgotten(run_id, numbers.revision, content)

@@ -1,4 +1,4 @@
-"""Where runs are: what the servicers ask for whoever answers for a run."""
+"""Run locator: finds the shard or the reader of a run for the servicers."""
 
 from __future__ import annotations
 
@@ -12,92 +12,92 @@ from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
 
 class RunLocator(Protocol):
-    """Knows which runs are here, and who else answers for the others."""
+    """Finds the runs of this process, and the owners of the others."""
 
     def shard(self, run_id: str) -> Shard:
-        """The shard of a run, if this process owns it: for whatever waits or streams.
+        """Return the shard of a run, if this process owns it: for calls that wait or stream.
 
         Raises:
-            NotOwner: It is owned elsewhere, or by nobody at the moment.
+            NotOwner: Another replica owns it, or none does at the moment.
         """
 
     def writer(self, run_id: str) -> Shard:
-        """The shard of a run, for what writes; as `shard`, but refused where a write would wait for an operator.
+        """Return the shard of a run for a write; as `shard`, but refused if a write would wait for an operator.
 
         Raises:
             NotOwner: As of `shard`.
-            EtcdFull: Its journal takes nothing at the moment.
+            EtcdFull: Its journal accepts no writes at the moment.
         """
 
     async def reader(self, run_id: str) -> RunReader:
-        """Who answers reads of a run here: its shard, or what is durable of it.
+        """Return a reader of a run: its shard, or a read-only copy of its durable state.
 
         Raises:
             NotOwner: It can't be read here at the moment.
         """
 
     async def readers(self) -> Sequence[RunReader]:
-        """Those of all runs that there are; no run is in two of them.
+        """Return readers that cover all runs; no run is in two of them.
 
         Raises:
             NotOwner: Some can't be read here at the moment.
         """
 
     def shards(self) -> Sequence[Shard]:
-        """All shards that this process has, those included whose streams are still open: what a drain must end."""
+        """Return all shards of this process, also those with streams that are still open: a drain must end them."""
 
 
 class SingleShardLocator:
-    """The home of runs that are all here, for as long as the process lives."""
+    """Finds all runs in the one shard of the process."""
 
     def __init__(self, shard: Shard) -> None:
         """All runs are in `shard`."""
         self._shard = shard
 
     def shard(self, run_id: str) -> Shard:
-        """The one."""
+        """Return the shard."""
         return self._shard
 
     def writer(self, run_id: str) -> Shard:
-        """The one."""
+        """Return the shard."""
         return self._shard
 
     async def reader(self, run_id: str) -> RunReader:
-        """The one."""
+        """Return the shard."""
         return self._shard
 
     async def readers(self) -> Sequence[RunReader]:
-        """The one."""
+        """Return the shard."""
         return [self._shard]
 
     def shards(self) -> Sequence[Shard]:
-        """The one."""
+        """Return the shard."""
         return [self._shard]
 
 
-# ---- ListReplicas where there is one: a service whose journal is its own.
+# ---- ListReplicas of a service whose journal is its own: it has one replica.
 
 
 ListReplicas: TypeAlias = Callable[[str], pb.ListReplicasResponse]
-"""Answers ListReplicas for a run_id, "" for none."""
+"""Returns the response of ListReplicas for a run_id, "" for none."""
 
 
 class OnlyReplica:
-    """The only replica: it owns the one shard that there is."""
+    """The only replica: it owns the only shard."""
 
     def __init__(self, journal: str = "memory", since: float | None = None, instance: str = "") -> None:
-        """Describe it: the kind of its journal, unix seconds, and what was drawn for the process."""
+        """`journal`: its kind; `since`: start, unix seconds; `instance`: random id of the process."""
         self._address = ""
         self._journal = journal
         self._since = since
         self._instance = instance
 
     def listen(self, address: str) -> None:
-        """Note where it listens."""
+        """Set the address on which it listens."""
         self._address = address
 
     def __call__(self, run_id: str) -> pb.ListReplicasResponse:
-        """The answer."""
+        """Return the response of ListReplicas."""
         name = socket.gethostname()
         replica = pb.Replica(name=name, address=self._address, instance=self._instance, shards=1)
         if self._since is not None:

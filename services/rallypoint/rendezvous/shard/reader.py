@@ -1,4 +1,4 @@
-"""What can be read of runs without waiting: from the shard that owns them, or from what is durable of it."""
+"""Readers of runs, which never wait: of the shard that owns them, or of a copy of its durable state."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _T = TypeVar("_T")
 
 
 class RunsReader(Protocol):
-    """Runs and what happened to them, as it is durable. All of it raises NotOwner where that can't be told."""
+    """Runs and their events, as they are durable. Methods raise NotOwner if another process may own them by now."""
 
     async def read_run(self, run_id: str, view: Callable[[RunState], _T]) -> _T:
-        """What `view` makes of a run.
+        """Return the result of `view` for a run.
 
         Raises:
             RunNotFound: There is no such run.
         """
 
     async def read_runs(self, view: Callable[[Iterable[RunState]], _T]) -> _T:
-        """What `view` makes of all runs of this reader."""
+        """Return the result of `view` for all runs of this reader."""
 
     def remote_reader(self, run_id: str) -> NotOwner | None:
-        """Who knows of a run what is not durable, which nodes are connected; None: this one does."""
+        """Return the owner of the volatile state of a run (connected nodes); None: this reader has it."""
 
     def history(self, run_id: str) -> History:
-        """The events of a run that are kept.
+        """Return the kept events of a run.
 
         Raises:
             RunNotFound: There is no such run.
         """
 
     def settings(self, run_id: str) -> RunSettings:
-        """The settings of a run, which never change.
+        """Return the settings of a run, which never change.
 
         Raises:
             RunNotFound: There is no such run.
@@ -55,33 +55,33 @@ class RunsReader(Protocol):
 
 
 class StoreReader(Protocol):
-    """Keys and values. See StoreService for what is raised."""
+    """Keys and values. See StoreService for the errors raised."""
 
     async def get(self, run_id: str, round: int, key: str, timeout: float) -> bytes:
-        """The value of a key; waits for it if it can, up to `timeout` seconds, and raises NotOwner if it can't."""
+        """Return the value of a key; waits up to `timeout` seconds if it can wait, otherwise raises NotOwner."""
 
     async def multi_get(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """The values of the keys, waited for likewise."""
+        """Return the values of the keys; waits as `get` does."""
 
     async def wait(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> None:
-        """Return when all keys, each given once, are there, waited for likewise."""
+        """Return when all keys, each given once, are there; waits as `get` does."""
 
     def check(self, run_id: str, round: int, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Return True if all keys are there."""
 
     def list_keys(self, run_id: str, round: int, prefix: str, after: str, count: int) -> list[str]:
-        """The first `count` keys that begin with `prefix` and come after `after`, by code points."""
+        """Return the first `count` keys that begin with `prefix` and come after `after`, by code points."""
 
 
 class StateReader(Protocol):
     """Fenced states."""
 
     def get(self, run_id: str) -> FencedState | None:
-        """The current state of a run; None: there is none."""
+        """Return the current state of a run; None: there is none."""
 
 
 class RunReader(Protocol):
-    """Answers reads for some runs: a shard, or what was read of one whose owner is elsewhere."""
+    """Reads some runs: a shard, or a read-only copy of one that another replica owns."""
 
     @property
     def runs(self) -> RunsReader:
@@ -96,15 +96,15 @@ class RunReader(Protocol):
         """The fenced states of the runs."""
 
 
-# ---- Runs whose owner is elsewhere, as they were durable when they were read: to be looked at only.
+# ---- Read-only copies of runs that another replica owns, as they were durable when they were read.
 
 
 class ReadOnlyRuns:
-    """The runs that a journal holds. A RunReader.
+    """The runs of a journal, read-only. A RunReader.
 
-    It answers as their owner would have at the moment when the journal was read, but for what is not durable: which
-    nodes are connected. Nothing changes here, no lease expires, and no task runs. Whoever would have to wait for
-    something is sent to the owner.
+    It returns the same as their owner at the moment when the journal was read, except for volatile state: the connected
+    nodes. Nothing changes here, no lease expires, and no task runs. A request that would have to wait is refused with
+    the address of the owner.
 
     Attributes:
         runs: The runs.
@@ -129,15 +129,15 @@ class ReadOnlyRuns:
         limits: RendezvousLimits | None = None,
         use_state: Callable[[str], None] = lambda run_id: None,
     ) -> Work[ReadOnlyRuns]:
-        """Take in, gradually, what was read.
+        """Restore from the content of a journal, as cooperative work.
 
         Args:
-            recovered: What the journal held.
-            not_owner: Makes the refusal of what only the owner of a run can do: a NotOwner.
+            recovered: The content of the journal.
+            not_owner: Makes the NotOwner refusal of requests that only the owner of a run can serve.
             clock: Monotonic seconds.
             wall_clock: Unix seconds.
-            limits: How much of the events is kept.
-            use_state: Called with the run before each answer with its state; may raise NotOwner instead.
+            limits: Limits of the kept events.
+            use_state: Called with the run before each read of its state; may raise NotOwner instead.
 
         Raises:
             JournalError: A record is missing, or of a newer version.
@@ -214,11 +214,11 @@ class _StoreView:
         return self._reading(run_id, round).keys(round, prefix, after, count)
 
     def _present(self, run_id: str, round: int, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """The values of keys that are all there.
+        """Return the values of keys if all are there.
 
         Raises:
-            NotOwner: Some are not, and would have to be waited for.
-            KeyWaitTimedOut: Some are not, and are not to be waited for.
+            NotOwner: Some are missing, and the request wants to wait for them.
+            KeyWaitTimedOut: Some are missing, and the request does not want to wait.
         """
         spaces = self._reading(run_id, round)
         if missing := spaces.missing(round, dict.fromkeys(keys)):

@@ -1,4 +1,4 @@
-"""A shard: some runs with their store and fenced states, over one journal. What a process owns, or does not."""
+"""A shard: some runs with their store and fenced states, over one journal. A process owns it, or does not."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from rallypoint.rpc.loop import boot_time
 
 _log = get_logger(__name__)
 
-# What is cancelled ends in a few turns of the event loop; whatever does not, is left behind. Seconds.
+# Cancelled tasks end in a few iterations of the event loop; others are left behind after this many seconds.
 _CANCELLING = 5.0
 
 LEAST_TERM_AFTER_TAKEOVER = 20.0
-"""Seconds that a lease lives at least once another replica has taken its run over, however short its term. A node whose
-owner was paused, or cut off, learns of it only by gRPC's keep-alive, 10 + 5 s, and then looks for the new owner."""
+"""The least seconds of a lease after another replica has taken its run over, even if its term is shorter. A node whose
+owner was paused, or cut off, detects that only by gRPC's keep-alive, 10 + 5 s, and then looks for the new owner."""
 
 
 class Shard:
-    """Some runs with all that belongs to them; a RunReader of them. `open_shard` makes one, and it works from then on.
+    """Some runs with all that belongs to them; a RunReader of them. `open_shard` makes one and starts it.
 
-    It ends in one of two ways. In good order: `retire`, and once it is known where its runs are now, `end_streams`.
-    Or because it was lost: `halt` or `drop`. Nothing of it is used again.
+    It ends in one of two ways. In good order: `retire`, then `end_streams` once the new owner of its runs is known.
+    Or because ownership was lost: `halt` or `drop`. It cannot be used again.
 
     Attributes:
         engine: The runs.
@@ -54,7 +54,7 @@ class Shard:
         states: FencedStateService,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Put together what `open_shard` has restored, and begin to work."""
+        """Assemble the parts that `open_shard` has restored, and start them."""
         self.engine = engine
         self.store = store
         self.states = states
@@ -68,13 +68,13 @@ class Shard:
 
     @property
     def runs(self) -> RunsReader:
-        """The runs, to be read."""
+        """The runs, for reading."""
         return self.engine
 
     async def settled(self) -> None:
-        """Return when what is on its way to the journal is durable, and is what reads answer with, or has failed.
+        """Return when all commits under way have succeeded and are visible to reads, or have failed.
 
-        To be waited for before each read where others can read the journal (see `TrackedJournal`).
+        Call it before each read if other processes can read the journal (see `TrackedJournal`).
         """
         await self._journal.settled()
 
@@ -82,22 +82,22 @@ class Shard:
         try:
             await serve()
         except Exception as error:
-            self.fail(error)  # in the same step of the event loop: nobody else tells anything in between
+            self.fail(error)  # in the same step of the event loop: nothing else is sent in between
 
     def fail(self, error: BaseException) -> None:
-        """Note that the journal broke; whoever is responsible is told once."""
+        """Handle a broken journal; `on_failure` is called once."""
         if isinstance(error, OwnershipLost):
-            # Another process may be telling by now what we know nothing of: not a word more, not even this once.
+            # Another process may be the owner, with newer facts: send nothing more, not even this error.
             self.halt(NotOwner)
         if not self._failed:
             self._failed = True
             self._on_failure(error)
 
     async def retire(self, refusal: Refusal) -> None:
-        """Hand the runs over in good order: what is under way is finished and answered, and the journal is closed.
+        """Hand the runs over in good order: finish the commits and requests under way, and close the journal.
 
-        Requests that wait, or come, are refused. Nobody loses a lease any more, and streams stay open, so that they
-        can be told where to go: see `end_streams`. Takes as long as the journal takes for one commit and its closing.
+        Waiting and new requests are refused. No lease ends any more, and streams stay open, so that they can be ended
+        with the address of the new owner: see `end_streams`. Takes as long as a commit and closing the journal.
         A second call waits for the first; `halt` ends both.
 
         Raises:
@@ -110,7 +110,7 @@ class Shard:
             self.store.retire(refusal)
             self.states.retire(refusal)
             self._retiring = asyncio.create_task(self._retire())
-        # Not cancelled with its caller: a journal that is half closed is of use to nobody.
+        # Not cancelled with its caller: a half-closed journal is useless.
         await asyncio.wait([self._retiring])
         if not self._retiring.cancelled():
             self._retiring.result()
@@ -121,16 +121,16 @@ class Shard:
         await self._journal.close()
 
     def end_streams(self, refusal: Refusal) -> None:
-        """End all streams with a refusal each, after what waits to be told to them."""
+        """End all streams with a refusal each, after their waiting update."""
         self.engine.end_streams(refusal)
         self.states.end_streams(refusal)
 
     def halt(self, refusal: Refusal) -> None:
-        """End everything at once, for the runs are another's: nothing is told any more, and nothing written.
+        """End everything at once, for another process owns the runs: nothing is sent or written any more.
 
-        Streams are ended with a refusal each, and what was to be told to them is thrown away. Requests that were not
-        begun are refused; those that were are told that their outcome is unknown (`errors.of_unknown_outcome`).
-        The journal is left as it is: to close it would be to write. Never raises. A second call changes nothing.
+        Streams are ended with a refusal each, and their waiting updates are dropped. Requests that were not begun are
+        refused; those under way fail with an unknown outcome (`errors.of_unknown_outcome`). The journal is left as it
+        is: to close it would be to write. Never raises. A second call changes nothing.
         """
         if self._halted:
             return
@@ -143,20 +143,20 @@ class Shard:
         self._release()
 
     async def drop(self, refusal: Refusal) -> None:
-        """Halt, and return when nothing of the shard runs any more. Never raises."""
+        """Halt, and return when no task of the shard runs any more. Never raises."""
         ending = self._ending()
         self.halt(refusal)
         if ending:
             _, left = await asyncio.wait(ending, timeout=_CANCELLING)
             if left:
-                _log.error("a shard does not end; leaving it", tasks=len(left))
+                _log.error("a shard did not end in time, its tasks are left behind", tasks=len(left))
 
     def _ending(self) -> list[asyncio.Task[None]]:
         retiring = [] if self._retiring is None else [self._retiring]
         return [*self._serving, *self.store.committing(), *retiring]
 
     def _release(self) -> None:
-        """What it counted in the limits of the process is free for others."""
+        """Stop counting in the limits of the process."""
         self.engine.release()
         self.states.release()
 
@@ -179,7 +179,7 @@ async def open_shard(
     high_water: bool = False,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> Shard:
-    """Open a journal, recover what it holds, and begin to work on it.
+    """Open a journal, recover its content, and start to work on it.
 
     If that fails, or is cancelled, the journal is closed again, and nothing is left counted in `totals`.
 
@@ -187,25 +187,25 @@ async def open_shard(
         journal: Not opened yet. The shard closes it when it is retired.
         clock: Monotonic seconds that count on while the machine is suspended: then, too, streams break.
         wall_clock: Unix seconds.
-        draw: So many random bytes.
-        limits: What the service, and each run, may use.
-        store_limits: What the store of each run may use.
-        state_limits: What fenced states may use.
-        state_ttl: How long a fenced state is kept that nobody reads, sets or watches, seconds.
-        totals: What all shards of the process count in, so that the limits hold for all of them together; None:
-            there is no other.
-        guard: Called before anything is told that no append has just vouched for. If it raises, whatever it raises,
-            that is not told, and whoever asked is refused with NotOwner. None: nobody else can ever own the runs.
-        least_lease: How long leases that the journal holds live at least, seconds.
+        draw: Returns this many random bytes.
+        limits: Limits of the service and of each run.
+        store_limits: Limits of the store of each run.
+        state_limits: Limits of fenced states.
+        state_ttl: Seconds that a fenced state is kept without being read, set or watched.
+        totals: The counters that all shards of the process share, so that the limits apply to all of them together;
+            None: there is no other shard.
+        guard: Called before anything is sent that no append has just covered. If it raises any error, nothing is sent,
+            and the request is refused with NotOwner. None: no other process can ever own the runs.
+        least_lease: Least remaining time of recovered leases, seconds.
         lag: How pauses of this process are noticed and forgiven.
-        slices: Where what was read is restored, one shard at a time; None: there is no other that would be.
-        high_water: Whether the journal's entries can end by themselves; see `HighWater`.
+        slices: Runner that restores one shard at a time; None: no other shard is restored.
+        high_water: True if the journal's entries can expire; see `HighWater`.
         on_failure: Called once, if the journal breaks: nothing can be changed any more. If it broke because
             ownership was lost, the shard has halted by itself.
 
     Raises:
         JournalError: The journal can't be opened, or not be read by this version.
-        Exception: What `guard` raised once everything was restored.
+        Exception: The error of `guard` after everything was restored.
     """
     journal = tracked = TrackedJournal(journal)
     recovered = await journal.open()
@@ -265,7 +265,7 @@ async def open_shard(
             _restoring(recovered, least_lease, engine, states, store)
         )
         if guard is not None:
-            # That may have taken seconds, and waiting for its turn some more: the runs may be another's by now.
+            # Restoring, and waiting for the runner, may have taken seconds: another process may own the runs by now.
             guard()
     except BaseException:
         engine.release()
@@ -283,7 +283,7 @@ def _restoring(
     states: FencedStateService,
     store: StoreService,
 ) -> Work[None]:
-    """Restore all that a journal held, in services which nobody knows of before that is done."""
+    """Restore the content of a journal into services that are not in use yet."""
     of_states: list[StoreChange] = []
     of_stores: list[StoreChange] = []
     for entry in recovered.store_entries:
@@ -291,5 +291,5 @@ def _restoring(
         yield
     yield from states.restoring(of_states)
     yield from store.restoring(of_stores)
-    # Last: it makes room among the events of other shards, and leases begin to run out.
+    # Last: it reduces the events of other shards, and leases begin to run down.
     yield from engine.recovering(recovered, least_lease)
