@@ -439,7 +439,7 @@ class Spawner:
         if self._on_death is not None and not self._closing:
             self._on_death()
 
-    async def _buried(self) -> KillResult:
+    async def _wait_dead(self) -> KillResult:
         return await asyncio.shield(self._death_task)
 
     async def _on_spawner_death(self, timeout: float) -> KillResult:
