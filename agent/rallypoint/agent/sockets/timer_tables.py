@@ -293,7 +293,7 @@ class Holders:
 
 
 def _to_send(requested: int) -> int | None:
-    """Return the signal for a HungWorker; None: do not kill. An invalid number counts as 0: kill with the default."""
+    """Return the signal for a HungWorker; None: do not kill. An invalid number counts as 0: SIGKILL at once."""
     if requested == NO_SIGNAL:
         return None
     return requested if requested < signals.NSIG else 0
