@@ -382,7 +382,7 @@ def _own_number(pid: int) -> int | None:
 
 
 def _foreign_pids_of(root: int) -> dict[int, list[int]]:
-    """Return the processes of a worker whose pid in their own namespace differs from that on this host, by the former."""
+    """Return a worker's processes with another pid in their own namespace than on this host, by that pid."""
     found: dict[int, list[int]] = {}
     for process in descendants(root):
         number = _own_number(process.pid)

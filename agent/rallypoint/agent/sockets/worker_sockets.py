@@ -123,7 +123,7 @@ class WorkerSockets:
             self._timer_socket.introduce()
 
     def progress_of(self, worker: str) -> tuple[int, float] | None:
-        """Return the last step that a worker reported, and the seconds since it reached it; None if it reported none."""
+        """Return the last step that a worker reported, and the seconds since then; None if it reported none."""
         return self._timers.progress_of(worker) if self._timers is not None else None
 
     def clear(self, worker: str) -> None:

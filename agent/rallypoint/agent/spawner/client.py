@@ -94,7 +94,7 @@ PRELOAD_TIMEOUT = 600.0
 program: a minute from a cold network file system."""
 
 ANSWER_MARGIN = 2.0
-"""Seconds after a request's own timeout when a spawner that has not replied counts as dead."""
+"""Seconds after a request's own timeout until a spawner that has not replied counts as dead."""
 
 
 class Spawner:
@@ -106,9 +106,8 @@ class Spawner:
     killed and treated as dead.
     """
 
-    _guards: ClassVar[set[int]] = (
-        set()
-    )  # pids of the guards of all spawners here: spared by each other's clean-up
+    # Pids of the guards of all spawners of this process: no spawner's clean-up may kill another one's tree.
+    _guards: ClassVar[set[int]] = set()
 
     def __init__(
         self,

@@ -755,9 +755,7 @@ def _remove_folders(folders: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-_AGENT_REPORT_TIMEOUT = (
-    3.0  # seconds for an agent to die or report that it lives; a suspended agent does neither
-)
+_AGENT_REPORT_TIMEOUT = 3.0  # seconds to die or to report that it is alive; a suspended agent does neither
 
 
 def _leave_terminal_signals_to_the_agent() -> None:

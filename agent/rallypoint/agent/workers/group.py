@@ -401,7 +401,7 @@ class WorkerGroup:
         self._post_mortem.note(failure, self._unfinished())
 
     def _explain(self, failure: WorkerFailure) -> WorkerFailure:
-        """Replace the failure if its cause is that another program uses the master port, if chosen by this agent."""
+        """Return the failure, or that another program has taken the master port, if this agent chose that port."""
         port, chosen = self.assignment.master_port, self._config.master_port is None
         if not (chosen and self.assignment.group_rank == 0 and names_taken_address(failure)):
             return failure
