@@ -677,9 +677,8 @@ def _call_and_exit(call: Call, private: Iterable[int]) -> NoReturn:
     """Call the function and exit with the exit code that it returns."""
     status = 1
     try:
-        for (
-            fd
-        ) in private:  # among them the pipe on which the spawner waits for exec: closing it reports success
+        # Among them the pipe on which the spawner waits for exec: closing it reports success.
+        for fd in private:
             os.close(fd)
         status = call()
     finally:

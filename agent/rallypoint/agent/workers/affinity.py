@@ -48,9 +48,8 @@ def bind(binding: str, topology: Topology, allowed: Iterable[int], workers: int)
     """Choose the processors of each worker.
 
     `node`: all processors of its NUMA node. `socket`: all of that node's socket. `exclusive`: physical cores of its
-    node that no other worker has (if the cores do not divide evenly, the first workers get one more).
-    `core-complex`: those of its node that share one largest cache, a different cache for each worker while there
-    are enough.
+    node that no other worker has (if the cores do not divide evenly, the first workers get one more). `core-complex`:
+    those of its node that share one largest cache, a different cache for each worker while there are enough.
 
     Args:
         binding: one of `BINDINGS`.
