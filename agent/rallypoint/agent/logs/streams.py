@@ -48,7 +48,7 @@ class Redirect:
         Args:
             text: the option's value. 0 is neither stream, 1 stdout, 2 stderr, 3 both.
             option: its name, for the error.
-            workers: number of workers of the host, if known; a larger local rank is an error.
+            workers: number of workers of the host, if known; a local rank not below it is an error.
 
         Raises:
             LogError: the text is invalid; one line.

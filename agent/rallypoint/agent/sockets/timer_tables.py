@@ -303,7 +303,7 @@ def _to_send(requested: int) -> int | None:
 _PERIOD = 0.05
 # Seconds that polling continues after the last change.
 _ATTENTION = 2.0
-# Seconds by which the last poll comes after the promised end: conversion of the clock to fractions rounds.
+# Seconds by which the last poll comes after the promised end: clock values are converted to floats, which rounds.
 _LATER = 0.001
 # F_GET_SEALS, F_SEAL_SHRINK and F_SEAL_GROW of Linux; Python has names for them from 3.13 on only.
 _GET_SEALS, _FIXED_SIZE = 1034, 0x2 | 0x4
@@ -385,7 +385,7 @@ class OpenTable:
 
     def _acquire(self, slot: TimerSlot) -> None:
         if not slot.after and not slot.learns:
-            return  # no timer has neither a timeout nor learning: the slot is invalid
+            return  # an invalid slot: a timer has a timeout or learns it
         self._holder.acquire(
             slot.token,
             _text(slot.scope),

@@ -109,7 +109,7 @@ class WorkerGroups:
             incarnation: Of the run that granted the lease.
         """
         if self.spawner.dead:
-            with suppress(SpawnError):  # the start of the group then fails with the same error
+            with suppress(SpawnError):  # the start of the group then fails, and is reported
                 self.spawner = self.spawner.renew()
         equipment, callbacks = self.equipment, self._callbacks
 
@@ -230,9 +230,8 @@ class WorkerGroups:
         report = await group.stop(signal.SIGKILL, 0.0)
         left = await survivors_of(report.left)
         reason = await describe_left(left) if left else None
-        if (
-            group is not self._stopped
-        ):  # else the next group may run by now, and the event would be taken for its
+        # If it was stopped meanwhile, the next group may run by now, and the core would take the event for its success.
+        if group is not self._stopped:
             self._callbacks.publish(core.GroupSucceeded())
         if reason is not None:
             self._callbacks.on_unhealthy(reason)
