@@ -166,9 +166,8 @@ def kill_group(targets: Iterable[ProcessStat], family: set[int]) -> dict[int, in
     targets = list(targets)
     session = os.getsid(0)
     for group in {target.group for target in targets if target.session != session}:
-        if (
-            group <= 1
-        ):  # stat may show -1 for a process that is exiting; killpg(-1) would signal all processes
+        # stat may show -1 for a process that is exiting; killpg(-1) would signal all processes.
+        if group <= 1:
             continue
         leader = read_process(group)
         if leader is None or leader.parent in family:
