@@ -2,8 +2,8 @@
 
 The agent runs this file as a separate program, `python -I -S copier.py`, if logs are rotated. (If they are not,
 workers write into their files directly, and there is no copier.) It is a process of its own because it must outlive
-the agent: when the agent is killed, its workers are killed too, and their last output is still in the pipes. It ends
-by itself when no writer is left.
+the agent: a killed agent's workers are killed too, with their last output still in the pipes. It ends when no writer is
+left.
 
 It keeps no state in memory: bytes go from pipe to file in one system call, and the names of the rotated files give the
 position of each file in its stream (see rallypoint.agent.logs.files). So it can be killed at any moment, and another

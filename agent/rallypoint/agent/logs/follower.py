@@ -66,8 +66,7 @@ class Follower:
             watch: calls back when the file has grown.
             prefix: put before each line.
             chunk: most bytes to read at once.
-            choose: gets whole lines, and returns those to be copied; None: all. It gets a line longer than a chunk in
-                pieces.
+            choose: gets whole lines (one longer than a chunk in pieces), returns those to be copied; None: all.
         """
         self.path = path
         self.error: OSError | None = None

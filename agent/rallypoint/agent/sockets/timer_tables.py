@@ -107,8 +107,7 @@ class _WorkerTimers:
     worker_id: str
     # By name at the service.
     timers: dict[str, HeldTimer] = field(default_factory=dict)
-    # By scope, the lowest number that may be free; default _FIRST_NUMBER. Without it, a thousand tasks in one scope
-    # would each try a thousand names.
+    # Lowest number that may be free (default _FIRST_NUMBER), so that a thousand tasks in a scope do not try all names.
     free_from: dict[str, int] = field(default_factory=dict)
     holders: int = 0
     warned: bool = False

@@ -99,8 +99,7 @@ class TimerSocket:
         """Set up; `start` opens the socket.
 
         Args:
-            path: of the socket; workers get it as RALLYPOINT_TIMER_SOCKET. The permissions of its directory must
-                exclude other users.
+            path: of the socket, for RALLYPOINT_TIMER_SOCKET; its directory's permissions must exclude other users.
             timers: a client of the timer service, not started yet.
             worker_of: returns the worker that a process of this host is or descends from; None if there is none.
                 Connections of processes that stay unknown are refused.

@@ -43,8 +43,7 @@ _LONGEST_LINE = 4096
 _MOST_WARNINGS = 10
 # Lines of processes that are not known yet, kept until they are introduced.
 _MOST_WAITING = 1024
-# Seconds between two scans of all processes of the host for one that has another pid in a namespace of its own. A scan
-# takes some 10 us for each process.
+# Seconds between two scans of the host for processes with another pid in their own namespace; 10 us for each process.
 _SCAN_INTERVAL = 0.5
 # Seconds to which the rest of a timer is rounded up, so that logs show "60 s" and not a little less.
 _GRAIN = 0.01

@@ -52,8 +52,7 @@ class WorkerSockets:
             watchdog: Gets the state of the connection to the timer service.
             worker_of: Returns the worker that a process is or descends from; None for other processes.
             rank_of: Returns the global rank of a worker; None if there is no such worker.
-            on_hung: Called with a timer that expired while its worker held it; returns when that is handled. False:
-                it could not be handled, try again later.
+            on_hung: Handles a timer that expired while its worker held it. Returns False if it failed: try again later.
             worker_at: Returns name and pid of the worker with a local rank; None if it does not run.
             entrust: Called with their temporary folder as soon as that exists, to register it for clean-up.
         """

@@ -102,8 +102,7 @@ class Spawner:
 
     Start it early: it costs a few milliseconds, and the process gets ready while the agent imports the rest.
     Use it on one event loop. When the process dies, the kernel kills its workers (parent-death signal), `on_death`
-    is called, and processes that the workers left behind are killed. A spawner that does not reply in time is
-    killed and treated as dead.
+    is called, and their orphans are killed. A spawner that does not reply in time is killed and treated as dead.
     """
 
     # Pids of the guards of all spawners of this process: no spawner's clean-up may kill another one's tree.

@@ -731,8 +731,7 @@ def _remove_folders(folders: int) -> None:
     """Remove the temporary folders of a dead agent; a living agent reports that it removes them itself.
 
     Args:
-        folders: pipe from the agent, with the paths of its temporary folders and a NUL byte after each; an empty
-            path is the report of a living agent.
+        folders: pipe from the agent, with the path of each folder and a NUL byte; an empty path: the agent is alive.
     """
     poll = select.poll()
     poll.register(folders, select.POLLIN)

@@ -76,8 +76,7 @@ def start_forkserver(call: Path) -> SpawnerProcess:
 def fork_spawner(call: program.Call, private: Sequence[int] = ()) -> SpawnerProcess:
     """Make a spawner by forking this process as it is now; its workers are forks of that which call a function.
 
-    The caller must know that the fork is safe: this process must have one thread and no gRPC. The spawner cannot
-    be started again later.
+    The caller must know that the fork is safe: one thread, no gRPC. The spawner cannot be started again later.
 
     Args:
         call: the function that each worker calls; returns its exit code, and raises nothing.

@@ -1,8 +1,7 @@
 """Binds each worker of a host to processors: near the GPU that it uses, or spread over the host.
 
-The bindings are those of torchrun's `--numa-binding`, with its meaning: a worker belongs to the NUMA node of the GPU
-whose index is its local rank. On a host without GPUs, where torchrun can't bind at all, the workers are spread over
-the nodes in order.
+The bindings are those of torchrun's `--numa-binding`: a worker belongs to the NUMA node of the GPU whose index is its
+local rank. On a host without GPUs, where torchrun can't bind, the workers are spread over the nodes in order.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class Callbacks:
     Attributes:
         publish: Gets events for the core.
         on_failure: Gets the first failure of a group.
-        on_earlier: Gets a failure that happened before that one, or before the group was stopped for another
-            reason, and was detected only afterwards.
+        on_earlier: Gets a failure detected later that happened before that one, or before a stop for another reason.
         on_unhealthy: Gets the reason why no further group may run here.
         on_change: Called when the visible state of a worker has changed.
         begin: Runs a coroutine in the background; an exception in it ends the job.

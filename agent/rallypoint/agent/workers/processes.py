@@ -109,16 +109,14 @@ class WorkerProcesses:
     async def start(self, specs: Sequence[WorkerSpec], timeout: float = START_TIMEOUT) -> None:
         """Start all workers in one request; return when each is past exec.
 
-        If one can't be started, the others are killed before this raises. If cancelled, it leaves the workers to
-        `stop`.
+        If one can't be started, the others are killed before this raises. After a cancellation, call `stop`.
 
         Args:
             specs: one for each worker, local ranks distinct.
             timeout: seconds until each must be past exec.
 
         Raises:
-            SpawnError: a worker can't be started, the spawner is dead or busy with another group, or the group
-                was started or stopped before.
+            SpawnError: a start failed, the spawner is dead or has another group, or this group was started or stopped before.
         """
         if self._workers or self._stopping is not None:
             raise SpawnError(
@@ -140,8 +138,7 @@ class WorkerProcesses:
 
         Every living worker's process group gets the signal (and SIGCONT, so that a suspended one can handle it).
         Once all are gone, or after the timeout, the rest of the workers' trees is killed. This waits for all members
-        of a process group, not only the worker itself: the worker may be a shell around the trainer, which is
-        writing its checkpoint.
+        of a process group: the worker may be only a shell around the trainer, which is writing its checkpoint.
 
         May be called at any time, repeatedly and concurrently: all callers get the same report. A later call can
         only shorten the stop (the earliest deadline counts); its signal is sent if it was not sent before.
@@ -171,8 +168,7 @@ class WorkerProcesses:
 
         Args:
             signal: number of the signal.
-            group: send it to the whole process groups, including helpers such as data loaders, which often do not
-                expect it.
+            group: also to the rest of their process groups, such as data loaders, which often do not expect it.
             only: local ranks of the receivers; None: all.
         """
         chosen = [worker for rank, worker in self._workers.items() if only is None or rank in only]
