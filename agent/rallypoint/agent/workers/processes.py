@@ -116,7 +116,7 @@ class WorkerProcesses:
             timeout: seconds until each must be past exec.
 
         Raises:
-            SpawnError: a start failed, the spawner is dead or has another group, or this group was started or stopped before.
+            SpawnError: a start failed, the spawner is dead or has another group, or this group was started or stopped.
         """
         if self._workers or self._stopping is not None:
             raise SpawnError(
