@@ -98,7 +98,7 @@ async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) ->
     async with Spawner(start_forkserver(tmp_path)) as spawner:
         for local_rank in range(2):
             with pytest.raises(
-                SpawnError, match="cannot load what it is to call: ModuleNotFoundError: No module"
+                SpawnError, match="cannot load the function that it calls: ModuleNotFoundError: No module"
             ):
                 await spawner.spawn(spec(tmp_path, local_rank), lambda how: None)
 
@@ -164,5 +164,5 @@ asyncio.run(main())
     assert ran.stderr == ""
     first, second, third = ran.stdout.splitlines()
     assert (first, second) == ("before True", "5")
-    assert "forks of the launching process as it was" in third
+    assert "a fork of the launching process at its start" in third
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

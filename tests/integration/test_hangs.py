@@ -163,7 +163,7 @@ async def test_a_timer_that_only_reports_kills_nobody(
         (agent,) = await stage.start_agents("a")
         said = await hangs(stage)
         told = await agent.log.first(
-            "a word of it", lambda line: line.event == "a worker hangs, and lives on as its timer says"
+            "a word of it", lambda line: line.event == "a worker hangs; its timer does not kill it"
         )
         assert (told.fields["rank"], told.fields["pid"]) == (1, said["pid"])
         assert Path(told.fields["evidence"]).read_text() == hang_file(stage)  # noqa: ASYNC240

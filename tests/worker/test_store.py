@@ -261,7 +261,7 @@ async def test_what_is_refused_is_said_clearly(store: Store) -> None:
     for call, reason, message in [
         (lambda: store.add("text", 1), "NOT_AN_INTEGER", "holds b'text'"),
         (lambda: store.set("", b""), "INVALID_ARGUMENT", "key: is empty"),
-        (lambda: store.set("\ud800", b""), "MALFORMED_CALL", "no UTF-8"),
+        (lambda: store.set("\ud800", b""), "MALFORMED_CALL", "cannot be encoded as UTF-8"),
         (lambda: store.add("n", 2**63), "MALFORMED_CALL", "64 bits"),
         (lambda: store.wait([]), "INVALID_ARGUMENT", "0 keys"),
     ]:

@@ -425,8 +425,8 @@ def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
     """A process that every stop reports as left: nothing that SIGKILL doesn't end can be had on any machine."""
     stop = WorkerGroup.stop
 
-    async def stop_in_vain(crew: WorkerGroup, number: int, timeout: float) -> StopReport:
-        return replace(await stop(crew, number, timeout), left=(os.getpid(),))
+    async def stop_in_vain(group: WorkerGroup, number: int, timeout: float) -> StopReport:
+        return replace(await stop(group, number, timeout), left=(os.getpid(),))
 
     monkeypatch.setattr(WorkerGroup, "stop", stop_in_vain)
     monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)

@@ -95,9 +95,9 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
 
         asyncio.get_running_loop().call_later(0.3, say_it)
 
-    async def note_stop(crew: WorkerGroup, number: int, timeout: float) -> StopReport:
+    async def note_stop(group: WorkerGroup, number: int, timeout: float) -> StopReport:
         seen.append("stopped")
-        return await stop(crew, number, timeout)
+        return await stop(group, number, timeout)
 
     monkeypatch.setattr(job._membership, "depart", say_late)
     monkeypatch.setattr(WorkerGroup, "stop", note_stop)

@@ -104,7 +104,7 @@ def test_a_list_is_by_local_rank() -> None:
         ("a:1", "'a' is not a local rank; expected"),
         ("-1:1", "'-1' is not a local rank"),
         ("0:1,", "'' is not a local rank"),
-        ("0:1,0:2", "local rank 0 is there twice; name it once"),
+        ("0:1,0:2", "local rank 0 is named twice; name it once"),
         ("0:1,2:1", "there is no local rank 2; this host has 2 workers, counted from 0"),
     ],
 )

@@ -117,7 +117,7 @@ async def test_nothing_is_left_of_a_worker_that_goes(path: str, store: StoreServ
         ({"op": "drop"}, "'op' is 'drop'; expected one of set, get, add"),
         ({"op": ["set"]}, "'op' is ['set']"),
         ({**SET, "key": 5}, "'key' is 5; expected str"),
-        ({**SET, "key": "\ud800"}, "no UTF-8"),
+        ({**SET, "key": "\ud800"}, "cannot be encoded as UTF-8"),
         ({**SET, "round": "1"}, "'round' is '1'"),
         ({**SET, "round": True}, "'round' is True"),
         ({**SET, "round": 2**31}, "32 bits"),
@@ -130,7 +130,7 @@ async def test_nothing_is_left_of_a_worker_that_goes(path: str, store: StoreServ
         ({**SET, "op": "compare_set", "expected_length": 1}, "body has 0 bytes"),
         ({**SET, "op": "compare_set", "expected_length": -1}, "'expected_length' is -1"),
         ({**GET, "op": "wait", "keys": "k"}, "'keys' is 'k'; expected list"),
-        ({**GET, "op": "wait", "keys": [1]}, "other things"),
+        ({**GET, "op": "wait", "keys": [1]}, "Unicode strings only"),
         ({**GET, "op": "keys", "prefix": ""}, "'page' is None"),
     ],
 )

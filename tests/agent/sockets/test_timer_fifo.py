@@ -169,7 +169,7 @@ async def test_what_is_no_request_is_skipped(host: Host, caplog: pytest.LogCaptu
     await host.timers.until(lambda: host.timers.scopes() == ["train.py#12"])
     assert "more than 4096 bytes" in caplog.text
     assert caplog.text.count("skipped a line of torch's timer file") == 10
-    assert caplog.text.count("will not be told") == 1
+    assert caplog.text.count("will not be logged") == 1
 
 
 async def test_a_line_may_come_in_pieces(host: Host) -> None:

@@ -114,7 +114,7 @@ async def test_bytes_survive(spawner: Spawner, tmp_path: Path) -> None:
             {},
             "'.*/orphan' names an interpreter that does not exist; check its first line",
         ),
-        (["{folder}/blank"], {}, "'.*/blank' is no program this machine can run; does a script lack its #!"),
+        (["{folder}/blank"], {}, "this machine cannot run '.*/blank'; does a script lack its #!"),
         (["sleep", "x" * (1 << 20)], {}, "the arguments and environment of 'sleep' are larger than"),
         (["sleep", "a\0b"], {}, "cannot run 'sleep' .*null byte"),
         ([], {}, "no program was given"),

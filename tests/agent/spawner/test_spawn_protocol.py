@@ -66,7 +66,7 @@ def test_requests_are_json_whatever_the_bytes() -> None:
         ("cwd", errno.ENOENT, "", "cannot enter its working directory '/work' (No such file or directory)"),
         ("stderr", errno.ENOSPC, "", "cannot open its log file '/logs/err' (No space left on device)"),
         ("program", errno.ENOENT, "", "no program 'train' in PATH=/bin; check its name"),
-        ("program", errno.EACCES, "", "no program that may be executed named 'train' in PATH=/bin; check"),
+        ("program", errno.EACCES, "", "no executable program 'train' in PATH=/bin; check"),
         ("program", errno.ENOMEM, "", "cannot run 'train' (Cannot allocate memory)"),
         ("program", 0, "embedded null byte", "cannot run 'train' (embedded null byte)"),
         ("session", errno.EPERM, "", "session: Operation not permitted"),

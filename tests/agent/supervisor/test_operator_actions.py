@@ -17,7 +17,7 @@ RUNNING = AgentState(workers=Workers.RUNNING, started=3)
 
 
 def looked_into(text: str) -> Any:
-    """A crew of whose workers that is found out."""
+    """A worker group that returns fixed diagnostics."""
 
     async def diagnose(local_rank: int, timeout: float) -> str:
         await asyncio.sleep(0)

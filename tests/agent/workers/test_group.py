@@ -29,7 +29,7 @@ from rallypoint.agent.logs.streams import Redirect, Streams
 from rallypoint.agent.spawner.client import Spawner
 from rallypoint.agent.spawner.protocol import KillResult
 from rallypoint.agent.spawner.spawner import read_process
-from rallypoint.agent.workers import group as crew_module
+from rallypoint.agent.workers import group as group_module
 from rallypoint.agent.workers.affinity import Cpus
 from rallypoint.agent.workers.group import WorkerGroup
 from rallypoint.agent.workers.processes import StopReport
@@ -51,7 +51,7 @@ SEAT = Assignment(
 
 
 class Told:
-    """What a crew says of itself."""
+    """The results that a group reports."""
 
     def __init__(self) -> None:
         """Nothing yet."""
@@ -67,20 +67,20 @@ class Told:
 
 @pytest.fixture
 def told() -> Told:
-    """What the crew of a test says."""
+    """The results that the group of a test reports."""
     return Told()
 
 
 @pytest.fixture
 async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., WorkerGroup]]:
-    """Makes the crew of a test out of a shell script; it is gone with the test."""
+    """Makes the group of a test out of a shell script; it is gone with the test."""
     async with AsyncExitStack() as stack:
         spawner = await stack.enter_async_context(Spawner.start())
         console = Console()
         stack.push_async_callback(console.close, 5.0)
         logs = LogDirectory.create(tmp_path / "logs", "run")
 
-        def make_crew(script: str, workers: int = 2, **more: Any) -> WorkerGroup:
+        def make_group(script: str, workers: int = 2, **more: Any) -> WorkerGroup:
             config = JobConfig(
                 run_id="run",
                 node_id="node",
@@ -95,7 +95,7 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Worker
                 redirects=Redirect(Streams.BOTH),
                 **more,
             )
-            crew = WorkerGroup(
+            group = WorkerGroup(
                 config,
                 SEAT,
                 2,
@@ -109,13 +109,13 @@ async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., Worker
                 ),
                 on_failure=told.failures.append,
                 on_success=told.success,
-                on_unfit=told.unfit.append,
+                on_unhealthy=told.unfit.append,
                 on_earlier=told.earlier.append,
             )
-            stack.push_async_callback(crew.stop, signal.SIGKILL, 0.0)
-            return crew
+            stack.push_async_callback(group.stop, signal.SIGKILL, 0.0)
+            return group
 
-        yield make_crew
+        yield make_group
 
 
 def _found(folder: Path, pattern: str) -> list[Path]:
@@ -126,14 +126,14 @@ async def test_success_is_told_once_when_all_have_succeeded(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Not when the first has."""
-    crew = make("[ $LOCAL_RANK = 1 ] || exit 0; touch $1/waits; while [ ! -e $1/go ]; do sleep 0.01; done")
-    await crew.start()
-    await until(lambda: 0 in crew.workers and crew.workers[0].exit is not None, "the first to end")
+    group = make("[ $LOCAL_RANK = 1 ] || exit 0; touch $1/waits; while [ ! -e $1/go ]; do sleep 0.01; done")
+    await group.start()
+    await until(lambda: 0 in group.workers and group.workers[0].exit is not None, "the first to end")
     assert told.successes == 0
     (tmp_path / "go").touch()
     await until(lambda: told.successes > 0, "success")
     assert (told.successes, told.failures) == (1, [])
-    assert [(worker.rank, worker.exit.succeeded) for worker in crew.workers.values() if worker.exit] == [
+    assert [(worker.rank, worker.exit.succeeded) for worker in group.workers.values() if worker.exit] == [
         (4, True),
         (5, True),
     ]
@@ -143,9 +143,9 @@ async def test_the_first_failure_is_told_once_with_all_that_is_known(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """Who failed, where, how, and what it left in its log; those that fail after it are its consequence."""
-    crew = make('[ $LOCAL_RANK = 1 ] && { echo "no such layer" >&2; exit 7; }; sleep 0.2; exit 1')
-    await crew.start()
-    await until(lambda: all(worker.exit is not None for worker in crew.workers.values()), "the end of both")
+    group = make('[ $LOCAL_RANK = 1 ] && { echo "no such layer" >&2; exit 7; }; sleep 0.2; exit 1')
+    await group.start()
+    await until(lambda: all(worker.exit is not None for worker in group.workers.values()), "the end of both")
     (failure,) = told.failures
     assert (failure.rank, failure.local_rank, failure.role, failure.host) == (
         5,
@@ -153,7 +153,7 @@ async def test_the_first_failure_is_told_once_with_all_that_is_known(
         "trainer",
         socket.gethostname(),
     )
-    assert (failure.exit_code, failure.pid) == (7, crew.workers[1].pid)
+    assert (failure.exit_code, failure.pid) == (7, group.workers[1].pid)
     assert failure.traceback == "no such layer"
     assert failure.log_file.endswith("/attempt_0/1/stderr.log")
     assert told.successes == 0
@@ -172,26 +172,26 @@ async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """It is told at the first end of another, and what it is stopped with is not how it failed."""
-    crew = make(
+    group = make(
         RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "no such layer"; touch $1/raised; sleep 60; };'
         "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.05; exit 7"
     )
-    await crew.start()
+    await group.start()
     await until(lambda: bool(told.failures), "a failure")
     (failure,) = told.failures
     assert (failure.rank, failure.message, failure.exit_code) == (5, "no such layer", 1)
     assert failure.kind is FailureKind.EXCEPTION
-    await crew.stop(signal.SIGTERM, 20.0)
+    await group.stop(signal.SIGTERM, 20.0)
     assert (len(told.failures), told.earlier) == (1, [])
-    assert [(each.rank, each.exit_code) for each in crew.failures] == [(5, 1), (4, 7)]
-    assert crew.failures[0].time < crew.failures[1].time
+    assert [(each.rank, each.exit_code) for each in group.failures] == [(5, 1), (4, 7)]
+    assert group.failures[0].time < group.failures[1].time
 
 
 async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_reason(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Another host's worker was the first to end; what is raised because of the stop is a consequence."""
-    crew = make(
+    group = make(
         RAISES
         + """
         [ $LOCAL_RANK = 1 ] && raise_ "no such layer" && sleep 0.05  # more than a tick of the file's clock
@@ -199,27 +199,27 @@ async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_rea
         touch $1/ready.$LOCAL_RANK; while :; do sleep 0.01; done
         """
     )
-    await crew.start()
+    await group.start()
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "both")
-    await crew.stop(signal.SIGTERM, 20.0)
+    await group.stop(signal.SIGTERM, 20.0)
     assert told.failures == []
     assert [(each.rank, each.message) for each in told.earlier] == [(5, "no such layer")]
-    assert crew.failures == told.earlier
+    assert group.failures == told.earlier
 
 
 async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after_it(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """The agent was busy meanwhile."""
-    crew = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 60")
-    await crew.start()
-    pid = crew.workers[1].pid
+    group = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 60")
+    await group.start()
+    pid = group.workers[1].pid
     (tmp_path / "go").touch()
     # Without letting the event loop run: the spawner buries it, and the news waits.
     wait_until(lambda: read_process(pid) is None, "the end")
-    await crew.stop(signal.SIGTERM, 20.0)
+    await group.stop(signal.SIGTERM, 20.0)
     assert [(each.rank, each.exit_code) for each in told.earlier] == [(5, 7)]
-    assert [(each.rank, each.exit_code) for each in crew.failures] == [(5, 7)]
+    assert [(each.rank, each.exit_code) for each in group.failures] == [(5, 7)]
 
 
 async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
@@ -227,34 +227,34 @@ async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
 ) -> None:
     """It was caught; who fails now is the first."""
     monkeypatch.setattr(analysis, "UNWINDING", 0.05)
-    crew = make(
+    group = make(
         RAISES + '[ $LOCAL_RANK = 1 ] && { raise_ "caught"; touch $1/raised; sleep 60; };'
         "while [ ! -e $1/raised ]; do sleep 0.01; done; sleep 0.3; exit 7"
     )
-    await crew.start()
+    await group.start()
     await until(lambda: bool(told.failures), "a failure")
-    await crew.stop(signal.SIGTERM, 20.0)
+    await group.stop(signal.SIGTERM, 20.0)
     assert [(each.rank, each.exit_code) for each in told.failures + told.earlier] == [(4, 7)]
 
 
 async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
-    """The round must end with a reason, not hang; nothing of the crew is left."""
-    crew = make("exit 0", working_directory=Path("/none"))
-    await crew.start()
+    """The round must end with a reason, not hang; nothing of the group is left."""
+    group = make("exit 0", working_directory=Path("/none"))
+    await group.start()
     (failure,) = told.failures
     assert (failure.rank, failure.local_rank, failure.exit_code) == (4, 0, COULD_NOT_START)
     assert "cannot enter its working directory '/none'" in failure.message
-    assert (await crew.stop(signal.SIGTERM, 1.0)).left == ()
+    assert (await group.stop(signal.SIGTERM, 1.0)).left == ()
 
 
 async def test_the_worker_that_could_not_be_started_is_named(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """By its own ranks, on this host and in the round."""
-    crew = make("exit 0")
-    specs = crew._spec
+    group = make("exit 0")
+    specs = group._spec
 
     def without_second_log(local_rank: int) -> Any:
         spec = specs(local_rank)
@@ -263,8 +263,8 @@ async def test_the_worker_that_could_not_be_started_is_named(
             shutil.rmtree(spec.stdout.parent)
         return spec
 
-    crew._spec = without_second_log  # type: ignore[method-assign]
-    await crew.start()
+    group._spec = without_second_log  # type: ignore[method-assign]
+    await group.start()
     (failure,) = told.failures
     assert (failure.rank, failure.local_rank) == (5, 1)
     assert "cannot open its log file" in failure.message
@@ -274,20 +274,20 @@ async def test_logs_that_can_not_be_written_are_a_failure_too(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """A full disk ends the round with a reason."""
-    crew = make("exit 0")
+    group = make("exit 0")
     shutil.rmtree(tmp_path / "logs")
-    await crew.start()
+    await group.start()
     (failure,) = told.failures
     assert "cannot make the log files" in failure.message
-    assert await crew.stop(signal.SIGTERM, 1.0) == StopReport()
+    assert await group.stop(signal.SIGTERM, 1.0) == StopReport()
 
 
 async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., WorkerGroup], told: Told) -> None:
     """However they take it."""
-    crew = make("sleep 60")
-    await crew.start()
-    await crew.stop(signal.SIGTERM, 20.0)
-    assert all(worker.exit is not None and not worker.exit.succeeded for worker in crew.workers.values())
+    group = make("sleep 60")
+    await group.start()
+    await group.stop(signal.SIGTERM, 20.0)
+    assert all(worker.exit is not None and not worker.exit.succeeded for worker in group.workers.values())
     assert (told.failures, told.successes) == ([], 0)
 
 
@@ -295,12 +295,12 @@ async def test_a_crew_that_was_stopped_starts_nothing(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Whoever stopped it has said already that nothing of it is alive."""
-    crew = make("touch $1/started")
-    await crew.stop(signal.SIGTERM, 1.0)
-    await crew.start()
+    group = make("touch $1/started")
+    await group.stop(signal.SIGTERM, 1.0)
+    await group.start()
     await asyncio.sleep(0.05)
     assert not (tmp_path / "started").exists()
-    assert (told.failures, told.successes, crew.workers) == ([], 0, {})
+    assert (told.failures, told.successes, group.workers) == ([], 0, {})
 
 
 async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_nothing(
@@ -314,14 +314,14 @@ async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_noth
         assert go_on.wait(30.0)
         return [frozenset(os.sched_getaffinity(0))]
 
-    monkeypatch.setattr(crew_module, "_processors", look)
-    crew = make("touch $1/started; sleep 60", 1, numa_binding="node")
-    starting = asyncio.create_task(crew.start())
+    monkeypatch.setattr(group_module, "_processors", look)
+    group = make("touch $1/started; sleep 60", 1, numa_binding="node")
+    starting = asyncio.create_task(group.start())
     await until(looking.is_set, "the look at the processors")
-    await crew.stop(signal.SIGTERM, 1.0)
+    await group.stop(signal.SIGTERM, 1.0)
     go_on.set()
     await starting
-    assert (crew.workers, crew.attempt, told.failures) == ({}, None, [])
+    assert (group.workers, group.attempt, told.failures) == ({}, None, [])
     assert not (tmp_path / "started").exists()
 
 
@@ -329,10 +329,10 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """By its name, and the others are left to whoever decides about the round."""
-    crew = make("sleep 60")
-    await crew.start()
-    assert sorted(crew.names) == ["0@3", "1@3"]
-    await crew.reap(HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid))
+    group = make("sleep 60")
+    await group.start()
+    assert sorted(group.names) == ["0@3", "1@3"]
+    await group.reap(HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=group.workers[1].pid))
     await until(lambda: bool(told.failures), "the failure")
     (failure,) = told.failures
     accusation = "it did not leave 'step' within 2 s (found 0.010 s later)"
@@ -340,62 +340,64 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
     assert failure.traceback.startswith(
         f"rank 5, process {failure.pid}, hangs in 'step', which may take 2 s: "
     )
-    assert crew.workers[0].exit is None
+    assert group.workers[0].exit is None
 
 
 async def test_a_worker_that_is_only_to_be_told_of_lives_on(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """What it was doing is in its file."""
-    crew = make("sleep 60")
-    await crew.start()
-    await crew.reap(HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=crew.workers[1].pid, signal=None))
+    group = make("sleep 60")
+    await group.start()
+    await group.reap(
+        HungWorker("1@3", "step", after=2.0, late_by=0.01, pid=group.workers[1].pid, signal=None)
+    )
     (file,) = _found(tmp_path, "logs/*/attempt_0/1/hang.txt")
-    assert f"rank 5, process {crew.workers[1].pid}, hangs in 'step'" in file.read_text()
-    assert (crew.workers[1].exit, told.failures) == (None, [])
+    assert f"rank 5, process {group.workers[1].pid}, hangs in 'step'" in file.read_text()
+    assert (group.workers[1].exit, told.failures) == (None, [])
 
 
 async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """It did not do what it was started for."""
-    crew = make(
+    group = make(
         'trap "touch $1/heard.$LOCAL_RANK; exit 0" USR1; touch $1/ready.$LOCAL_RANK; while :; do sleep 0.01; done'
     )
-    await crew.start()
+    await group.start()
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
-    await crew.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01, signal=signal.SIGUSR1))
+    await group.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01, signal=signal.SIGUSR1))
     await until(lambda: bool(told.failures), "the failure")
     (failure,) = told.failures
     assert (failure.rank, failure.exit_code) == (4, 0)
     assert failure.message.startswith("it did not leave 'step'")
     assert [path.name for path in _found(tmp_path, "heard.*")] == ["heard.0"]
-    assert crew.workers[1].exit is None
+    assert group.workers[1].exit is None
 
 
 async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure first, and once; whoever stops the others does not wait for it."""
-    crew = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 60')
-    await crew.start()
+    group = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 60')
+    await group.start()
     await until(lambda: len(_found(tmp_path, "ready.*")) == 2, "the handlers")
-    pid = crew.workers[1].pid
+    pid = group.workers[1].pid
 
     async def kill_in_vain(*_: object) -> KillResult:
         assert told.failures == []
         return KillResult(1, (pid,))
 
-    monkeypatch.setattr(crew._spawner, "kill", kill_in_vain)
+    monkeypatch.setattr(group._spawner, "kill", kill_in_vain)
     monkeypatch.setattr(reaper, "SLOW_DEATH", 0.05)
-    await crew.reap(HungWorker("1@3", "save", after=2.0, late_by=0.01, pid=pid))
+    await group.reap(HungWorker("1@3", "save", after=2.0, late_by=0.01, pid=pid))
     (failure,) = told.failures
     (why,) = told.unfit
     assert why.startswith(f"process of workers outlived SIGKILL: {pid} (")
     assert failure.message == f"it did not leave 'save' within 2 s (found 0.010 s later); {why}"
     assert (failure.rank, failure.pid, failure.exit_code) == (5, pid, -9)
     # The other one ends of the signal; the one that was killed in vain lives, and is not waited for.
-    report = await asyncio.wait_for(crew.stop(signal.SIGTERM, 3600.0), 60)
+    report = await asyncio.wait_for(group.stop(signal.SIGTERM, 3600.0), 60)
     assert report.killed == (1,)
     assert len(told.failures) == 1
 
@@ -404,12 +406,12 @@ async def test_a_worker_that_ended_meanwhile_is_left_alone(
     make: Callable[..., WorkerGroup], told: Told
 ) -> None:
     """Nor is one of another round, or one that was stopped, anybody's to kill."""
-    crew = make("exit 0", workers=1)
-    await crew.start()
+    group = make("exit 0", workers=1)
+    await group.start()
     await until(lambda: told.successes > 0, "success")
-    await crew.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01))
-    await crew.stop(signal.SIGKILL, 0.0)
-    await crew.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01))
+    await group.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01))
+    await group.stop(signal.SIGKILL, 0.0)
+    await group.reap(HungWorker("0@3", "step", after=2.0, late_by=0.01))
     assert told.failures == []
 
 
@@ -417,12 +419,12 @@ async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Named in its environment; and nothing of it is left."""
-    crew = make('test -p "$RALLYPOINT_STACKS" && echo "$RALLYPOINT_STACKS" > $1/pipe.$LOCAL_RANK')
-    await crew.start()
+    group = make('test -p "$RALLYPOINT_STACKS" && echo "$RALLYPOINT_STACKS" > $1/pipe.$LOCAL_RANK')
+    await group.start()
     await until(lambda: told.successes > 0, "success")
     pipes = {Path((tmp_path / f"pipe.{rank}").read_text().strip()) for rank in (0, 1)}
     assert len(pipes) == 2
-    await crew.stop(signal.SIGKILL, 0.0)
+    await group.stop(signal.SIGKILL, 0.0)
     assert not any(pipe.exists() for pipe in pipes)
 
 
@@ -430,24 +432,24 @@ async def test_without_a_place_for_pipes_workers_run_all_the_same(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """Their stacks, should they hang, are had in other ways, or not at all."""
-    crew = make('test -z "$RALLYPOINT_STACKS"')
-    crew._stacks = tmp_path / "none"
-    await crew.start()
+    group = make('test -z "$RALLYPOINT_STACKS"')
+    group._stacks = tmp_path / "none"
+    await group.start()
     await until(lambda: told.successes > 0, "success")
 
 
 async def test_a_process_is_traced_to_its_worker(make: Callable[..., WorkerGroup], tmp_path: Path) -> None:
     """Timers may be set by a worker's children; who is no child of a worker is nobody."""
-    crew = make(
+    group = make(
         "sleep 60 & echo $! > $1/child.$LOCAL_RANK.new; mv $1/child.$LOCAL_RANK.new $1/child.$LOCAL_RANK; wait"
     )
-    await crew.start()
+    await group.start()
     child = tmp_path / "child.1"
     await until(child.exists, "the child")
-    assert crew.worker_of(crew.workers[1].pid) == "1@3"
-    assert crew.worker_of(int(child.read_text())) == "1@3"
-    assert crew.worker_of(os.getpid()) is None
-    assert crew.worker_of(1) is None
+    assert group.worker_of(group.workers[1].pid) == "1@3"
+    assert group.worker_of(int(child.read_text())) == "1@3"
+    assert group.worker_of(os.getpid()) is None
+    assert group.worker_of(1) is None
 
 
 @pytest.mark.parametrize("session", ["", "setsid "])
@@ -455,27 +457,27 @@ async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
     make: Callable[..., WorkerGroup], tmp_path: Path, session: str
 ) -> None:
     """Its parents are gone, and perhaps its session too: the timers that it sets are its worker's all the same."""
-    crew = make(
+    group = make(
         f"({session}sh -c 'echo $$ > $0.new; mv $0.new $0; sleep 60; :' $1/daemon.$LOCAL_RANK &) ; sleep 60"
     )
-    await crew.start()
-    spawner = crew._spawner.pid
+    await group.start()
+    spawner = group._spawner.pid
     for rank, name in enumerate(("0@3", "1@3")):
         file = tmp_path / f"daemon.{rank}"
         await until(file.exists, "the daemon")
         daemon = int(file.read_text())
         await until(partial(_is_child, daemon, spawner), "its parent's end")
-        assert crew.worker_of(daemon) == name
+        assert group.worker_of(daemon) == name
 
 
 async def test_workers_get_the_environment_of_their_place(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
 ) -> None:
     """The round's, the run's and the agent's part of it."""
-    crew = make(
+    group = make(
         'echo "$RANK $WORLD_SIZE $TORCHELASTIC_RESTART_COUNT $RALLYPOINT_STORE_SOCKET" > $1/seen.$LOCAL_RANK'
     )
-    await crew.start()
+    await group.start()
     await until(lambda: told.successes > 0, "success")
     assert [(tmp_path / f"seen.{rank}").read_text() for rank in (0, 1)] == [
         "4 8 2 /run/store\n",
@@ -487,14 +489,14 @@ async def test_of_workers_that_all_hang_each_is_examined(
     make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Most of them wait for the one that hangs: the first to be killed ends the round, and may be any of them."""
-    crew = make("sleep 60")
-    await crew.start()
+    group = make("sleep 60")
+    await group.start()
     reaped = [
-        asyncio.create_task(crew.reap(HungWorker(name, "step", after=2.0, late_by=0.01)))
-        for name in crew.names
+        asyncio.create_task(group.reap(HungWorker(name, "step", after=2.0, late_by=0.01)))
+        for name in group.names
     ]
     await asyncio.sleep(0)
-    stopping = asyncio.create_task(crew.stop(signal.SIGTERM, 60.0))
+    stopping = asyncio.create_task(group.stop(signal.SIGTERM, 60.0))
     await asyncio.gather(*reaped, stopping)
     assert len(_found(tmp_path, "logs/*/attempt_0/*/hang.txt")) == 2
     assert caplog.text.count("a worker hangs, and is being stopped") == 2

@@ -15,7 +15,7 @@ from support.waiting import until
 
 
 class SlowToSweep:
-    """A crew whose workers have ended; what they left behind takes its time to die."""
+    """A group whose workers have ended; what they left behind takes its time to die."""
 
     names: tuple[str, ...] = ()
     assignment = SimpleNamespace(round=1)
@@ -25,7 +25,7 @@ class SlowToSweep:
         self.swept = asyncio.Event()
 
     async def stop(self, number: int, _timeout: float) -> StopReport:
-        """The sweep kills; who stops the crew asks first."""
+        """The sweep kills; who stops the group asks first."""
         if number == signal.SIGKILL:
             await self.swept.wait()
         return StopReport()
@@ -37,12 +37,12 @@ async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
     background = Background(lambda error: None)
     nothing: Any = lambda *_: None  # noqa: E731
     callbacks = Callbacks(told.append, nothing, nothing, nothing, nothing, background.begin)
-    crews, crew = WorkerGroups(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
-    crews.group = crew  # type: ignore[assignment]
-    sweeping = background.begin(crews._sweep(crew))  # type: ignore[arg-type]
+    groups, group = WorkerGroups(None, None, callbacks), SlowToSweep()  # type: ignore[arg-type]
+    groups.group = group  # type: ignore[assignment]
+    sweeping = background.begin(groups._sweep(group))  # type: ignore[arg-type]
     await asyncio.sleep(0)
-    crews.stop("a new round is being formed", signal.SIGTERM, 1.0)
+    groups.stop("a new round is being formed", signal.SIGTERM, 1.0)
     await until(lambda: bool(told), "the end of the stop")
-    crew.swept.set()
+    group.swept.set()
     await sweeping
     assert told == [core.GroupStopped()]

@@ -1,21 +1,21 @@
 """The log copier: the small process that moves workers' output from pipes into files that it rotates by size.
 
-The agent runs this file as a program of its own, `python -I -S copier.py`, where logs are rotated. (Where they
-are not, workers write into their files themselves, and there is no copier.) It is a process and not a part of the
-agent because it must outlive it: when the agent is killed, its workers are, and what they wrote last is still in
-the pipes. It ends by itself when nobody can write any more.
+The agent runs this file as a separate program, `python -I -S copier.py`, if logs are rotated. (If they are not,
+workers write into their files directly, and there is no copier.) It is a process of its own because it must outlive
+the agent: a killed agent's workers are killed too, with their last output still in the pipes. It ends when no writer is
+left.
 
-It keeps nothing in its memory that counts: bytes go from pipe to file in one system call, and where a file begins in
-its stream is said by the names of those before it (see rallypoint.agent.logs.files). So it can be killed at any moment
-and another one goes on where it was, with the same pipes, which the agent holds open.
+It keeps no state in memory: bytes go from pipe to file in one system call, and the names of the rotated files give the
+position of each file in its stream (see rallypoint.agent.logs.files). So it can be killed at any moment, and another
+copier continues with the same pipes, which the agent holds open.
 
-Standard input, lines of JSON: the first is what to do, {"max_bytes", "keep_files", "streams": [{"fd", "path"}]}; then
-{"flush": n, "stream": i} asks to be told when what that pipe holds by now is in its file. Its end says that no new
-writer will come: what has none is finished, and the process ends when all are.
+Standard input, lines of JSON. The first is the configuration, {"max_bytes", "keep_files", "streams": [{"fd", "path"}]};
+then {"flush": n, "stream": i} requests a reply when the present content of that pipe is in its file. End of file means
+that no new writer will come: a pipe without a writer is finished, and the process ends when all are.
 
 Standard output: {"flushed": n}; {"stream": i, "lost": bytes, "error": text} when bytes could not be written and were
-dropped, once when that begins and once when it is over. Dropped, because a worker must not stand still for want of
-disk space; where bytes are missing, the file says so.
+dropped, once at the start and once at the end of the loss. They are dropped because a full disk must not block a
+worker; the file has a note where bytes are missing.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from functools import cache
 from typing import Any
 
 MOST_AT_ONCE = 1 << 20
-"""Bytes moved for one stream before the others have their turn; a pipe holds less as a rule."""
+"""Bytes moved for one stream before the next stream is served; a pipe usually holds less."""
 
 LONGEST_LINE = 1 << 20
-"""Bytes past the size at which a file is rotated that a line may go on, before it is cut."""
+"""Bytes by which a line may exceed the size at which a file is rotated, before it is cut."""
 
 LARGEST_SHARE = 0.2
-"""Of a processor that copying may use while all pipes are nearly empty: a worker that writes line by line would else
-wake us for each line. A pipe that fills up is served at once."""
+"""Share of one processor for copying while all pipes are nearly empty: without this limit, a worker that writes line
+by line would wake the copier for each line. A pipe that fills up is served at once."""
 
 LONGEST_PAUSE = 0.01
-"""Seconds, of which whoever reads the files sees nothing."""
+"""Seconds; too short for a reader of the files to notice."""
 
 _FILLING = 32 * 1024  # bytes: half of the smallest usual pipe
 _FIONREAD = 0x541B
@@ -53,16 +53,16 @@ _DIGITS = 15
 
 
 def bytes_to_move(ahead: bytes, room: int, in_line: bool, over: int) -> int:
-    """Decides how much goes into a file before it is rotated.
+    """Return how many bytes go into a file before it is rotated.
 
     Args:
-        ahead: what comes next; more than there is room for.
-        room: bytes until the size at which the file is to be rotated; less than nothing if it is past that.
-        in_line: whether the line that comes belongs into the file: its beginning is there, or nothing is.
-        over: how far past that size a line may go on.
+        ahead: the next bytes of the stream; more than `room`.
+        room: bytes until the size at which the file is rotated; negative if it is past that.
+        in_line: true if the next line belongs into the file: its beginning is there, or the file is empty.
+        over: bytes past that size up to which a line may go on.
 
     Returns:
-        Bytes to move, then rotate; as many as there are: move all, and don't rotate yet, since a line goes on.
+        The bytes to move before rotating; `len(ahead)`: move all and do not rotate yet, because a line goes on.
     """
     end = ahead.rfind(b"\n", 0, max(0, room)) + 1
     if end or not in_line:
@@ -76,14 +76,14 @@ class _PipeCopy:
     """One pipe, and the file it goes into."""
 
     def __init__(
-        self, number: int, fd: int, path: str, news: _AgentNotifier, *, max_bytes: int, keep_files: int
+        self, number: int, fd: int, path: str, notifier: _AgentNotifier, *, max_bytes: int, keep_files: int
     ) -> None:
         self.number = number
         self.fd = fd
         self._path = path
         self._max_bytes = max_bytes
         self._keep_files = keep_files
-        self._notifier = news
+        self._notifier = notifier
         self._lost = 0
         self._can_splice = True
         self._open()
@@ -91,7 +91,7 @@ class _PipeCopy:
     # -- the file
 
     def _open(self) -> None:
-        """Opens the file being written, and finds its place in the stream."""
+        """Open the file being written, and find its position in the stream."""
         rotated = self._rotated()
         begin = 0
         if rotated:
@@ -99,7 +99,7 @@ class _PipeCopy:
             begin = rotated[-1] + last.st_size
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(last, os.stat(self._path)):
-                    self._begin_file()  # a copier before us died in the middle of a rotation
+                    self._begin_file()  # an earlier copier died in the middle of a rotation
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._size = os.fstat(self._file).st_size
         self._begin = begin
@@ -113,7 +113,7 @@ class _PipeCopy:
         return f"{self._path}.{begin:0{_DIGITS}}"
 
     def _begin_file(self) -> None:
-        """Puts an empty file in the place of the one being written, which has another name by now."""
+        """Replace the file being written, which already has its rotated name too, by an empty one."""
         fresh = f"{self._path}.new"
         os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
         os.replace(fresh, self._path)
@@ -122,13 +122,13 @@ class _PipeCopy:
         name = self._name(self._begin)
         try:
             try:
-                os.link(self._path, name)  # so that at no moment there is no file of the well-known name
+                os.link(self._path, name)  # link, not rename: a file with the well-known name always exists
             except OSError:
                 os.rename(self._path, name)  # a file system without links
             self._begin_file()
             fresh = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            return  # no room for another file: this one goes on, and it is tried again
+            return  # no space for another file: continue with this one, and try again later
         os.close(self._file)
         self._file, self._begin, self._size = fresh, self._begin + self._size, 0
         for begin in self._rotated()[: -self._keep_files]:
@@ -139,17 +139,17 @@ class _PipeCopy:
 
     def waiting(self) -> int:
         """Bytes in the pipe."""
-        answer = bytearray(4)
-        fcntl.ioctl(self.fd, _FIONREAD, answer)
-        return int.from_bytes(answer, sys.byteorder)
+        count = bytearray(4)
+        fcntl.ioctl(self.fd, _FIONREAD, count)
+        return int.from_bytes(count, sys.byteorder)
 
     def move(self, most: int) -> int:
-        """Moves up to so many bytes of those that are there; returns how many, 0 when there are none."""
+        """Move at most `most` bytes; return the number of bytes moved, 0 if the pipe is empty."""
         present = min(self.waiting(), most)
         if present == 0:
             return 0
         size = os.fstat(self._file).st_size
-        self._size = min(self._size, size)  # somebody has emptied it
+        self._size = min(self._size, size)  # another process may have truncated it
         room = self._max_bytes - self._size
         if present <= room:
             return self._write(present)
@@ -162,11 +162,11 @@ class _PipeCopy:
             before = self._begin
             self._rotate()
             if moved == 0 and self._begin == before:
-                return self._write(present)  # it could not be rotated
+                return self._write(present)  # rotation failed
         return moved or self.move(most)
 
     def _peek(self, count: int) -> bytes:
-        """What is next in the pipe, without taking it out."""
+        """Return the next bytes in the pipe without removing them."""
         read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             with contextlib.suppress(OSError):
@@ -182,10 +182,10 @@ class _PipeCopy:
         return os.pread(self._file, 1, self._size - 1) != b"\n"
 
     def _write(self, count: int) -> int:
-        """Moves bytes into the file; those that can't be written are dropped."""
+        """Move bytes into the file; bytes that can't be written are dropped."""
         try:
             if self._lost:
-                self._confess()
+                self._note_missing_bytes()
             moved = self._splice(count)
         except OSError as error:
             if error.errno == errno.EAGAIN:
@@ -207,16 +207,16 @@ class _PipeCopy:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._can_splice = False  # a file system that has no such thing
-        # Killed between the two, we lose a piece.
+                self._can_splice = False  # the file system does not support it
+        # A copier killed between read and write loses this piece.
         data = os.read(self.fd, count)
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], self._size + written)
         return written
 
-    def _confess(self) -> None:
-        """Says in the file that bytes are missing; raises OSError if there is no place even for that."""
+    def _note_missing_bytes(self) -> None:
+        """Write a note about missing bytes into the file; raises OSError if there is no space even for that."""
         text = f"[rallypoint: {self._lost} bytes are missing here: they could not be written]\n".encode()
         if self._size and self._in_line():
             text = b"\n" + text
@@ -228,19 +228,19 @@ class _PipeCopy:
         self._lost = 0
 
     def ended(self) -> bool:
-        """Whether the pipe is empty and has no writer; what comes meanwhile is moved."""
+        """Move bytes that are there; true if the pipe is empty and has no writer."""
         try:
             moved = self._splice(MOST_AT_ONCE)
         except OSError:
-            return False  # empty, and somebody may write; or there is something, and no place for it
+            return False  # either the pipe is empty and has a writer, or there is no space for its bytes
         self._size += moved
         return moved == 0
 
     def close(self) -> None:
-        """When no more can come."""
+        """Close file and pipe; called when no writer is left."""
         if self._lost:
             with contextlib.suppress(OSError):
-                self._confess()
+                self._note_missing_bytes()
         if self._lost:
             self._notifier.notify(stream=self.number, lost=self._lost, error="")
         os.close(self._file)
@@ -249,27 +249,27 @@ class _PipeCopy:
 
 @cache
 def _libc() -> Any:
-    import ctypes  # noqa: PLC0415  # takes longer than all the rest, and is not needed before the first rotation
+    import ctypes  # noqa: PLC0415  # slower than all other imports, and not needed before the first rotation
 
     return ctypes.CDLL(None, use_errno=True)
 
 
 class _AgentNotifier:
-    """Tells the agent; an agent that is gone, or doesn't listen, is no reason to wait."""
+    """Sends events to the agent; never waits for an agent that is gone or does not read."""
 
     def __init__(self) -> None:
         os.set_blocking(1, False)
 
-    def notify(self, **news: Any) -> None:
+    def notify(self, **event: Any) -> None:
         with contextlib.suppress(OSError):
-            os.write(1, json.dumps(news).encode() + b"\n")
+            os.write(1, json.dumps(event).encode() + b"\n")
 
 
 class _CopierLoop:
     """The loop of the process."""
 
-    def __init__(self, orders: bytes, inbox: bytes) -> None:
-        task = json.loads(orders)
+    def __init__(self, configuration: bytes, inbox: bytes) -> None:
+        task = json.loads(configuration)
         self._notifier = _AgentNotifier()
         self._inbox = inbox
         self._agent_lives = True
@@ -290,11 +290,11 @@ class _CopierLoop:
             )
             self._streams[made.fd] = self._by_number[number] = made
             self._poll.register(made.fd, select.EPOLLIN)
-        self._flushes: list[tuple[int, _PipeCopy, int]] = []  # number, whose, bytes yet to move
+        self._flushes: list[tuple[int, _PipeCopy, int]] = []  # number, pipe, bytes yet to move
 
     def run(self) -> None:
-        """Moves until nobody can write any more."""
-        self._obey()
+        """Move bytes until no writer is left."""
+        self._handle_requests()
         while self._streams or self._agent_lives:
             ready = self._poll.poll()
             began, most = time.monotonic(), 0
@@ -310,7 +310,7 @@ class _CopierLoop:
     def _move(self, stream: _PipeCopy, *, hung_up: bool) -> int:
         moved = stream.move(MOST_AT_ONCE)
         if moved == 0 and hung_up:
-            self._end(stream)  # all writers are gone, and nobody but they could have let in new ones
+            self._end(stream)  # all writers are gone, and only a writer can create another one
         self._credit(stream, moved)
         return moved
 
@@ -335,17 +335,17 @@ class _CopierLoop:
             self._agent_lives = False
             self._poll.unregister(0)
             for stream in list(self._streams.values()):
-                # A pipe that never had a writer doesn't say so by itself.
+                # A pipe that never had a writer causes no hang-up event.
                 while stream.move(MOST_AT_ONCE):
                     pass
                 if stream.ended():
                     self._end(stream)
             return
         self._inbox += data
-        self._obey()
+        self._handle_requests()
 
-    def _obey(self) -> None:
-        """Takes up all whole lines that were heard."""
+    def _handle_requests(self) -> None:
+        """Handle all complete lines received."""
         *lines, self._inbox = self._inbox.split(b"\n")
         for line in lines:
             request = json.loads(line)
@@ -358,18 +358,18 @@ class _CopierLoop:
 
 
 def main() -> None:
-    """Does what standard input says."""
-    # Ctrl-C and the scheduler's signals may hit everything at once; our end is that of the workers.
+    """Run the copier as configured on standard input."""
+    # Ctrl-C and the scheduler's signals may reach all processes at once; the copier ends after its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    heard = b""
-    while b"\n" not in heard:
+    received = b""
+    while b"\n" not in received:
         data = os.read(0, 1 << 16)
         if not data:
             return
-        heard += data
-    orders, _, inbox = heard.partition(b"\n")
-    _CopierLoop(orders, inbox).run()
+        received += data
+    configuration, _, inbox = received.partition(b"\n")
+    _CopierLoop(configuration, inbox).run()
 
 
 if __name__ == "__main__":

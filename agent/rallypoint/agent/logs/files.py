@@ -1,10 +1,10 @@
 """One stream of one worker as one sequence of bytes, whether or not its file is rotated.
 
     stdout.log                    the file being written
-    stdout.log.000000104857600    rotated away; its name says how many bytes of the stream come before it
+    stdout.log.000000104857600    rotated; the number is the count of bytes of the stream before this file
 
-The names sort in the order of writing, so `cat stdout.log.* stdout.log` is all there is. A place in the stream is a
-number of bytes from its beginning and stays valid when files are rotated, or the oldest of them removed.
+The names sort in the order of writing, so `cat stdout.log.* stdout.log` prints the whole stream. A position is a number
+of bytes from the beginning of the stream; it stays valid when files are rotated or the oldest are removed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 DIGITS = 15
-"""Of the number in a rotated file's name: enough for a petabyte, and the same for all, so that names sort."""
+"""Digits of the number in a rotated file's name: enough for a petabyte, and the same for all, so that names sort."""
 
-_ATTEMPTS = 10  # a reader that is overtaken by that many rotations while it looks for its place has no chance
+_ATTEMPTS = 10  # if so many rotations overtake a reader while it opens the stream, it cannot keep up
 
 
 class Segment(NamedTuple):
-    """A file that holds a part of a stream: its first byte's place, and where it is."""
+    """A file that holds a part of a stream: the position of its first byte, and its path."""
 
     begin: int
     path: Path
 
 
 def rotated_name(path: Path, begin: int) -> Path:
-    """Where the file at `path` goes when it is rotated, if its first byte is at `begin`."""
+    """Return the new name of the file at `path` when it is rotated, if its first byte is at `begin`."""
     return path.with_name(f"{path.name}.{begin:0{DIGITS}}")
 
 
 def rotated_files(path: Path) -> list[Segment]:
-    """The files that were rotated away from `path` and are there yet, the oldest first."""
+    """Return the rotated files of `path` that still exist, the oldest first."""
     pattern = re.compile(re.escape(path.name) + rf"\.(\d{{{DIGITS}}})")
     try:
         names = os.listdir(path.parent)
@@ -48,7 +48,7 @@ def rotated_files(path: Path) -> list[Segment]:
 
 
 def read_end(path: Path, size: int) -> bytes:
-    """The last bytes of a stream, at most `size`, over rotated files too.
+    """Return the last bytes of a stream, at most `size`, from rotated files too.
 
     Raises:
         OSError: there is no such stream, or it can't be read.
@@ -66,22 +66,22 @@ def read_end(path: Path, size: int) -> bytes:
 
 
 class Piece(NamedTuple):
-    """What was read: where it begins, and the bytes; none: that is the end so far."""
+    """The result of a read: position and bytes; no bytes: the end of the stream so far."""
 
     begin: int
     data: bytes
 
     @property
     def end(self) -> int:
-        """Where the next piece begins."""
+        """Position of the next piece."""
         return self.begin + len(self.data)
 
 
 class LogFile:
-    """Reads a stream that may be growing, and rotated meanwhile. Keeps one file open."""
+    """Reads a stream that may grow and be rotated meanwhile. Keeps one file open."""
 
     def __init__(self, path: Path) -> None:
-        """Takes the path of the file being written; it is opened by the first use."""
+        """`path`: the file being written; the first use opens it."""
         self.path = path
         self._fd = -1
         self._begin = 0
@@ -93,13 +93,13 @@ class LogFile:
         self.close()
 
     def close(self) -> None:
-        """Closes what is open; may be called again, and reading goes on after it."""
+        """Close the open file; may be called again, and the next read opens it again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def fileno(self) -> int:
-        """The file that was read last, to be watched for growth; the first one's before that.
+        """Return the descriptor of the file that was read last, to watch it for growth; at first, of the oldest file.
 
         Raises:
             OSError: it can't be opened.
@@ -109,7 +109,7 @@ class LogFile:
         return self._fd
 
     def extent(self) -> tuple[int, int]:
-        """Places of the first byte that is there yet, and of the end.
+        """Return the positions of the first byte that still exists, and of the end.
 
         Raises:
             OSError: there is no such stream, or it can't be read.
@@ -118,15 +118,15 @@ class LogFile:
         return rotated[0].begin if rotated else self._begin, self._begin + os.fstat(self._fd).st_size
 
     def read(self, offset: int, size: int) -> Piece:
-        """Reads at a place.
+        """Read at a position.
 
         Args:
-            offset: the place.
-            size: most bytes to read; fewer come where a file ends.
+            offset: the position.
+            size: most bytes to read; the end of a file may shorten the piece.
 
         Returns:
-            The piece. It begins later than asked if the bytes there are gone with the oldest files; sooner, with
-            no bytes, if the file was emptied: then what comes is new from there.
+            The piece. It begins after `offset` if those bytes were removed with the oldest files; before it, with no
+            bytes, if the file was truncated: new output continues from there.
 
         Raises:
             OSError: the stream can't be read.
@@ -136,7 +136,7 @@ class LogFile:
         offset = max(offset, self._begin)
         data = os.pread(self._fd, size, offset - self._begin)
         if not data and self._replaced():
-            # It was rotated, with what may have been written between the two.
+            # It was rotated, perhaps with more bytes written between the read and the rotation.
             data = os.pread(self._fd, size, offset - self._begin)
             if not data:
                 self._open(offset)
@@ -147,14 +147,14 @@ class LogFile:
         return Piece(offset, data)
 
     def _replaced(self) -> bool:
-        """Whether the file that is open is no longer the one being written."""
+        """True if the open file is no longer the one being written."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
         except FileNotFoundError:
             return False
 
     def _open(self, offset: int) -> None:
-        """Opens the file that has this place; if it is gone, the next; if it is yet to come, the newest."""
+        """Open the file that has this position; if it was removed, the next; if not written yet, the newest."""
         rotated = self._open_current()
         following = [segment.begin for segment in rotated[1:]]
         for segment, end in zip(rotated, [*following, self._begin], strict=False):
@@ -169,11 +169,11 @@ class LogFile:
                 os.close(fd)
 
     def _open_current(self) -> list[Segment]:
-        """Opens the file being written, with its place; returns those rotated before it."""
+        """Open the file being written and find its position; return the files rotated before it."""
         for _ in range(_ATTEMPTS):
             before = rotated_files(self.path)
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            # A rotation between the two looks would give the new file the old one's place.
+            # A rotation between the two listings would give the new file the old file's position.
             if rotated_files(self.path) == before and (begin := _begin_of(fd, before)) is not None:
                 self.close()
                 self._fd, self._begin = fd, begin
@@ -183,7 +183,7 @@ class LogFile:
 
 
 def _begin_of(fd: int, rotated: Sequence[Segment]) -> int | None:
-    """The place of the first byte of an open file that follows these; None if the last of them is gone."""
+    """Return the position of the first byte of an open file after these; None if the last of them is gone."""
     if not rotated:
         return 0
     begin, path = rotated[-1]

@@ -1,4 +1,4 @@
-"""Copies a growing log file to somewhere, in whole lines and bounded pieces."""
+"""Copies a growing log file to an output, in whole lines and bounded pieces."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from rallypoint.agent.logs.watch import FALLBACK_INTERVAL, FileWatch
 from rallypoint.rpc.logs import get_logger
 
 CHUNK = 128 * 1024
-"""Bytes read and handed on at once by one follower: about 0.1 ms of the event loop, and the most it keeps in
-memory. Larger chunks would make others wait longer, smaller ones cost more for each byte."""
+"""Bytes read and written at once by one follower: about 0.1 ms of the event loop, and the most that it keeps in
+memory. Larger chunks would delay other tasks longer, smaller ones cost more for each byte."""
 
 GATHER = 0.05
-"""Seconds that a follower waits, after a read that emptied the file, before it reads again, and that it gives an
-unfinished line to be finished. Nobody sees so short a delay; without it, every line of a chatty worker would
-cost the event loop a turn of its own."""
+"""Seconds that a follower waits, after a read that reached the end of the file, before it reads again or gives up
+waiting for the end of an unfinished line. Too short to be visible; without it, every line of a worker that logs a lot
+would cost the event loop one iteration."""
 
 
 class OutputSink(Protocol):
-    """Where a follower's pieces go."""
+    """The destination of a follower's pieces."""
 
     @property
     def turn(self) -> AbstractAsyncContextManager[object]:
-        """Held while a piece is read and written: bounds what all followers of an output have in memory."""
+        """Held while a piece is read and written: bounds the memory of all followers of an output."""
 
     async def write(self, data: bytes) -> None:
-        """Returns when it has taken all of it."""
+        """Write all of it; return when that is done."""
 
 
 class Follower:
-    """Copies one growing file to an output, for as long as `finish` hasn't been called and then to its end.
+    """Copies one growing file to an output until `finish` is called, and then to its end.
 
-    It copies whole lines, so that those of several workers don't mix. A line longer than a chunk goes out in
-    pieces. An unfinished line goes out at the end; without a prefix already after a moment, since it may be a
-    progress bar. Bytes are never decoded. Files may be rotated meanwhile.
+    It copies whole lines, so that lines of several workers do not mix. A line longer than a chunk is written in
+    pieces. An unfinished line is written at the end; without a prefix already after `GATHER` seconds, because it may
+    be a progress bar. Bytes are never decoded. Files may be rotated meanwhile.
     """
 
     def __init__(
@@ -58,16 +58,15 @@ class Follower:
         chunk: int = CHUNK,
         choose: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """Takes an existing file; nothing is read before `start`.
+        """Set up for an existing file; nothing is read before `start`.
 
         Args:
             path: the file.
-            output: where to.
-            watch: tells when it has grown.
+            output: the destination.
+            watch: calls back when the file has grown.
             prefix: put before each line.
             chunk: most bytes to read at once.
-            choose: takes whole lines, and returns those to be copied; None: all. Of a line longer than a chunk it
-                sees pieces.
+            choose: gets whole lines (one longer than a chunk in pieces), returns those to be copied; None: all.
         """
         self.path = path
         self.error: OSError | None = None
@@ -78,29 +77,27 @@ class Follower:
         self._choose = choose
         self._offset = 0
         self._skipped = 0
-        self._pending = b""  # the line that has no end yet
-        self._in_line = False  # whether a first piece of it is out
+        self._pending = b""  # the unfinished line
+        self._in_line = False  # true if its first piece is already written
         self._grown = asyncio.Event()
         self._finishing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def done(self) -> bool:
-        """Whether it has come to the end."""
+        """True if the copying has ended."""
         return self._task is not None and self._task.done()
 
     def start(self) -> None:
-        """Begins to copy, from the file's beginning."""
+        """Begin to copy, from the file's beginning."""
         if self._task is None:
             self._task = asyncio.create_task(self._follow(), name=f"follow {self.path}")
 
     async def finish(self, timeout: float) -> bool:
-        """Copies what is there by now to its end, then stops.
-
-        To be called when nobody writes any more.
+        """Copy the rest of the file, then stop. Call it after the last writer has ended.
 
         Returns:
-            False if that took longer than `timeout` seconds (the copying goes on behind the scenes) or the file
+            False if that took longer than `timeout` seconds (the copying continues in the background) or the file
             could not be read (see `error`).
         """
         if self._task is None:
@@ -109,11 +106,11 @@ class Follower:
         self._grown.set()
         done, _ = await asyncio.wait([self._task], timeout=timeout)
         if done and not self._task.cancelled():
-            self._task.result()  # a bug must not look like an end
+            self._task.result()  # an exception must not look like a normal end
         return bool(done) and self.error is None
 
     def behind(self) -> int:
-        """Bytes that were written and not copied: yet to come, or rotated away and removed before their turn."""
+        """Return the count of bytes written but not copied: still to copy, or removed by rotation before that."""
         if self._task is None:
             return 0
         if self._task.done() and not self._task.cancelled() and self.error is None:
@@ -123,12 +120,12 @@ class Follower:
         return self._skipped
 
     def cancel(self) -> None:
-        """Has it stop at once, wherever it is."""
+        """Cancel the copying without waiting for its end."""
         if self._task is not None:
             self._task.cancel()
 
     async def abandon(self) -> None:
-        """Stops at once, wherever the copying is."""
+        """Cancel the copying and wait until it has stopped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -145,7 +142,7 @@ class Follower:
     async def _copy(self, file: LogFile) -> None:
         while True:
             self._grown.clear()
-            # Before reading: what is written after the read is then not missed.
+            # Arm before reading, so that bytes written after the read are not missed.
             fd = file.fileno()
             watched = self._watch.arm(fd, self._grown.set)
             last = self._finishing.is_set()
@@ -156,9 +153,9 @@ class Follower:
                 if len(piece.data) < self._chunk:
                     await _happens(self._finishing, GATHER)
             elif piece.begin < self._offset:
-                self._offset = piece.begin  # the worker has emptied its log; like tail -F, begin again
+                self._offset = piece.begin  # the worker has truncated its log; like tail -F, begin again
             elif file.fileno() != fd:
-                continue  # it was rotated: the file to watch is another one
+                continue  # it was rotated: watch the new file
             elif last:
                 break
             elif self._pending and not self._prefix and self._choose is None:
@@ -166,7 +163,7 @@ class Follower:
                     await self._output.write(self._pending)
                     self._pending = b""
             elif await _happens(self._grown, None if watched else FALLBACK_INTERVAL):
-                # A traceback is written line by line: let it arrive as a whole, not with lines of others in it.
+                # A traceback is written line by line: wait for all of it, so that no lines of others get into it.
                 await _happens(self._finishing, GATHER)
         await self._end_line()
 
@@ -204,17 +201,17 @@ def cut(
     longest: int,
     choose: Callable[[bytes], bytes] | None = None,
 ) -> tuple[bytes, bytes, bool]:
-    """Splits what was read into what can go out now and what waits for the end of its line.
+    """Split bytes into those to write now and the unfinished line to keep.
 
     Args:
-        data: bytes not yet out.
+        data: bytes not yet written.
         prefix: to put before each line.
-        in_line: whether `data` continues a line whose beginning is out.
-        longest: an unfinished line of that many bytes is not kept back.
-        choose: picks the lines that go out; None: all.
+        in_line: true if `data` continues a line whose beginning is already written.
+        longest: an unfinished line of that many bytes is written at once.
+        choose: selects the lines to write; None: all.
 
     Returns:
-        What goes out, what is kept, and `in_line` for the next call.
+        The bytes to write, the bytes to keep, and `in_line` for the next call.
     """
     end = data.rfind(b"\n") + 1
     if end == len(data) and not in_line:
@@ -231,29 +228,26 @@ def cut(
     if len(rest) < longest:
         return whole, rest, in_line
     if choose is not None:
-        # What was chosen must be readable by itself: a piece of an endless line counts as a line.
+        # Each selected text must be readable by itself: a piece of an overlong line counts as a line.
         chosen = choose(rest)
         return whole + (prefix + chosen + b"\n" if chosen else b""), b"", False
     return whole + (rest if in_line else prefix + rest), b"", True
 
 
-# ---- Shows growing log files on the agent's console: every byte, in order, and nobody waits for a slow terminal.
+# ---- Shows growing log files on the agent's console: every byte, in order, and no task waits for a slow terminal.
 #
-# A `Follower` (rallypoint.agent.logs.follower) reads each file; an `OutputThread` does the blocking write(2) for
-# one of the
-# agent's streams: a terminal, a pipe or a file each block in ways of their own, and setting O_NONBLOCK on a
-# stream
-# shared with other programs would break those.
+# A `Follower` reads each file; an `OutputThread` does the blocking write(2) for one of the agent's streams: terminals,
+# pipes and files block in different ways, and setting O_NONBLOCK on a stream shared with other programs would break
+# those.
 #
-# A console that takes less than workers write falls behind, and costs no memory for it: the files have
-# everything. At
-# the job's end it gets a few seconds more; what it has not shown by then is left out, and that is said.
+# A console slower than the workers falls behind, which costs no memory: the files have everything. At the end of the
+# job it gets a few seconds more; the rest is left out, and a warning logs how many bytes.
 
 
 MOST_FOLLOWERS = 1024
-"""Streams that one console catches up with: those of a restart before last, if it is slower than the restarts."""
+"""Streams that one console still copies: a console slower than the restarts also has those of earlier attempts."""
 
-_TURNS = 2  # pieces of one stream in memory: one that is being written, and the next
+_TURNS = 2  # pieces of one stream in memory: the one being written, and the next
 _FILES_NAMED = 3
 
 _log = get_logger("rallypoint.agent")
@@ -262,25 +256,25 @@ _log = get_logger("rallypoint.agent")
 class OutputThread:
     """Writes to one of the agent's streams from a thread of its own.
 
-    When the stream's reader is gone, what comes is dropped: the files have it.
+    When the stream's reader is gone, further bytes are dropped: the files have them.
 
     Attributes:
-        error: why what comes is dropped; None as long as nothing is.
+        error: the error since which bytes are dropped; None if none are.
     """
 
     def __init__(self, fd: int) -> None:
-        """Takes a descriptor, which stays the caller's; the thread starts with the first write."""
+        """`fd`: stays the caller's to close. The thread starts with the first write."""
         self._fd = fd
         self._jobs: queue.SimpleQueue[tuple[bytes, asyncio.Future[None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.error: OSError | None = None
-        # Whoever has the next piece waits here before reading it: a hundred followers hold no hundred pieces.
+        # A follower waits here before it reads a piece, so that a hundred followers do not hold a hundred pieces.
         self.turn = asyncio.Semaphore(_TURNS)
 
     async def write(self, data: bytes) -> None:
-        """Returns when the stream has taken all of it. One write's bytes are never mixed with another's."""
+        """Write all of it; return when that is done. The bytes of two writes never mix."""
         if self._thread is None:
-            # A daemon: a terminal that is stopped for good must not keep the agent from exiting.
+            # A daemon thread: a terminal that never reads again must not keep the agent from exiting.
             self._thread = threading.Thread(target=self._run, name=f"console-{self._fd}", daemon=True)
             self._thread.start()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -288,7 +282,7 @@ class OutputThread:
         await done
 
     async def close(self, timeout: float) -> None:
-        """Lets the thread end after what was given to it, and waits for that up to `timeout` seconds."""
+        """End the thread after all queued writes; wait for that up to `timeout` seconds."""
         if self._thread is not None and self._thread.is_alive():
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, timeout)
@@ -301,11 +295,11 @@ class OutputThread:
                 try:
                     rest = rest[os.write(self._fd, rest) :]
                 except BlockingIOError:
-                    # Somebody else made the stream non-blocking.
+                    # Another program made the stream non-blocking.
                     _wait_writable(self._fd)
                 except OSError as error:
                     self.error = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
                 done.get_loop().call_soon_threadsafe(_resolve, done)
 
 
@@ -324,13 +318,13 @@ class Console:
     """The agent's standard output and error, and the followers that write to them. Needs a running loop."""
 
     def __init__(self, stdout: int = 1, stderr: int = 2) -> None:
-        """Takes the two descriptors, which stay the caller's."""
+        """The two descriptors stay the caller's to close."""
         self._outputs = {Streams.STDOUT: OutputThread(stdout), Streams.STDERR: OutputThread(stderr)}
         self._watch = FileWatch()
         self._followers: list[Follower] = []
 
     def follow(self, copy: ConsoleCopy) -> Follower:
-        """Makes the follower of one stream; not started yet."""
+        """Make the follower of one stream; not started yet."""
         self._followers = [follower for follower in self._followers if not follower.done]
         follower = Follower(copy.path, self._outputs[copy.stream], self._watch, copy.prefix)
         self._followers.append(follower)
@@ -339,10 +333,10 @@ class Console:
         return follower
 
     async def close(self, timeout: float) -> bool:
-        """Finishes all followers and the writing, within about `timeout` seconds.
+        """Finish all followers and the writing, within about `timeout` seconds.
 
         Returns:
-            False if bytes were left out; the log says how many, and which files have them.
+            False if bytes were left out; a warning logs how many, and the files that have them.
         """
         results = await asyncio.gather(*(follower.finish(timeout) for follower in self._followers))
         behind = {follower.path: follower.behind() for follower in self._followers}

@@ -1,4 +1,4 @@
-"""What is done to the lines of a log on their way elsewhere: a prefix before each, and which of them go."""
+"""Prefixes and filters for the lines of a log that are copied."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ _VARIABLES = ("role_name", "local_rank", "rank")
 
 
 def check_line_prefix(template: str, option: str) -> str:
-    """Refuses a template of line prefixes that names a variable which lines don't have.
-
-    (torchrun leaves such a variable in the line as it is.)
+    """Refuse a line prefix template with an unknown variable. (torchrun leaves such a variable as it is.)
 
     Args:
-        template: as torch has it: `${role_name}`, `${local_rank}` and `${rank}` are replaced, `$$` is a dollar sign.
-        option: what set it, for the error.
+        template: as in torch: `${role_name}`, `${local_rank}` and `${rank}` are replaced, `$$` is a dollar sign.
+        option: name of the option that set it, for the error.
 
     Returns:
         The template.
 
     Raises:
-        LogError: in one line, what is wrong and what is expected.
+        LogError: the template is invalid; one line.
     """
     for match in Template.pattern.finditer(template):
         name = match["named"] or match["braced"]
@@ -33,14 +31,12 @@ def check_line_prefix(template: str, option: str) -> str:
             known = ", ".join(f"${{{variable}}}" for variable in _VARIABLES)
             raise LogError(f"{option} {template}: there is no variable ${{{name}}}; there are {known}")
     if "\n" in template:
-        raise LogError(
-            f"{option}: the prefix of a line can't be longer than the line; leave the line break out"
-        )
+        raise LogError(f"{option}: the prefix of a line can't contain a line break; leave the line break out")
     return template
 
 
 def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int) -> bytes:
-    """The prefix of one worker's lines.
+    """Return the prefix of one worker's lines.
 
     Args:
         template: see `check_line_prefix`; None: torchrun's, `[<role><local rank>]:`.
@@ -54,14 +50,14 @@ def line_prefix(template: str | None, *, role: str, local_rank: int, rank: int) 
 
 
 class LineFilter:
-    """Picks the lines that have one of several texts in them."""
+    """Selects the lines that contain one of several texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """Takes the texts; they mean themselves, and upper and lower case differ."""
+        """`texts`: literal, case-sensitive."""
         self._pattern = re.compile(b"|".join(re.escape(os.fsencode(text)) for text in texts))
 
     def __call__(self, data: bytes) -> bytes:
-        """The lines of `data` that have a text in them, with their ends. Costs one pass."""
+        """Return the lines of `data` that contain a text, with their line ends. Costs one pass."""
         picked: list[bytes] = []
         at = 0
         while (match := self._pattern.search(data, at)) is not None:

@@ -1,4 +1,4 @@
-"""What becomes of the output of one attempt's workers: into files, onto the console, and into the filtered files."""
+"""Copies the output of one attempt's workers to log files, console and filtered files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rallypoint.agent.logs.watch import FileWatch
 from rallypoint.rpc.logs import get_logger
 
 ROTATION_TIMEOUT = 2.0
-"""Seconds that the end of an attempt waits for the pipes of rotated logs to be empty; milliseconds as a rule. A file
-system that hangs must not hold up the restart: the process that empties them goes on by itself."""
+"""Seconds that the end of an attempt waits until the pipes of rotated logs are empty; usually milliseconds. A file
+system that hangs must not delay the restart: the copier continues by itself."""
 
 
 _log = get_logger("rallypoint.agent")
@@ -38,13 +38,13 @@ class WorkerOutput:
     """Copies the output of one attempt for as long as its workers run; see OutputCopy."""
 
     def __init__(self, options: OutputOptions, attempt: Attempt, console: Console, pipes: Path) -> None:
-        """Makes nothing yet; see `open`.
+        """Set up; `open` makes the files.
 
         Args:
-            options: what becomes of the output.
+            options: of the job.
             attempt: its files.
-            console: shows what it is to show.
-            pipes: folder for the names of pipes, where logs are rotated.
+            console: shows the streams that the options select.
+            pipes: folder for the named pipes, if logs are rotated.
         """
         self._options = options
         self._attempt = attempt
@@ -57,7 +57,7 @@ class WorkerOutput:
         self._filters: list[Follower] = []
 
     def open(self) -> None:
-        """Makes what workers write to. Needs a running loop. Whatever happens, `finish` cleans up.
+        """Make the files and pipes for the workers. Needs a running loop. `finish` cleans up, also after an error.
 
         Raises:
             LogError: a file or pipe can't be made.
@@ -76,32 +76,32 @@ class WorkerOutput:
             )
 
     def target(self, local_rank: int, stream: Streams) -> Path:
-        """What a worker's stream is to be opened as."""
+        """Return the path that the worker opens as this stream."""
         if self._rotation is not None:
             return self._rotation.target(local_rank, stream)
         logs = self._attempt.workers[local_rank]
         return logs.stdout if stream is Streams.STDOUT else logs.stderr
 
     def is_complete(self, local_rank: int) -> bool:
-        """Whether a worker's files have all that it has written, as far as is known."""
+        """True if no output of the worker is known to be missing from its files."""
         return self._rotation is None or self._rotation.is_complete(local_rank)
 
     @property
     def delayed(self) -> bool:
-        """Whether what a worker wrote may still be on its way to the file when the worker has ended."""
+        """True if output of an ended worker may not be in its file yet."""
         return self._rotation is not None
 
     async def flush(self, local_rank: int, timeout: float) -> bool:
-        """Waits until all that a worker has written by now is in its files; false if that takes too long."""
+        """Wait until all present output of a worker is in its files; false if that takes over `timeout` seconds."""
         return self._rotation is None or await self._rotation.flush(local_rank, timeout)
 
     def start(self) -> None:
-        """Begins; called before any worker is started."""
+        """Begin to copy; called before any worker is started."""
         for follower in (*self._followers, *self._filters):
             follower.start()
 
     async def finish(self, timeout: float) -> bool:
-        """Called when nobody writes any more: copies the rest; false if that takes over `timeout` seconds."""
+        """Copy the rest, after the last writer has ended; false if that takes over `timeout` seconds."""
         complete = True
         if self._rotation is not None:
             complete = await self._rotation.finish(ROTATION_TIMEOUT)
@@ -141,14 +141,14 @@ class WorkerOutput:
 
 
 def console_copies(streams: Iterable[_WorkerStream], options: OutputOptions) -> list[ConsoleCopy]:
-    """Decides what the console shows: all that isn't redirected, and what is teed, with a prefix.
+    """Select the streams for the console: all that are not redirected, and teed streams with a prefix.
 
     A stream both redirected and teed is teed. (Unlike torchrun, the files have every stream anyway: the report of a
     failure needs them.)
 
     Args:
         streams: of the workers whose output it may show.
-        options: says what is redirected and what is teed.
+        options: their `redirects` and `tee` select the streams.
     """
     copies: list[ConsoleCopy] = []
     for source in streams:
@@ -160,14 +160,14 @@ def console_copies(streams: Iterable[_WorkerStream], options: OutputOptions) -> 
 
 
 def filtered_streams(streams: Iterable[_WorkerStream], stream: Streams, tee: Redirect) -> list[_WorkerStream]:
-    """Decides whose lines a filtered file is made of: of teed streams, as torchrun has it; if there are none, of all.
+    """Select the streams for a filtered file: the teed ones, as torchrun does; if none is teed, all.
 
     (torchrun makes an empty file then.)
 
     Args:
         streams: of the workers whose output the console may show.
         stream: the file's.
-        tee: what is teed.
+        tee: the teed streams.
     """
     candidates = [source for source in streams if source.stream is stream]
     teed = [source for source in candidates if stream in tee.of(source.local_rank)]
@@ -175,7 +175,7 @@ def filtered_streams(streams: Iterable[_WorkerStream], stream: Streams, tee: Red
 
 
 def _streams(options: OutputOptions, attempt: Attempt) -> list[_WorkerStream]:
-    """The streams of those workers that the filter of local ranks lets through."""
+    """Return the streams of the workers selected by the filter of local ranks."""
     found: list[_WorkerStream] = []
     for local_rank, logs in attempt.workers.items():
         if options.local_ranks_filter is None or local_rank in options.local_ranks_filter:

@@ -1,11 +1,11 @@
-"""Where workers' output goes: the log directory, and which streams the console sees.
+"""The log directory: paths of the workers' output, and the streams that the console shows.
 
     <log_dir>/<run_id>_<random>/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json,hang.txt}
                                            /ranks/<global rank> -> ../<local_rank>
                                            /{filtered_stdout.log,filtered_stderr.log}
 
-The layout is torchrun's, but for hang.txt and the links; `n` counts the starts of the group on this host, so no
-attempt overwrites another. Someone who looks for a global rank finds it on every host of a shared log directory with
+The layout is torchrun's, except hang.txt and the links; `n` counts the starts of the group on this host, so no attempt
+overwrites another. In a log directory shared by all hosts, find a global rank with
 `ls <log_dir>/<run_id>_*/attempt_*/ranks/7/`.
 """
 
@@ -40,7 +40,7 @@ class WorkerLogs:
 
     Attributes:
         stdout: exists, empty, before the worker starts. May be rotated: rallypoint.agent.logs.files reads it whole.
-        stderr: likewise.
+        stderr: the same for standard error.
         error_file: written by the worker if it raises (TORCHELASTIC_ERROR_FILE).
     """
 
@@ -50,7 +50,7 @@ class WorkerLogs:
 
     @property
     def hang_file(self) -> Path:
-        """Written by the agent if a timer of the worker runs out: what it was doing."""
+        """Diagnostics of the worker; the agent writes them if one of its timers expires."""
         return self.stderr.with_name(HANG_FILE)
 
 
@@ -60,7 +60,7 @@ class ConsoleCopy:
 
     Attributes:
         path: the file to follow.
-        stream: where to: STDOUT or STDERR.
+        stream: the destination: STDOUT or STDERR.
         prefix: put before each line; empty for a verbatim copy.
     """
 
@@ -74,7 +74,7 @@ class Attempt:
     """One start of the group on this host.
 
     Attributes:
-        number: as in the folder's name.
+        number: the number in the folder's name.
         folder: `attempt_<number>`.
         base_rank: global rank of local rank 0.
         workers: the files by local rank.
@@ -97,18 +97,18 @@ class LogDirectory:
         """Use `LogDirectory.create`."""
         self.path = path
         self._keep_attempts = keep_attempts
-        self._attempts: list[Attempt] = []  # those whose files are there
+        self._attempts: list[Attempt] = []  # those with files on disk
         self._started = 0
         self._failed: int | None = None
 
     @classmethod
     def create(cls, log_dir: Path | None, run_id: str, keep_attempts: int = 0) -> Self:
-        """Makes the directory, new and unlike any other, readable by its owner only.
+        """Make a new directory with a unique name, readable by its owner only.
 
         Args:
-            log_dir: where; made if it isn't there. None: a fresh `rallypoint_*` directory for temporary files.
-            run_id: any text; what has no place in a file name becomes `_`.
-            keep_attempts: how many attempts stay, the latest; 0: all. See `superfluous`.
+            log_dir: its parent; made if missing. None: a new `rallypoint_*` directory for temporary files.
+            run_id: any text; characters not allowed in a file name become `_`.
+            keep_attempts: number of latest attempts to keep; 0: all. See `superfluous`.
 
         Raises:
             LogError: it can't be made.
@@ -121,13 +121,13 @@ class LogDirectory:
             path = Path(tempfile.mkdtemp(prefix=f"{safe_name(run_id)}_", dir=log_dir.absolute()))
             return cls(path, keep_attempts)
         except OSError as error:
-            where = log_dir or tempfile.gettempdir()
+            parent = log_dir or tempfile.gettempdir()
             raise LogError(
-                f"cannot make a log directory in {where}: {error.strerror}; choose another with --log-dir"
+                f"cannot make a log directory in {parent}: {error.strerror}; choose another with --log-dir"
             ) from error
 
     def new_attempt(self, local_ranks: Iterable[int], base_rank: int = 0) -> Attempt:
-        """Makes the directories and empty files of the next start of the group.
+        """Make the directories and empty files of the next start of the group.
 
         Args:
             local_ranks: of the workers to be started.
@@ -143,9 +143,9 @@ class LogDirectory:
             attempt = Attempt(self._started, folder, base_rank, workers)
             self._started += 1
             for local_rank in local_ranks:
-                place = folder / str(local_rank)
-                place.mkdir()
-                workers[local_rank] = WorkerLogs(place / STDOUT_FILE, place / STDERR_FILE, place / ERROR_FILE)
+                path = folder / str(local_rank)
+                path.mkdir()
+                workers[local_rank] = WorkerLogs(path / STDOUT_FILE, path / STDERR_FILE, path / ERROR_FILE)
                 workers[local_rank].stdout.touch()
                 workers[local_rank].stderr.touch()
         except OSError as error:
@@ -155,14 +155,14 @@ class LogDirectory:
         return attempt
 
     def note_failure(self) -> None:
-        """A worker of the latest attempt has failed: its report names files that should stay."""
+        """Record that a worker of the latest attempt has failed: its report names files that should stay."""
         self._failed = self._started - 1
 
     def superfluous(self) -> list[Attempt]:
-        """The attempts that are more than stay, each told once; for `remove_attempts`.
+        """Return the attempts to remove with `remove_attempts`, each only once.
 
-        The latest stay, as many as were wanted, and the latest in which a worker of this host failed: attempts after
-        it may have ended for others' sake, and the report of the failure names its files.
+        The latest `keep_attempts` stay, and the latest in which a worker of this host failed: later attempts may have
+        ended because of other hosts, and the report of the failure names its files.
         """
         if not self._keep_attempts:
             return []
@@ -173,8 +173,8 @@ class LogDirectory:
 
 
 def _name_by_rank(attempt: Attempt) -> None:
-    """Links the workers' folders by global rank; in a folder of their own, lest `attempt_0/*/stdout.log` is double."""
-    # Some file systems have no links; what these lead to has a name of its own.
+    """Link the workers' folders by global rank; in a subfolder, so that `attempt_0/*/stdout.log` has no duplicates."""
+    # Some file systems have no links; the workers' folders can be found without them.
     with contextlib.suppress(OSError):
         ranks = attempt.folder / RANKS_FOLDER
         ranks.mkdir()
@@ -183,11 +183,11 @@ def _name_by_rank(attempt: Attempt) -> None:
 
 
 def remove_attempts(attempts: Iterable[Attempt]) -> None:
-    """Removes attempts' files, as far as that can be done; blocks for as long as the file system takes."""
+    """Remove the files of attempts; ignores errors, and blocks for as long as the file system takes."""
     for attempt in attempts:
         shutil.rmtree(attempt.folder, ignore_errors=True)
 
 
 def safe_name(run_id: str) -> str:
-    """Makes a run's id fit to be part of a file name; not unique, and no path whatever it was."""
+    """Turn a run's id into a safe part of a file name; not unique, and never a path."""
     return _UNSAFE.sub("_", run_id)[:_LONGEST_RUN_ID].lstrip(".-") or "run"

@@ -1,6 +1,6 @@
-"""The agent's end of log rotation: pipes that workers write to, and the process that empties them into files.
+"""The agent's side of log rotation: the pipes that workers write to, and the copier process that empties them.
 
-The agent holds the read end of every pipe too: what is in it waits there when the copier is killed, for the next one.
+The agent holds the read end of every pipe too: if the copier is killed, the content stays there for the next one.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rallypoint.agent.logs.streams import LEAST_ROTATED, LogError, Streams
 from rallypoint.rpc.logs import get_logger
 
 PIPE_BYTES = 256 * 1024
-"""Wanted size of a worker's pipe: at 100 MB/s it gives the copier 2.6 ms before the worker has to wait."""
+"""Preferred size of a worker's pipe: at 100 MB/s it gives the copier 2.6 ms before the worker has to wait."""
 
 ALL_PIPES_BYTES = 32 << 20
-"""Of all pipes together: the kernel lets a user have 64 MiB (pipe-user-pages-soft), then pipes of two pages."""
+"""Size of all pipes together: a user may have 64 MiB (pipe-user-pages-soft), after that pipes of two pages."""
 
 _SHORT_LIFE = 1.0  # seconds
-_FAILURES = 5  # copiers in a row that ended soon by an error of their own: the next would, too
-_KILLS = 100  # copiers in a row that were killed soon: for want of memory, or by somebody who means it
+_FAILURES = 5  # copiers in a row that soon ended with an error: give up, because the next would fail too
+_KILLS = 100  # copiers in a row that were soon killed, by the OOM killer or on purpose: give up
 
 _log = get_logger("rallypoint.agent")
 
 
 @dataclass(slots=True)
 class _Pipe:
-    """What carries one stream of one worker."""
+    """The pipe of one stream of one worker."""
 
     local_rank: int
     stream: Streams
@@ -58,7 +58,7 @@ class _CopierProcess:
 
 
 class Rotation:
-    """Takes the output of one attempt's workers through pipes into files of bounded size."""
+    """Moves the output of one attempt's workers through pipes into files of bounded size."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class Rotation:
         max_bytes: int,
         keep_files: int,
     ) -> None:
-        """Makes the pipes and starts the copier. Needs a running loop.
+        """Make the pipes and start the copier. Needs a running loop.
 
         Args:
             logs: the files by local rank; they exist.
             folder: for the pipes' names; on a file system of this host.
             max_bytes: size at which a file is rotated; at least LEAST_ROTATED.
-            keep_files: how many rotated files of a stream stay; at least 1.
+            keep_files: number of rotated files of a stream to keep; at least 1.
 
         Raises:
             LogError: the pipes can't be made, or the copier not be started.
@@ -97,21 +97,21 @@ class Rotation:
 
     @property
     def pid(self) -> int | None:
-        """The copier's process."""
+        """Process id of the copier; None if none runs."""
         return self._copier.process.pid if self._copier is not None else None
 
     def target(self, local_rank: int, stream: Streams) -> Path:
-        """What the worker writes to, instead of its file."""
+        """Return the pipe that the worker opens instead of its file."""
         return next(
             pipe.path for pipe in self._pipes if pipe.local_rank == local_rank and pipe.stream is stream
         )
 
     def is_complete(self, local_rank: int) -> bool:
-        """Whether all that a worker has written could be put into its files, so far."""
+        """True if no output of the worker has been dropped so far."""
         return local_rank not in self._incomplete
 
     async def flush(self, local_rank: int, timeout: float) -> bool:
-        """Waits until all that a worker has written by now is in its files; false if that takes too long."""
+        """Wait until all present output of a worker is in its files; false if that takes over `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while (copier := self._copier) is not None:
@@ -120,30 +120,30 @@ class Rotation:
         return False
 
     async def _flushed(self, copier: _CopierProcess, local_rank: int) -> bool:
-        """Whether one copier has done it, and did not end before."""
-        answers = []
+        """Request a flush; true if this copier has replied, false if it ended before."""
+        replies = []
         for index, pipe in enumerate(self._pipes):
             if pipe.local_rank == local_rank:
                 number = next(self._numbers)
-                answer = copier.flushes[number] = self._loop.create_future()
-                answers.append(answer)
+                reply = copier.flushes[number] = self._loop.create_future()
+                replies.append(reply)
                 self._send(copier, {"flush": number, "stream": index})
-        if answers:
-            await asyncio.wait(answers)
-        return not any(answer.cancelled() for answer in answers)
+        if replies:
+            await asyncio.wait(replies)
+        return not any(reply.cancelled() for reply in replies)
 
     async def finish(self, timeout: float) -> bool:
-        """Waits until all output is in the files. To be called when nobody writes any more.
+        """Wait until all output is in the files. Call it after the last writer has ended.
 
         Returns:
-            False if that took longer than `timeout` seconds; the copier then goes on by itself.
+            False if that took longer than `timeout` seconds; the copier then continues by itself.
         """
         self._finishing = True
         copier = self._copier
         if copier is not None:
             _close(copier.process.stdin)
             await asyncio.wait([self._ended], timeout=timeout)
-        # Without our copies, pipes that are full tell their writers that nobody reads.
+        # Without an open read end, writers to a full pipe get an error (EPIPE) instead of blocking.
         self._close_pipes()
         return self._copier is None
 
@@ -157,7 +157,7 @@ class Rotation:
                 os.mkfifo(path, 0o600)
                 fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._pipes.append(_Pipe(local_rank, stream, file, path, fd))
-                with contextlib.suppress(OSError):  # the kernel's bound for one user: a small pipe does too
+                with contextlib.suppress(OSError):  # the kernel's limit per user: a small pipe works too
                     fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
 
     def _close_pipes(self) -> None:
@@ -174,8 +174,8 @@ class Rotation:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[pipe.fd for pipe in self._pipes],
-            # The terminal's signals are not for it. It stays in our session: what the spawner leaves behind in
-            # other sessions is killed, and this must live on.
+            # The terminal's signals must not reach it. It stays in the agent's session: when the spawner dies, the
+            # agent kills its orphans in other sessions, and must not kill the copier.
             process_group=0,
         )
         copier = self._copier = _CopierProcess(process, os.pidfd_open(process.pid), self._loop.time())
@@ -193,7 +193,7 @@ class Rotation:
             copier.process.stdin.write(json.dumps(request).encode() + b"\n")
             copier.process.stdin.flush()
         except (OSError, ValueError):
-            return False  # it is gone, or finishing
+            return False  # the copier is gone, or finishing
         return True
 
     def _receive(self, copier: _CopierProcess) -> None:
@@ -207,13 +207,13 @@ class Rotation:
             return
         *lines, copier.inbox = (copier.inbox + data).split(b"\n")
         for line in lines:
-            news = json.loads(line)
-            if "flushed" in news:
-                answer = copier.flushes.pop(news["flushed"], None)
-                if answer is not None and not answer.done():
-                    answer.set_result(None)
+            event = json.loads(line)
+            if "flushed" in event:
+                reply = copier.flushes.pop(event["flushed"], None)
+                if reply is not None and not reply.done():
+                    reply.set_result(None)
             else:
-                self._lose(news["stream"], news["lost"], news["error"])
+                self._lose(event["stream"], event["lost"], event["error"])
 
     def _lose(self, index: int, lost: int, error: str) -> None:
         pipe = self._pipes[index] if index < len(self._pipes) else None
@@ -234,8 +234,8 @@ class Rotation:
         code = copier.process.wait()
         copier.process.stdout.close()
         _close(copier.process.stdin)
-        for answer in copier.flushes.values():
-            answer.cancel()
+        for reply in copier.flushes.values():
+            reply.cancel()
         self._copier = None
         if code != 0 and self._pipes:
             self._replace(copier, code)
@@ -243,7 +243,7 @@ class Rotation:
             self._ended.set_result(None)
 
     def _replace(self, copier: _CopierProcess, code: int) -> None:
-        """What is in the pipes waits for the next one."""
+        """Start another copier, which continues with the content of the pipes; give up after repeated failures."""
         self._short_lives = self._short_lives + 1 if self._loop.time() < copier.began + _SHORT_LIFE else 0
         if self._short_lives < (_FAILURES if code > 0 else _KILLS):
             _log.warning("the log copier ended, starting another", exit_code=code)
@@ -254,7 +254,7 @@ class Rotation:
                 return
             except OSError as error:
                 _log.error("the log copier can't be started", reason=error.strerror)
-        # Workers that wait for their output to be taken would wait for ever; those that are told can end.
+        # Workers blocked in a write would wait for ever; closing the pipes gives them an error instead.
         _log.error("the log copier keeps ending: workers can't write their output any more", exit_code=code)
         self._close_pipes()
 

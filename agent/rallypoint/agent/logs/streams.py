@@ -1,4 +1,4 @@
-"""A worker's output streams, and the options that say what becomes of them."""
+"""A worker's output streams, and the options for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Self
 
 LEAST_ROTATED = 4096
-"""Bytes of the smallest file that is rotated: a smaller one would cost more for its name than for what is in it."""
+"""Least size in bytes at which a file is rotated: with smaller files, the names would cost more than the content."""
 
 
 class LogError(Exception):
-    """Logs can't be written where they were asked for; or an option about them makes no sense."""
+    """Logs can't be written to the requested location, or an option about them is invalid."""
 
 
 class Streams(enum.IntFlag):
@@ -27,31 +27,31 @@ class Streams(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Which streams of which workers: the value of `-r/--redirects` or `-t/--tee`.
+    """Streams by worker: the value of `-r/--redirects` or `-t/--tee`.
 
     Attributes:
-        default: for the workers that are not named.
-        by_local_rank: for those that are.
+        default: for workers not in `by_local_rank`.
+        by_local_rank: for single workers.
     """
 
     default: Streams = Streams.NONE
     by_local_rank: Mapping[int, Streams] = field(default_factory=dict)
 
     def of(self, local_rank: int) -> Streams:
-        """The streams of one worker."""
+        """Return the streams of one worker."""
         return self.by_local_rank.get(local_rank, self.default)
 
     @classmethod
     def parse(cls, text: str, option: str, workers: int | None = None) -> Self:
-        """Reads `3`, for all workers, or `0:1,1:2`, by local rank; who is not named there gets 0.
+        """Parse `3`, for all workers, or `0:1,1:2`, by local rank; workers not named there get 0.
 
         Args:
             text: the option's value. 0 is neither stream, 1 stdout, 2 stderr, 3 both.
             option: its name, for the error.
-            workers: how many workers the host has, if known; a local rank past them is an error.
+            workers: number of workers of the host, if known; a local rank not below it is an error.
 
         Raises:
-            LogError: in one line, what is wrong and what is expected.
+            LogError: the text is invalid; one line.
         """
         if ":" not in text:
             return cls(_parse_streams(text, text, option))
@@ -62,7 +62,7 @@ class Redirect:
                 raise LogError(f"{option} {text}: {rank.strip()!r} is not a local rank; {_EXPECTED}")
             local_rank = int(rank)
             if local_rank in by_local_rank:
-                raise LogError(f"{option} {text}: local rank {local_rank} is there twice; name it once")
+                raise LogError(f"{option} {text}: local rank {local_rank} is named twice; name it once")
             if workers is not None and local_rank >= workers:
                 raise LogError(
                     f"{option} {text}: there is no local rank {local_rank}; "
@@ -85,7 +85,7 @@ def _parse_streams(digit: str, text: str, option: str) -> Streams:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What becomes of the output of a job's workers; each field is that of `JobConfig`."""
+    """Options for the output of a job's workers; each field is that of `JobConfig`."""
 
     role: str = "default"
     redirects: Redirect = field(default_factory=Redirect)

@@ -1,4 +1,4 @@
-"""Tells that a file has grown (inotify): nothing polls."""
+"""Watches files for growth with inotify, without polling."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import struct
 from collections.abc import Callable
 
 FALLBACK_INTERVAL = 0.2
-"""Seconds between looks at a file that inotify can't watch: the kernel allows a user 128 watching processes by
-default, and one host's containers share them."""
+"""Seconds between reads of a file that inotify can't watch: the kernel allows a user 128 inotify instances by default,
+and the containers of a host share them."""
 
 _IN_MODIFY = 0x2
-_IN_ATTRIB = 0x4  # it got another name, or lost one: it is being rotated
+_IN_ATTRIB = 0x4  # a name was added or removed: the file is being rotated
 _IN_MOVE_SELF = 0x800
 _IN_Q_OVERFLOW = 0x4000
 _IN_ONESHOT = 0x80000000
@@ -24,26 +24,26 @@ class FileWatch:
     """Calls back, once, when a file is written to, or renamed. Needs a running loop."""
 
     def __init__(self) -> None:
-        """Opens inotify; where the kernel refuses, `arm` does too."""
+        """Open inotify; if the kernel refuses, `arm` returns False."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Several may watch one file, and the kernel gives them one handle.
+        # Several callbacks may watch one file, and the kernel gives them one handle.
         self._armed: dict[int, list[Callable[[], None]]] = {}
         if self._fd >= 0:
             asyncio.get_running_loop().add_reader(self._fd, self._read)
 
     def arm(self, fd: int, callback: Callable[[], None]) -> bool:
-        """Has `callback` called at the next write to the open file `fd`; then arm again.
+        """Call `callback` once, at the next write to the open file `fd`; arm again after it.
 
-        One event for each arming, rather than one for each write: a worker that writes a million lines a second
-        makes no million events. Arming what is armed changes nothing.
+        One event per arming, not one per write: a worker that writes a million lines a second must not cause a
+        million events. Arming twice has no further effect.
 
         Returns:
             False if the file can't be watched (inotify's limits are used up).
         """
         if self._fd < 0:
             return False
-        # By descriptor: the file may have been renamed, and a network file system needn't look it up.
+        # By descriptor: the file may have been renamed, and a network file system needs no lookup.
         path = f"/proc/self/fd/{fd}".encode()
         mask = _IN_MODIFY | _IN_ATTRIB | _IN_MOVE_SELF | _IN_ONESHOT
         handle: int = self._libc.inotify_add_watch(self._fd, path, mask)
@@ -55,7 +55,7 @@ class FileWatch:
         return True
 
     def disarm(self, callback: Callable[[], None]) -> None:
-        """Ends all watches that have this callback."""
+        """End all watches with this callback."""
         for handle in [handle for handle, callbacks in self._armed.items() if callback in callbacks]:
             self._armed[handle].remove(callback)
             if not self._armed[handle]:
@@ -63,7 +63,7 @@ class FileWatch:
                 self._libc.inotify_rm_watch(self._fd, handle)
 
     def close(self) -> None:
-        """Ends all watches."""
+        """End all watches."""
         if self._fd >= 0:
             asyncio.get_running_loop().remove_reader(self._fd)
             os.close(self._fd)

@@ -1,4 +1,4 @@
-"""The agent's socket for what workers measure of themselves (rallypoint.worker.metrics)."""
+"""The agent's socket for measurements of workers (rallypoint.worker.metrics)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rallypoint.agent.sockets.worker_sockets import roomy_folder
 from rallypoint.rpc.endpoint import SettingError
 from rallypoint.worker.metrics import METRICS_VARIABLE, Measurement
 
-# Measurements that all workers of a host may have taken in a second, on average and at once. Each costs the agent some
-# 20 µs; what is more stays in the socket, and when that is full, is lost.
+# Measurements accepted per second from all workers of a host, on average and at once. Each costs the agent some 20 µs;
+# further ones stay in the socket, and are lost when that is full.
 MOST_PER_SECOND = 2_000
 
 _LONGEST = 4096  # bytes of one
@@ -25,10 +25,10 @@ _LONGEST_NAME = 120  # characters
 
 
 class MeasurementSocket:
-    """Takes measurements for as long as the context lasts.
+    """Receives measurements while the context is open.
 
     Attributes:
-        environment: The variable that tells workers where it is.
+        environment: The variable with the socket's path, for workers.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class MeasurementSocket:
 
         Args:
             on_measured: Called with each measurement and the global rank of its worker.
-            most: Measurements that are taken in a second.
+            most: Measurements accepted per second.
         """
         self.environment: dict[str, str] = {}
         self._on_measured = on_measured
@@ -50,7 +50,7 @@ class MeasurementSocket:
         """Open it.
 
         Raises:
-            SettingError: There is no place for it; one line.
+            SettingError: The socket can't be made; one line.
         """
         self._loop = asyncio.get_running_loop()
         try:
@@ -79,7 +79,7 @@ class MeasurementSocket:
         if self._refill is None:
             self._left = self._most
             self._refill = self._loop.call_later(1.0, self._next_second)
-        for _ in range(min(64, self._left)):  # the others on this loop want their turn
+        for _ in range(min(64, self._left)):  # a bound, so that other tasks of this loop can run
             if not self._take_one():
                 return
             self._left -= 1
@@ -91,7 +91,7 @@ class MeasurementSocket:
         self._loop.add_reader(self._socket, self._receive)
 
     def _receive_last(self) -> None:
-        """What workers measured at their end."""
+        """Receive measurements that workers sent just before they ended."""
         while self._left and self._take_one():
             self._left -= 1
 
@@ -106,7 +106,7 @@ class MeasurementSocket:
 
 
 def read_measurement(data: bytes) -> tuple[Measurement, int] | None:
-    """A measurement and the rank of its worker; None for what is none: workers send what they like."""
+    """Parse a measurement and the rank of its worker; None if invalid, because workers can send any bytes."""
     try:
         record: dict[str, Any] = json.loads(data)
         name = str(record["name"])

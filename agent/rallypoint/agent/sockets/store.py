@@ -1,7 +1,7 @@
-"""The agent's end of the store socket: takes workers' calls and passes them on to the store service.
+"""The agent's side of the store socket: receives workers' calls and forwards them to the store service.
 
-The protocol is that of docs/store-socket.md. One call at a time per connection, so a call that waits holds up
-nobody else, and what a worker may make the agent hold is bounded: one frame each way per connection.
+The protocol is that of docs/store-socket.md. One call at a time per connection, so a call that waits delays no other
+connection, and the memory that a worker can use in the agent is bounded: one frame each way per connection.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 _log = get_logger("rallypoint.agent.store_socket")
 
-# sun_path of Linux holds 108 bytes, the closing NUL included.
+# sun_path of Linux has 108 bytes, the final NUL included.
 _LONGEST_PATH = 107
-# Connections that the kernel keeps until they are accepted: workers of a host connect at the same moment.
+# Connections that the kernel queues until they are accepted: the workers of a host connect at the same moment.
 _BACKLOG = 1024
 
 
 class StoreSocketError(Exception):
-    """The socket can't be had; the message says why and what to do, in one line."""
+    """The socket can't be opened; the message has the reason and the remedy, in one line."""
 
 
 class MalformedCallError(Exception):
-    """A frame that isn't what the protocol says."""
+    """A frame that violates the protocol."""
 
 
 class StoreSocket:
@@ -45,10 +45,10 @@ class StoreSocket:
         """Make a socket that does nothing until `start`.
 
         Args:
-            path: Where to listen; at most 107 bytes. Its folder should be the agent's alone.
+            path: Of the socket; at most 107 bytes. Only the agent should have access to its folder.
             client: The store of the run; stays the caller's to close.
             max_connections: Workers' threads that may be in a call at the same time. Each may hold a frame, up
-                to 8 MiB. Those past it are answered with TOO_MANY_CONNECTIONS.
+                to 8 MiB. Further ones get the error TOO_MANY_CONNECTIONS.
         """
         self._path = path
         self._client = client
@@ -74,7 +74,7 @@ class StoreSocket:
                 str(self._path),
                 backlog=_BACKLOG,
             )
-            # Who may write here may write to the run's store.
+            # Write access to the socket is write access to the run's store.
             self._path.chmod(0o600)
         except OSError as error:
             raise StoreSocketError(
@@ -102,78 +102,78 @@ class _WorkerConnection(asyncio.Protocol):
         self._connections = connections
         self._most = most
         self._received = bytearray()
-        self._answering: asyncio.Task[None] | None = None
-        self._surplus = False
+        self._call: asyncio.Task[None] | None = None
+        self._over_limit = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
         self._connections.add(self)
-        self._surplus = len(self._connections) > self._most
+        self._over_limit = len(self._connections) > self._most
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
-        if self._answering is not None:
-            # The worker has gone: nobody waits for the answer.
-            self._answering.cancel()
+        if self._call is not None:
+            # The worker is gone, and no caller waits for the reply.
+            self._call.cancel()
 
     def data_received(self, data: bytes) -> None:
         try:
-            if self._answering is not None:
-                raise MalformedCallError("a call came before the answer to the last")
+            if self._call is not None:
+                raise MalformedCallError("a call arrived before the reply to the previous one")
             self._received += data
             frame = _take_frame(self._received)
         except MalformedCallError as error:
-            # What follows can't be told apart from the rest of a broken frame.
-            self._hang_up(_malformed(error))
+            # The next call can't be distinguished from the rest of the broken frame.
+            self._close_with_error(_malformed(error))
             return
         if frame is None:
             return
-        if self._surplus:
-            self._hang_up(
+        if self._over_limit:
+            self._close_with_error(
                 {
                     "code": "RESOURCE_EXHAUSTED",
                     "reason": "TOO_MANY_CONNECTIONS",
-                    "message": f"the agent serves {self._most} concurrent calls to the store, and no more",
+                    "message": f"the agent serves at most {self._most} concurrent calls to the store",
                 }
             )
             return
-        self._answering = asyncio.get_running_loop().create_task(self._reply(*frame))
+        self._call = asyncio.get_running_loop().create_task(self._reply(*frame))
 
     async def end(self) -> None:
-        """End the call that is under way, and the connection."""
+        """End the call in progress, and the connection."""
         self._transport.abort()
-        if self._answering is not None:
-            self._answering.cancel()
-            await asyncio.wait([self._answering])
+        if self._call is not None:
+            self._call.cancel()
+            await asyncio.wait([self._call])
 
     async def _reply(self, header: bytes, body: bytes) -> None:
         try:
-            answer = await carry_out(self._client, header, body)
+            reply = await carry_out(self._client, header, body)
         except ServiceError as error:
-            answer = encode_frame({"error": _described(error)}, b"")
+            reply = encode_frame({"error": _described(error)}, b"")
         except MalformedCallError as error:
-            answer = encode_frame({"error": _malformed(error)}, b"")
+            reply = encode_frame({"error": _malformed(error)}, b"")
         except Exception as error:
-            # Without an answer the worker would wait until its timeout. One cause is known: the agent closed
-            # the channel to the service, because it is ending.
+            # Without a reply the worker would wait until its timeout. One cause is known: the agent closed the
+            # channel to the service, because it is ending.
             _log.exception("store.call_failed", header=header[:200].decode(errors="replace"))
             described = {
                 "code": "UNAVAILABLE",
                 "reason": "AGENT_FAILED",
                 "message": f"the agent failed: {error}",
             }
-            answer = encode_frame({"error": described}, b"")
-        # Before the answer is out: the worker's next call may come at once.
-        self._answering = None
-        self._transport.write(answer)
+            reply = encode_frame({"error": described}, b"")
+        # Reset before the reply is sent: the worker's next call may come at once.
+        self._call = None
+        self._transport.write(reply)
 
-    def _hang_up(self, error: dict[str, Any]) -> None:
+    def _close_with_error(self, error: dict[str, Any]) -> None:
         self._transport.write(encode_frame({"error": error, "last": True}, b""))
         self._transport.close()
 
 
 def _take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
-    """Take a whole frame out of what was received; None: there is more to come."""
+    """Remove one complete frame from the received bytes; None if it is not complete yet."""
     if len(received) < PREFIX.size:
         return None
     header_size, body_size = PREFIX.unpack_from(received)
@@ -185,7 +185,7 @@ def _take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
     if len(received) < end:
         return None
     if len(received) > end:
-        raise MalformedCallError("a call came before the answer to the last")
+        raise MalformedCallError("a call arrived before the reply to the previous one")
     header = bytes(received[PREFIX.size : PREFIX.size + header_size])
     body = bytes(received[PREFIX.size + header_size :])
     received.clear()
@@ -194,7 +194,7 @@ def _take_frame(received: bytearray) -> tuple[bytes, bytes] | None:
 
 @dataclass(frozen=True, slots=True)
 class _StoreCall:
-    """One call, as far as its header says."""
+    """One call: header fields and body."""
 
     fields: Mapping[str, Any]
     body: bytes
@@ -208,13 +208,13 @@ class _StoreCall:
     def string(self, name: str) -> str:
         value = self.field(name, str)
         if not _is_text(value):
-            raise MalformedCallError(f"field {name!r} is {value!r}, which has no UTF-8")
+            raise MalformedCallError(f"field {name!r} is {value!r}, which cannot be encoded as UTF-8")
         return value
 
     def strings(self, name: str) -> list[str]:
         values = self.field(name, list)
         if not all(isinstance(value, str) and _is_text(value) for value in values):
-            raise MalformedCallError(f"field {name!r} has other things in it than strings of Unicode")
+            raise MalformedCallError(f"field {name!r} must be a list of Unicode strings only")
         return values
 
     def integer(self, name: str, bits: int) -> int:
@@ -226,7 +226,7 @@ class _StoreCall:
     @property
     def space(self) -> dict[str, Any]:
         timeout = self.fields.get("timeout")
-        # To Python, True is an integer, and JSON has a way to write infinity.
+        # In Python True is an integer, and its JSON parser accepts Infinity.
         is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is None or not is_number or not 0 <= timeout < math.inf:
             raise MalformedCallError(f"field 'timeout' is {timeout!r}; expected seconds, at least 0")
@@ -238,11 +238,11 @@ class _StoreCall:
 
 
 async def carry_out(client: StoreClient, header: bytes, body: bytes) -> bytes:
-    """Carry one call out; return the frame that answers it.
+    """Carry out one call; return the reply frame.
 
     Raises:
         ServiceError: The store refused it, or can't be reached.
-        MalformedCallError: It isn't what the protocol says.
+        MalformedCallError: It violates the protocol.
     """
     try:
         fields = json.loads(header)
@@ -254,28 +254,28 @@ async def carry_out(client: StoreClient, header: bytes, body: bytes) -> bytes:
     name = call.string("op")
     if name not in _OPERATIONS:
         raise MalformedCallError(f"field 'op' is {name!r}; expected one of {', '.join(_OPERATIONS)}")
-    answer, value = await _OPERATIONS[name](client, call)
-    return encode_frame(answer, value)
+    reply, value = await _OPERATIONS[name](client, call)
+    return encode_frame(reply, value)
 
 
-_Answer = tuple[dict[str, Any], bytes]
+_Reply = tuple[dict[str, Any], bytes]
 
 
-async def _set(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _set(client: StoreClient, call: _StoreCall) -> _Reply:
     await client.set(call.string("key"), call.body, **call.writing)
     return {}, b""
 
 
-async def _get(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _get(client: StoreClient, call: _StoreCall) -> _Reply:
     return {}, await client.get(call.string("key"), **call.space)
 
 
-async def _add(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _add(client: StoreClient, call: _StoreCall) -> _Reply:
     amount = call.integer("amount", 64)
     return {"value": await client.add(call.string("key"), amount, **call.writing)}, b""
 
 
-async def _compare_set(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _compare_set(client: StoreClient, call: _StoreCall) -> _Reply:
     length = call.integer("expected_length", 32)
     if not 0 <= length <= len(call.body):
         raise MalformedCallError(f"field 'expected_length' is {length}; the body has {len(call.body)} bytes")
@@ -285,25 +285,25 @@ async def _compare_set(client: StoreClient, call: _StoreCall) -> _Answer:
     return {"swapped": comparison.swapped, "exists": exists}, comparison.value or b""
 
 
-async def _wait(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _wait(client: StoreClient, call: _StoreCall) -> _Reply:
     await client.wait(call.strings("keys"), **call.space)
     return {}, b""
 
 
-async def _check(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _check(client: StoreClient, call: _StoreCall) -> _Reply:
     return {"present": await client.check(call.strings("keys"), **call.space)}, b""
 
 
-async def _delete(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _delete(client: StoreClient, call: _StoreCall) -> _Reply:
     return {"deleted": await client.delete(call.string("key"), **call.writing)}, b""
 
 
-async def _keys(client: StoreClient, call: _StoreCall) -> _Answer:
+async def _keys(client: StoreClient, call: _StoreCall) -> _Reply:
     keys, page = await client.list_keys(call.string("prefix"), call.string("page"), **call.space)
     return {"next_page": page}, json.dumps(keys).encode()
 
 
-_OPERATIONS: dict[str, Callable[[StoreClient, _StoreCall], Awaitable[_Answer]]] = {
+_OPERATIONS: dict[str, Callable[[StoreClient, _StoreCall], Awaitable[_Reply]]] = {
     "set": _set,
     "get": _get,
     "add": _add,
@@ -316,7 +316,7 @@ _OPERATIONS: dict[str, Callable[[StoreClient, _StoreCall], Awaitable[_Answer]]] 
 
 
 def _is_text(value: str) -> bool:
-    """Whether a string has a UTF-8; JSON can express half of a surrogate pair, which has none."""
+    """True if a string can be encoded as UTF-8; JSON can express half of a surrogate pair, which cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""The agent's eyes on the tables in which its workers keep their timers.
+"""The agent's side of the shared-memory tables in which its workers keep their timers.
 
-A worker rings when it has written and nobody looks. From then on the agent looks by itself, often, until nothing
-has changed for a while: what a busy worker does costs it no system call, and an idle one costs the agent nothing.
+A worker sends a wake-up message when it has written and the agent does not poll. From then on the agent polls, often,
+until nothing has changed for a while: a busy worker needs no system call, and an idle one costs the agent nothing.
 """
 
 from __future__ import annotations
@@ -22,64 +22,64 @@ from rallypoint.timer.client.client import ExpiredTimer, OnExpired, OnForgotten
 from rallypoint.timer.worker.table import SIZE, SLOTS, MalformedTable, TableReader, TimerSlot
 from rallypoint.timer.worker.wire import NO_SIGNAL
 
-# ---- Which timers this host's workers hold, by whichever way their processes told the agent of them.
+# ---- The timers that this host's workers hold, received through a table, the socket or torch's pipe.
 
 
 log = get_logger(__name__)
 
 LONGEST = 315_360_000.0
-"""Seconds, ten years: the longest that the service takes for a duration."""
+"""Seconds, ten years: the longest duration that the service accepts."""
 
-# Of the second timer of a scope.
+# Number of the second timer of a scope.
 _FIRST_NUMBER = 2
 
 
 class Timers(Protocol):
-    """What is needed of a rallypoint.timer.client.client.TimerClient."""
+    """The part of rallypoint.timer.client.client.TimerClient that is used here."""
 
     def start(self, on_expired: OnExpired, on_forgotten: OnForgotten | None = None) -> None:
-        """Begins to talk with the service."""
+        """Connect to the service."""
 
     async def close(self) -> None:
-        """Ends."""
+        """Disconnect."""
 
     def acquire(
         self, worker_id: str, scope: str, after: float, since: float | None = None, learned_as: str = ""
     ) -> None:
-        """Starts a timer."""
+        """Start a timer."""
 
     def release(self, worker_id: str, scope: str) -> None:
-        """Ends a timer."""
+        """End a timer."""
 
     def complete(self, worker_id: str, scope: str) -> None:
-        """Ends a timer because its worker left the scope."""
+        """End a timer because its worker left the scope."""
 
     def observe(self, scope: str, count: int, longest: float) -> None:
-        """Has the service learn how long a scope takes."""
+        """Report durations of a scope, from which the service learns."""
 
     def progress(self, worker_id: str, rank: int, step: int, since: float) -> None:
-        """Tells how far a worker has come."""
+        """Report the step that a worker has reached."""
 
     def clear(self, worker_id: str) -> None:
-        """Ends all timers of a worker."""
+        """End all timers of a worker."""
 
     def holds(self, expired: ExpiredTimer) -> bool:
-        """Whether the timer that ran out is still the one that the worker holds."""
+        """Return true if the worker still holds the timer that expired."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimerLimits:
-    """What one worker, its child processes included, may take of its agent."""
+    """Limits of the agent's resources for one worker, its child processes included."""
 
-    # Timers at once. Default 1024. What is beyond is not guarded, which the log says.
+    # Timers at once. Default 1024. Further ones are not guarded, which is logged.
     timers: int = 1024
     # Connections at once, one per process. Default 256: data loaders of a very large host. Each costs two file
     # descriptors of the agent, one of them for its table.
     connections: int = 256
-    # Seconds that a process nobody knows may wait to be introduced. Default 1. A worker can be quicker with its
-    # first timer than the news of its start is; a second is long for news, and short for a stranger.
+    # Seconds that an unknown process may wait to be introduced. Default 1. A worker's first timer can arrive before
+    # the spawner's report of its start; a second is long for that report, and short for an unrelated process.
     introduction: float = 1.0
-    # Strangers that may wait at once. Default 64; each costs a file descriptor.
+    # Unknown processes that may wait at once. Default 64; each costs a file descriptor.
     strangers: int = 64
 
 
@@ -88,10 +88,10 @@ class HeldTimer:
     """A timer that a process holds.
 
     Attributes:
-        scope: what the worker is doing, as it says.
-        known_as: the name of that at the service, where a worker has one timer per scope.
-        pid: the process.
-        signal: as in rallypoint.agent.hangs.hung_worker.Hang.
+        scope: the scope's name, as the worker gave it.
+        known_as: the scope's name at the service, where a worker has one timer per scope.
+        pid: of the process.
+        signal: as in rallypoint.agent.hangs.hung_worker.HungWorker.
         cpu_seconds: processor time of the process when the agent first saw the timer; None if it was gone.
     """
 
@@ -105,17 +105,16 @@ class HeldTimer:
 @dataclass(slots=True, eq=False)
 class _WorkerTimers:
     worker_id: str
-    # By their names at the service.
+    # By name at the service.
     timers: dict[str, HeldTimer] = field(default_factory=dict)
-    # The lowest number that may be free, for scopes that many are in: a thousand tasks in one must not each try a
-    # thousand names. Not there: _FIRST_NUMBER.
+    # Lowest number that may be free (default _FIRST_NUMBER), so that a thousand tasks in a scope do not try all names.
     free_from: dict[str, int] = field(default_factory=dict)
     holders: int = 0
     warned: bool = False
 
     def free_name(self, scope: str) -> str:
-        """The scope's name at the service: several processes, threads and nested blocks of a worker may be in the
-        same one, and each has its own deadline."""
+        """Return a free name for the scope at the service: several processes, threads and nested blocks of a worker
+        may be in the same scope, and each has its own deadline."""
         if scope not in self.timers:
             return scope
         number = self.free_from.get(scope, _FIRST_NUMBER)
@@ -125,7 +124,7 @@ class _WorkerTimers:
         return name
 
     def drop(self, timer: HeldTimer) -> None:
-        """The timer has ended; its name is free."""
+        """Remove an ended timer; its name becomes free."""
         del self.timers[timer.known_as]
         lowest = self.free_from.pop(timer.scope, _FIRST_NUMBER)
         if timer.known_as != timer.scope and lowest > _FIRST_NUMBER:
@@ -135,7 +134,7 @@ class _WorkerTimers:
 
 
 class Holder:
-    """A process of a worker, and the timers that it told of in one way. Made by `Holders.open`."""
+    """A process of a worker, and the timers that it reported in one way. Made by `Holders.open`."""
 
     def __init__(self, holders: Holders, worker: _WorkerTimers, pid: int) -> None:
         self.pid = pid
@@ -148,11 +147,11 @@ class Holder:
 
     @property
     def worker_id(self) -> str:
-        """The worker to whom the process belongs."""
+        """The worker of the process."""
         return self._worker.worker_id
 
     def holds(self, key: Hashable) -> bool:
-        """Whether there is a timer of this key."""
+        """Return true if there is a timer with this key."""
         return key in self._held
 
     @property
@@ -161,21 +160,21 @@ class Holder:
         return list(self._held)
 
     def begin_pass(self) -> None:
-        """News of the process are about to be taken: what was read in /proc for earlier ones is outdated."""
+        """Begin to read reports of the process: the value cached from /proc for earlier reports is outdated."""
         self._reading.clear()
 
     def acquire(
         self, key: Hashable, scope: str, after: float, since: float, *, signal: int, learns: bool = False
     ) -> None:
-        """A timer starts, or starts anew.
+        """Start a timer, or start it again.
 
         Args:
-            key: names it among those of this holder.
+            key: identifies it among those of this holder.
             scope: see HeldTimer.
-            after: seconds that it may take; any if it learns.
-            since: when it began, by CLOCK_MONOTONIC, in seconds; 0: now.
+            after: timeout in seconds; not used if it learns.
+            since: start time by CLOCK_MONOTONIC, in seconds; 0: now.
             signal: as in rallypoint.timer.worker.wire.Acquire.
-            learns: whether how long it may take is learned.
+            learns: true if the service learns the timeout.
         """
         former, worker = self._held.get(key), self._worker
         if former is not None and former.scope != scope:
@@ -197,13 +196,13 @@ class Holder:
         )
 
     def release(self, key: Hashable) -> None:
-        """A timer ends; harmless if there is none."""
+        """End a timer; no effect if there is none."""
         timer = self._drop(key)
         if timer is not None:
             self._timers.release(self.worker_id, timer.known_as)
 
     def complete(self, key: Hashable) -> None:
-        """A timer ends because the process left its scope; harmless if there is none."""
+        """End a timer because the process left its scope; no effect if there is none."""
         timer = self._drop(key)
         if timer is not None:
             self._timers.complete(self.worker_id, timer.known_as)
@@ -215,29 +214,29 @@ class Holder:
         return timer
 
     def release_all(self) -> None:
-        """All its timers end."""
+        """End all its timers."""
         for key in self.keys:
             self.release(key)
 
     def observe(self, scope: str, completions: int, longest: float) -> None:
-        """The process left a scope that learns so many times more; seconds."""
-        # What the service would refuse would cost the stream, and with it all workers of this host.
+        """Report `completions` more exits from a learning scope, the longest of `longest` seconds."""
+        # A duration that the service refuses would break the stream of all workers of this host.
         self._timers.observe(scope, completions, min(longest, LONGEST))
 
     def progress(self, step: int, when: float) -> None:
-        """The process came to a step; `when` as `since` of `acquire`."""
+        """Report that the process reached a step; `when` as `since` of `acquire`."""
         rank = self._holders.rank_of(self.worker_id)
         if rank is not None:
             self._timers.progress(self.worker_id, rank, step, self._holders.moment(when))
 
-    def warn(self, what: str, limit: int) -> None:
-        """Says, once per worker, that it takes more than it may."""
+    def warn(self, problem: str, limit: int) -> None:
+        """Log, once per worker, that it exceeds a limit."""
         if not self._worker.warned:
             self._worker.warned = True
-            log.warning(f"{what}; those beyond are not guarded", worker_id=self.worker_id, limit=limit)
+            log.warning(f"{problem}; those beyond are not guarded", worker_id=self.worker_id, limit=limit)
 
     def close(self) -> None:
-        """All its timers end, and there will be no others. May be called more than once."""
+        """End all its timers for good. May be called more than once."""
         if not self._closed:
             self._closed = True
             self.release_all()
@@ -245,7 +244,7 @@ class Holder:
 
 
 class Holders:
-    """All that hold timers on this host."""
+    """All holders of timers on this host."""
 
     def __init__(
         self,
@@ -255,10 +254,10 @@ class Holders:
         limits: TimerLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody holds any yet.
+        """Set up without holders.
 
         Args:
-            timers: is told of them.
+            timers: gets their changes.
             rank_of: global rank of a worker; None if there is no such worker.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.
@@ -270,44 +269,44 @@ class Holders:
         self._workers: dict[str, _WorkerTimers] = {}
 
     def open(self, worker_id: str, pid: int) -> Holder:
-        """A process of a worker is going to tell of timers."""
+        """Make a holder for a process of a worker."""
         worker = self._workers.setdefault(worker_id, _WorkerTimers(worker_id))
         worker.holders += 1
         return Holder(self, worker, pid)
 
     def closed(self, worker: _WorkerTimers) -> None:
-        """What Holder.close does."""
+        """Remove a closed holder; called by `Holder.close`."""
         worker.holders -= 1
         if not worker.holders:
             self._workers.pop(worker.worker_id, None)
 
     def find(self, worker_id: str, known_as: str) -> HeldTimer | None:
-        """The timer that has this name at the service."""
+        """Return the timer with this name at the service; None if there is none."""
         worker = self._workers.get(worker_id)
         return worker.timers.get(known_as) if worker is not None else None
 
-    def moment(self, told: float) -> float:
-        """What a process says of when something began: not later than now, and now if it says 0."""
+    def moment(self, reported: float) -> float:
+        """Return the start time that a process reported, but not later than now; now if it reported 0."""
         now = self.clock()
-        return min(told, now) if told else now
+        return min(reported, now) if reported else now
 
 
-def _to_send(asked: int) -> int | None:
-    """The signal of a Hang. What is no signal is as good as none asked for: the worker is killed all the same."""
-    if asked == NO_SIGNAL:
+def _to_send(requested: int) -> int | None:
+    """Return the signal for a HungWorker; None: do not kill. An invalid number counts as 0: SIGKILL at once."""
+    if requested == NO_SIGNAL:
         return None
-    return asked if asked < signals.NSIG else 0
+    return requested if requested < signals.NSIG else 0
 
 
-# Seconds between two looks. Half of the shortest timer for which a worker does not ring.
+# Seconds between two polls. Half of the shortest timer for which a worker sends no wake-up.
 _PERIOD = 0.05
-# Seconds that looking goes on after the last change.
+# Seconds that polling continues after the last change.
 _ATTENTION = 2.0
-# Seconds by which the last look comes later than was promised: clocks are read as fractions, and round.
+# Seconds by which the last poll comes after the promised end: clock values are converted to floats, which rounds.
 _LATER = 0.001
 # F_GET_SEALS, F_SEAL_SHRINK and F_SEAL_GROW of Linux; Python has names for them from 3.13 on only.
 _GET_SEALS, _FIXED_SIZE = 1034, 0x2 | 0x4
-# Tables of one worker of which is known what they have told, those included whose connection is gone.
+# Tables of one worker whose reported completions are remembered, including tables without a connection.
 _MOST_REMEMBERED = 256
 _BILLION = 1_000_000_000
 
@@ -315,13 +314,13 @@ Identity = tuple[int, int]
 
 
 class TableRefused(Exception):
-    """What a worker sent is no table, or not safe to read. One line."""
+    """A worker sent something that is not a table, or not safe to read. One line."""
 
 
 class OpenTable:
     """One process's table. Made by `Tables.open`."""
 
-    def __init__(self, tables: Tables, holder: Holder, memory: mmap.mmap, told: dict[bytes, int]) -> None:
+    def __init__(self, tables: Tables, holder: Holder, memory: mmap.mmap, reported: dict[bytes, int]) -> None:
         self._tables = tables
         self._holder = holder
         self._memory = memory
@@ -331,21 +330,21 @@ class OpenTable:
         except MalformedTable:
             self._view.release()
             raise
-        # Completions of which was told, by scope; the same object for all tables of one memory.
-        self.reported = told
+        # Completions already reported, by scope; the same object for all tables of one memory.
+        self.reported = reported
         self._step: tuple[int, int] | None = None
         self._dropped = 0
         self._until = 0.0
 
     def wake(self) -> None:
-        """Its process has rung: looks, and goes on looking."""
+        """Read the table after a wake-up of its process, and begin to poll it."""
         now = self._tables.clock()
         self.read_changes()
         self._promise(now)
         self._tables.watch(self)
 
     def poll(self) -> bool:
-        """Looks, as was promised. Whether to come again; if not, the process rings."""
+        """Read the table, as promised. True: poll again; false: the process sends a wake-up next time."""
         now = self._tables.clock()
         last = now > self._until + _LATER
         if last:
@@ -360,13 +359,13 @@ class OpenTable:
         self._reader.listen_until(int(self._until * _BILLION))
 
     def read_changes(self) -> bool:
-        """Takes what has changed; whether anything has."""
+        """Read the changes of the table; false if there are none."""
         reader, holder = self._reader, self._holder
         if not reader.changed():
             return False
         holder.begin_pass()
         slots = {slot.token: slot for slot in reader.slots()}
-        # First what ended: its name is free again for what began.
+        # Ended timers first: their names become free for new ones.
         for token in holder.keys:
             if token not in slots:
                 holder.release(token)
@@ -385,7 +384,7 @@ class OpenTable:
 
     def _acquire(self, slot: TimerSlot) -> None:
         if not slot.after and not slot.learns:
-            return  # no timer that anybody could have started
+            return  # an invalid slot: a timer has a timeout or learns it
         self._holder.acquire(
             slot.token,
             _text(slot.scope),
@@ -403,16 +402,16 @@ class OpenTable:
                 self._holder.observe(_text(seen.scope), more, seen.longest / _BILLION)
 
     def forget(self, scope: str) -> None:
-        """What was learned of a scope until now counts no more."""
+        """Discard the durations of a scope recorded until now."""
         self.read_changes()
         for seen in self._reader.observations():
             if _text(seen.scope) == scope:
                 self._reader.forget(seen.scope)
 
     def close(self) -> None:
-        """Ends its timers and lets go of its memory. May be called more than once.
+        """End its timers and unmap its memory. May be called more than once.
 
-        A process that lives on rings with the next timer, and finds that it has to connect again.
+        A process that is still alive sends a wake-up with its next timer, which fails, and then connects again.
         """
         if self._memory.closed:
             return
@@ -424,36 +423,36 @@ class OpenTable:
 
 
 class Tables:
-    """All tables of this host's workers: looked at in one go, by one alarm."""
+    """All tables of this host's workers: polled together, by one timer of the event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """There are none yet. `clock`: CLOCK_MONOTONIC, in seconds."""
+        """Set up without tables. `clock`: CLOCK_MONOTONIC, in seconds."""
         self.clock = clock
         self._open: dict[OpenTable, None] = {}
         self._watched: dict[OpenTable, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
-        # A process whose connection broke brings the same table with the next: what it has told must not be told
-        # twice. By worker and identity of the memory.
+        # A process whose connection broke sends the same table with the next one: its completions must not be
+        # reported twice. By worker and identity of the memory.
         self._reported: dict[str, dict[Identity, dict[bytes, int]]] = {}
 
     def open(self, holder: Holder, descriptor: int) -> OpenTable:
-        """Takes the table of a process, and looks at it.
+        """Map the table of a process, and read it.
 
         Args:
             holder: its timers; closed with the table.
-            descriptor: its memory; stays the caller's.
+            descriptor: its memory; stays the caller's to close.
 
         Raises:
-            TableRefused: it is no table, or could be made smaller while it is read, which would kill the reader.
+            TableRefused: it is not a table, or could be shrunk while it is read, which would kill the reader (SIGBUS).
         """
         try:
             memory = _map(descriptor)
         except OSError as error:
             raise TableRefused(f"its memory can't be mapped: {error.strerror}") from None
         status = os.fstat(descriptor)
-        told = self._remember(holder.worker_id, (status.st_dev, status.st_ino))
+        reported = self._remember(holder.worker_id, (status.st_dev, status.st_ino))
         try:
-            table = OpenTable(self, holder, memory, told)
+            table = OpenTable(self, holder, memory, reported)
         except MalformedTable as error:
             memory.close()
             raise TableRefused(str(error)) from None
@@ -463,32 +462,32 @@ class Tables:
 
     def _remember(self, worker_id: str, identity: Identity) -> dict[bytes, int]:
         tables = self._reported.setdefault(worker_id, {})
-        told = tables.pop(identity, {})
+        reported = tables.pop(identity, {})
         if len(tables) >= _MOST_REMEMBERED:
             del tables[next(iter(tables))]
-        tables[identity] = told
-        return told
+        tables[identity] = reported
+        return reported
 
     def watch(self, table: OpenTable) -> None:
-        """Looks at a table regularly, for as long as that says so."""
+        """Poll a table regularly, until its `poll` returns false."""
         self._watched[table] = None
         self._arm()
 
     def forget(self, scope: str) -> None:
-        """A scope is learned anew: what tables say of it until now counts no more."""
+        """Discard the recorded durations of a scope in all tables: the service learns it again."""
         for table in list(self._open):
             table.forget(scope)
 
     def clear(self, worker_id: str) -> None:
-        """A worker is gone."""
+        """Forget the reported completions of a worker that is gone."""
         self._reported.pop(worker_id, None)
 
     def closed(self, table: OpenTable) -> None:
-        """What Table.close does."""
+        """Remove a closed table; called by `OpenTable.close`."""
         self._open.pop(table, None)
         self._watched.pop(table, None)
         for other in self._open:
-            # Its process has connected again with the same memory, where the one who left has promised to look.
+            # Its process has connected again with the same memory, in which the closed table promised polls.
             if other.reported is table.reported:
                 other.wake()
         if not self._watched and self._alarm is not None:
@@ -504,17 +503,17 @@ class Tables:
         try:
             self._watched = {table: None for table in list(self._watched) if table.poll()}
         finally:
-            # Whatever goes wrong: what was promised to the others holds.
+            # Also after an exception: polls were promised to the other tables.
             self._arm()
 
 
 def _map(descriptor: int) -> mmap.mmap:
-    """Maps a table's memory. Raises OSError, TableRefused."""
+    """Map a table's memory. Raises OSError, TableRefused."""
     expected = f"expected a memfd of {SIZE} bytes, sealed against shrinking and growing"
     try:
         seals = fcntl.fcntl(descriptor, _GET_SEALS)
     except OSError:
-        raise TableRefused(f"its descriptor is none of a memfd; {expected}") from None
+        raise TableRefused(f"its descriptor is not a memfd; {expected}") from None
     if seals & _FIXED_SIZE != _FIXED_SIZE:
         raise TableRefused(f"its memory has the seals {seals:#x}; {expected}")
     if (size := os.fstat(descriptor).st_size) != SIZE:
@@ -523,5 +522,5 @@ def _map(descriptor: int) -> mmap.mmap:
 
 
 def _text(scope: bytes) -> str:
-    """A scope's name. A worker writes UTF-8; whatever else stands there must not upset who is told."""
+    """Decode a scope's name. Workers write UTF-8; invalid bytes are ignored, so that the service accepts the name."""
     return scope.decode("utf-8", "ignore") or "?"

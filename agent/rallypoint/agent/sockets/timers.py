@@ -1,6 +1,6 @@
-"""The agent's end of its workers' timers: a Unix socket on one side, the timer service's client on the other.
+"""The agent's timer socket: receives the timers of workers and forwards them to the timer service's client.
 
-docs/timer-socket.md is what workers have to know of it.
+docs/timer-socket.md describes the protocol for workers.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ __all__ = ["TimerLimits", "TimerSocket", "TimerSocketError"]
 
 log = get_logger(__name__)
 
-# Connections that wait to be accepted. All workers of a host start at once, data loaders included.
+# Connections queued until they are accepted. All workers of a host start at once, data loaders included.
 _BACKLOG = 1024
-# sun_path of Linux holds 108 bytes, the closing NUL included.
+# sun_path of Linux has 108 bytes, the final NUL included.
 _LONGEST_PATH = 107
-# Messages taken from one connection before the others get their turn.
+# Messages read from one connection before the others are served.
 _TURN = 64
-# Seconds that a connection is left alone after it was read. A worker that enters a scope every 100 us would
-# otherwise wake the agent, and pay for it, each time. Messages carry their time, so no deadline suffers.
+# Seconds without reading after a connection was read. A worker that enters a scope every 100 us would otherwise wake
+# the agent, and pay for it, each time. Messages carry their time, so no deadline is affected.
 _REST = 0.005
-# No queue of the kernel holds as many messages as this: what comes later was sent later.
+# More messages than a kernel queue can hold: a later message was sent after the reading began.
 _MOST_QUEUED = 4096
 # Seconds until the next attempt to accept, when the process has no descriptor left.
 _OUT_OF_FILES = 1.0
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR = struct.Struct("i")
-# Room for the descriptors that come with a message. The kernel closes those that find none.
+# Space for the descriptors that come with a message. The kernel closes those that do not fit.
 _ANCILLARY = socket.CMSG_SPACE(4 * _DESCRIPTOR.size)
 
 
 class TimerSocketError(Exception):
-    """The socket cannot be had. One line that says why."""
+    """The socket cannot be opened. One line."""
 
 
 @dataclass(slots=True, eq=False)
 class _TimerConnection:
     socket: socket.socket
-    # The timers of which messages tell.
+    # The timers that come in messages.
     holder: Holder
     table: OpenTable | None = None
-    # Whether the messages just taken ask to look at it.
-    rung: bool = False
-    # While it is left alone: when it is read next.
+    # True if a message just read requests a read of the table.
+    wake_requested: bool = False
+    # The timer for the next read, while the connection is not watched.
     resting: asyncio.TimerHandle | None = None
     closed: bool = False
 
@@ -77,10 +77,10 @@ class _TimerConnection:
 
 
 class TimerSocket:
-    """Takes timers from the workers of this host and has those reaped that let one run out.
+    """Receives timers from the workers of this host, and calls `on_expired` for workers with an expired timer.
 
     Belongs to one event loop. A timer ends when its worker releases it, when its connection ends, and when its
-    worker is cleared; none of these accuses anybody.
+    worker is cleared; none of these counts as an expiry.
     """
 
     def __init__(
@@ -96,19 +96,17 @@ class TimerSocket:
         limits: TimerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Makes a socket that nobody can connect to yet.
+        """Set up; `start` opens the socket.
 
         Args:
-            path: where to listen; what workers get as RALLYPOINT_TIMER_SOCKET. Others are kept out by the
-                permissions of its directory.
+            path: of the socket, for RALLYPOINT_TIMER_SOCKET; its directory's permissions must exclude other users.
             timers: a client of the timer service, not started yet.
-            worker_of: the worker to whom a process of this host belongs, being the worker or a descendant of
-                it; None if there is none. Who stays unknown is refused.
-            rank_of: the global rank of a worker; None if there is no such worker.
-            on_expired: has the worker reaped. One call at a time per worker. False: it could not, try again
-                later.
-            fifos: where to make the named pipes for torch's timers, one for each worker, by local rank.
-            worker_at: the name and the process of the worker with a local rank; None while there is none.
+            worker_of: returns the worker that a process of this host is or descends from; None if there is none.
+                Connections of processes that stay unknown are refused.
+            rank_of: returns the global rank of a worker; None if there is no such worker.
+            on_expired: reaps the worker. One call at a time per worker. Returns False if that failed: try again later.
+            fifos: paths for the named pipes of torch's timers, one for each worker, by local rank.
+            worker_at: returns name and pid of the worker with a local rank; None while there is none.
             limits: see TimerLimits.
             clock: CLOCK_MONOTONIC, in seconds.
         """
@@ -126,13 +124,13 @@ class TimerSocket:
         self._listener: socket.socket | None = None
         self._again: asyncio.TimerHandle | None = None
         self._connections: dict[str, set[_TimerConnection]] = {}
-        # Connections whose process nobody knows yet, with the end of their waiting.
+        # Connections of processes that `worker_of` does not know yet, with the timer that refuses them.
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
-        # One lock per worker that is being judged.
+        # One lock per worker with an expiry in progress.
         self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def start(self) -> None:
-        """Listens, and begins to talk with the timer service.
+        """Listen for workers, and start the client of the timer service.
 
         Raises:
             TimerSocketError: the path is too long or can't be used.
@@ -160,7 +158,7 @@ class TimerSocket:
         self._timers.start(self._judge, self._tables.forget)
 
     async def stop(self) -> None:
-        """Ends all timers, closes every connection, and stops listening."""
+        """End all timers, close every connection, and stop listening."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -178,14 +176,14 @@ class TimerSocket:
         await self._timers.close()
 
     def introduce(self) -> None:
-        """More workers have become known: looks again at who has connected and was unknown."""
+        """Check the waiting connections of unknown processes again, after new workers have become known."""
         for connected in list(self._strangers):
-            self._welcome(connected)
+            self._admit(connected)
         for fifo in self._fifos:
             fifo.introduce()
 
     def clear(self, worker_id: str) -> None:
-        """A worker is gone: ends its timers and its connections, those of its descendants included."""
+        """End the timers and connections of a worker that is gone, those of its descendants included."""
         for connection in list(self._connections.get(worker_id, ())):
             self._close(connection)
         for fifo in self._fifos:
@@ -200,19 +198,19 @@ class TimerSocket:
             except BlockingIOError:
                 return
             except OSError as error:
-                # Without a pause, a process that has no descriptor left would try again and again.
-                log.error("can't take a connection of a worker", reason=error.strerror)
+                # Pause, because a process without free descriptors would otherwise retry in a busy loop.
+                log.error("can't accept a connection of a worker", reason=error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(listener)
                 self._again = loop.call_later(
                     _OUT_OF_FILES, loop.add_reader, listener, self._accept, listener
                 )
                 return
-            if not self._welcome(connected):
+            if not self._admit(connected):
                 self._hold(connected)
 
     def _hold(self, connected: socket.socket) -> None:
-        """Keeps a connection unread until its process is introduced, or it is time to refuse it."""
+        """Keep a connection unread until its process is introduced, or else refuse it after a timeout."""
         if len(self._strangers) >= self._limits.strangers:
             self._refuse(connected)
             return
@@ -220,14 +218,14 @@ class TimerSocket:
         self._strangers[connected] = refuse
 
     def _refuse(self, connected: socket.socket) -> None:
-        """Ends a connection of a stranger, or of a child of a worker that is gone already."""
+        """Close a connection of an unrelated process, or of a child of a worker that is already gone."""
         if (waiting := self._strangers.pop(connected, None)) is not None:
             waiting.cancel()
         log.info("refused a process that belongs to no worker", pid=_peer(connected))
         connected.close()
 
-    def _welcome(self, connected: socket.socket) -> bool:
-        """Takes a worker's connection; false if nobody knows the process."""
+    def _admit(self, connected: socket.socket) -> bool:
+        """Accept a connection if its process belongs to a worker; false if the process is unknown."""
         pid = _peer(connected)
         try:
             worker_id = self._worker_of(pid)
@@ -263,9 +261,9 @@ class TimerSocket:
         asyncio.get_running_loop().add_reader(connection.socket, self._read, connection)
 
     def _take(self, connection: _TimerConnection, most: int) -> bool:
-        """Takes messages that wait, at most so many. Whether there may be more."""
+        """Read at most `most` queued messages. True if there may be more."""
         connection.holder.begin_pass()
-        connection.rung = False
+        connection.wake_requested = False
         try:
             more = self._receive(connection, most)
         except OSError:
@@ -280,7 +278,7 @@ class TimerSocket:
             )
             self._close(connection)
             return False
-        if connection.rung and connection.table is not None:
+        if connection.wake_requested and connection.table is not None:
             connection.table.wake()
         return more
 
@@ -321,7 +319,7 @@ class TimerSocket:
             case wire.TableMessage():
                 self._open_table(connection, descriptors)
             case wire.Look():
-                connection.rung = True
+                connection.wake_requested = True
             case wire.Unknown():
                 return
 
@@ -357,9 +355,9 @@ class TimerSocket:
         connection.holder.close()
 
     async def _judge(self, expired: ExpiredTimer) -> bool | None:
-        """Has a worker reaped, unless it let go of the timer meanwhile: its word may wait where nobody has looked.
+        """Reap a worker, unless it has released the timer: the release may be unread in its table, socket or pipe.
 
-        Once at a time: a worker that let two timers run out is gone, with its second timer, after the first.
+        One expiry at a time: a worker with two expired timers is gone, with its second timer, after the first.
         """
         worker_id = expired.worker_id
         lock = self._judging.setdefault(worker_id, asyncio.Lock())
@@ -367,14 +365,14 @@ class TimerSocket:
             try:
                 self._poll_table(worker_id)
             except Exception:
-                log.exception("could not look what a worker holds", worker_id=worker_id)
+                log.exception("could not read a worker's timers", worker_id=worker_id)
                 return False
             if not self._timers.holds(expired):
                 return None
             return await self._on_expired(self._hang(expired))
 
     def _poll_table(self, worker_id: str) -> None:
-        """Takes what the worker has written or sent until now."""
+        """Read all that the worker has written or sent until now."""
         for connection in list(self._connections.get(worker_id, ())):
             self._take(connection, _MOST_QUEUED)
             if connection.table is not None:
@@ -397,8 +395,8 @@ class TimerSocket:
 
 
 def _receive(connected: socket.socket) -> tuple[bytes, list[int]]:
-    """One message, and the descriptors that came with it, which are the caller's to close."""
-    # One byte more than is allowed: the kernel cuts what is longer, and it must not pass for valid.
+    """Receive one message and its descriptors, which the caller must close."""
+    # One byte more than allowed: the kernel truncates longer messages, and a truncated one must not look valid.
     message, ancillary, _flags, _address = connected.recvmsg(
         wire.MAX_MESSAGE_BYTES + 1, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
     )
@@ -412,7 +410,7 @@ def _receive(connected: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _peer(connected: socket.socket) -> int:
-    """Process that connected: the kernel's word, given at that moment; the worker has no say in it."""
+    """Return the pid of the connected process: the kernel recorded it at connect(), so a worker can't fake it."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(credentials)[0]
     return pid

@@ -1,10 +1,10 @@
-"""The agent's end of torch's own timers: the named pipes that torch.distributed.elastic's FileTimerClient writes to.
+"""The agent's side of torch's own timers: the named pipes that torch.distributed.elastic's FileTimerClient writes to.
 
-A worker that uses torch's file timer needs no change. It writes a line of JSON for each start and each end of a
-timer, with the process id of the writer. A pipe does not show who writes. So each worker has a pipe of its own, and a
-line counts only if it names that worker or a descendant of it: no worker can have another one killed. A process in a
-pid namespace of its own writes the number that it has there, which is translated. torch writes the wall-clock time at
-which a timer ends; here that becomes a duration as soon as the line is read.
+A worker that uses torch's file timer needs no change. It writes a line of JSON for each start and each end of a timer,
+with the process id of the writer. A pipe does not identify its writer, so each worker has a pipe of its own, and a line
+counts only if it names that worker or a descendant of it: no worker can cause another one to be killed. A process in a
+pid namespace of its own writes its pid in that namespace, which is translated. torch writes the wall-clock time at
+which a timer expires; it becomes a duration as soon as the line is read.
 """
 
 from __future__ import annotations
@@ -29,40 +29,39 @@ from rallypoint.timer.worker.wire import MAX_SCOPE_BYTES, NO_SIGNAL
 
 log = get_logger(__name__)
 
-# Bytes that the pipe is to hold: some 10,000 lines. torch's client raises into its worker's code when it is full,
-# so as much as an unprivileged process is allowed by default is asked for, and then less.
+# Sizes of the pipe in bytes, tried in this order; the first holds some 10,000 lines and is the most that an
+# unprivileged process may have by default. torch's client raises into its worker's code when the pipe is full.
 _CAPACITIES = (1 << 20, 512 << 10, 256 << 10, 128 << 10)
 _READ = 1 << 16
-# Reads in a row before the rest of the agent gets its turn; together they empty the pipe.
+# Reads in a row before the rest of the agent can run; together they empty the pipe.
 _TURN = 16
-# Seconds that the pipe is left alone after it was read, so that a busy worker doesn't wake the agent per line.
+# Seconds without reading after the pipe was read, so that a busy worker doesn't wake the agent for each line.
 _REST = 0.005
-# torch writes no longer lines: the kernel keeps those apart that several processes write at once.
+# torch's lines are not longer: up to this size the kernel does not mix lines that several processes write at once.
 _LONGEST_LINE = 4096
-# Lines that are complained of, in all: a worker may write as many as it likes.
-_MOST_COMPLAINTS = 10
-# Lines of processes that nobody knows yet, kept until they are introduced.
+# Warnings about skipped lines, in all: a worker may write any number of such lines.
+_MOST_WARNINGS = 10
+# Lines of processes that are not known yet, kept until they are introduced.
 _MOST_WAITING = 1024
-# Seconds between two looks at all processes of the host, for one that has another number in a namespace of its own.
-# A look takes some 10 us for each.
-_BETWEEN_LOOKS = 0.5
-# Seconds to which what is left of a timer is rounded up, so that people read "60 s" and not what is left of them.
+# Seconds between two scans of the host for processes with another pid in their own namespace; 10 us for each process.
+_SCAN_INTERVAL = 0.5
+# Seconds to which the rest of a timer is rounded up, so that logs show "60 s" and not a little less.
 _GRAIN = 0.01
 
 
 class MalformedRequest(Exception):
-    """The line is no request of torch's client. Says what was expected."""
+    """The line is not a request of torch's client. The message has the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimerRequest:
-    """What a line says.
+    """The content of a line.
 
     Attributes:
-        pid: the process that wrote it, by the number that it knows itself by.
-        scope: names its timer; of more than 256 bytes, the last.
-        expires_at: when the timer runs out, in seconds of the wall clock; negative: it ends.
-        signal: to kill the process with; NO_SIGNAL: it is not to be killed.
+        pid: of the process that wrote it, in that process's own pid namespace.
+        scope: name of its timer; the last 256 bytes of a longer one.
+        expires_at: when the timer expires, in seconds of the wall clock; negative: it ends.
+        signal: to kill the process with; NO_SIGNAL: do not kill it.
     """
 
     pid: int
@@ -72,10 +71,10 @@ class TimerRequest:
 
 
 def parse(line: bytes) -> TimerRequest:
-    """Reads a line, as torch 2.13 writes it.
+    """Parse a line, as torch 2.13 writes it.
 
     Raises:
-        MalformedRequest: it is none.
+        MalformedRequest: it is not such a line.
     """
     try:
         request = json.loads(line)
@@ -115,7 +114,7 @@ def _seconds(request: dict[str, Any], field: str) -> float:
 
 
 class TimerFifo:
-    """Takes timers from torch's client in one of this host's workers. Belongs to one event loop.
+    """Receives timers from torch's client in one of this host's workers. Belongs to one event loop.
 
     There is one timer per process and scope. It ends with a release, with its process, and with its worker.
     """
@@ -129,14 +128,14 @@ class TimerFifo:
         worker_of: Callable[[int], str | None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Makes one to which nobody can write yet.
+        """Set up; `start` makes the pipe.
 
         Args:
-            path: where the pipe is to be; what the worker gets as TORCHELASTIC_TIMER_FILE.
+            path: of the pipe; the worker gets it as TORCHELASTIC_TIMER_FILE.
             holders: gets the timers.
-            worker: the name and the process of the worker; None while there is none.
+            worker: returns name and pid of the worker; None while there is none.
             worker_of: as for rallypoint.agent.sockets.timers.TimerSocket.
-            wall_clock: the clock that torch's client tells its time by.
+            wall_clock: the clock that torch's client uses.
         """
         self._path = path
         self._holders = holders
@@ -148,24 +147,24 @@ class TimerFifo:
         # The beginning of a line whose end is still in the pipe.
         self._partial = b""
         self._skipping = False
-        # By the numbers that they know themselves by.
+        # By pid in their own namespaces.
         self._processes: dict[int, _ClientProcess] = {}
-        # Processes of the worker in other pid namespaces, by their numbers there, and when that was last looked up.
+        # Processes of the worker in other pid namespaces, by their pids there, and the time of the last scan.
         self._foreign_pids: dict[int, list[int]] = {}
-        self._looked_at = -math.inf
-        # What processes that nobody knows yet have written, with the end of its waiting.
+        self._scanned_at = -math.inf
+        # Requests of processes that are not known yet, with the end of their waiting time.
         self._waiting: list[tuple[float, TimerRequest]] = []
         self._line_timeout: asyncio.TimerHandle | None = None
-        self._complaints = 0
+        self._skipped_lines = 0
 
     def start(self) -> None:
-        """Makes the pipe and reads it.
+        """Make the pipe and begin to read it.
 
         Raises:
             OSError: it can't be made; names the file.
         """
         os.mkfifo(self._path, 0o600)
-        # For writing too: so it never comes to an end when the last of its writers closes it.
+        # Open for writing too, so that reads get no end of file when the last worker process closes it.
         self._pipe = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         for capacity in _CAPACITIES:
             with suppress(OSError):
@@ -174,7 +173,7 @@ class TimerFifo:
         asyncio.get_running_loop().add_reader(self._pipe, self._read)
 
     def stop(self) -> None:
-        """Ends all timers and removes the pipe."""
+        """End all timers and remove the pipe."""
         for process in list(self._processes.values()):
             self._end(process)
         if self._line_timeout is not None:
@@ -189,19 +188,19 @@ class TimerFifo:
             self._path.unlink(missing_ok=True)
 
     def introduce(self) -> None:
-        """More workers have become known: looks again at what was written by processes that were unknown."""
+        """Check the waiting requests of unknown processes again, after new workers have become known."""
         waiting, self._waiting = self._waiting, []
         for until, request in waiting:
             self._act(request, until)
 
     def clear(self, worker_id: str) -> None:
-        """A worker is gone."""
+        """End the timers of a worker that is gone."""
         for process in list(self._processes.values()):
             if process.holder.worker_id == worker_id:
                 self._end(process)
 
     def read_requests(self) -> None:
-        """Takes all that was written and ends the timers of processes that are gone, before anybody is judged."""
+        """Read all requests and end the timers of processes that are gone; called before an expiry is acted on."""
         if self._pipe >= 0:
             self._drain()
         for process in list(self._processes.values()):
@@ -238,19 +237,19 @@ class TimerFifo:
         if len(self._partial) > _LONGEST_LINE:
             self._partial = b""
             if not self._skipping:
-                self._complain(f"a line has more than {_LONGEST_LINE} bytes")
+                self._warn_skipped(f"a line has more than {_LONGEST_LINE} bytes")
             self._skipping = True
 
     def _take(self, line: bytes) -> None:
         try:
             request = parse(line)
         except MalformedRequest as error:
-            self._complain(str(error), line=line[:200].decode("utf-8", "replace"))
+            self._warn_skipped(str(error), line=line[:200].decode("utf-8", "replace"))
             return
         self._act(request, self._holders.clock() + self._holders.limits.introduction)
 
     def _act(self, request: TimerRequest, until: float) -> None:
-        process = self._processes.get(request.pid) or self._meet(request.pid)
+        process = self._processes.get(request.pid) or self._add_process(request.pid)
         if process is None:
             self._hold(request, until)
         else:
@@ -266,12 +265,12 @@ class TimerFifo:
             request.scope,
             max(math.ceil(after / _GRAIN) * _GRAIN, _GRAIN),
             0.0,
-            # SIGKILL comes last in any case.
+            # SIGKILL is sent last in any case.
             signal=0 if request.signal == signal.SIGKILL else request.signal,
         )
 
-    def _meet(self, number: int) -> _ClientProcess | None:
-        """The process that knows itself by a number, if it is the worker's."""
+    def _add_process(self, number: int) -> _ClientProcess | None:
+        """Add the process with pid `number` in its own namespace, if it belongs to the worker."""
         try:
             found = self._find(number)
         except Exception:
@@ -286,7 +285,7 @@ class TimerFifo:
             holder.close()
             return None
         process = self._processes[number] = _ClientProcess(number, holder, self._end)
-        # What it wrote before it was known comes before what it writes now.
+        # Requests from before it was known come before its present one.
         earlier = [request for _, request in self._waiting if request.pid == number]
         self._waiting = [each for each in self._waiting if each[1].pid != number]
         for request in earlier:
@@ -294,7 +293,7 @@ class TimerFifo:
         return process
 
     def _find(self, number: int) -> tuple[str, int] | None:
-        """The worker's name, and the process of it that knows itself by a number, by its number here."""
+        """Return the worker's name, and the pid on this host of its process that has pid `number` in its namespace."""
         worker = self._worker()
         if worker is None:
             return None
@@ -302,16 +301,16 @@ class TimerFifo:
         if self._is(number, number, worker_id):
             return worker_id, number
         now = self._holders.clock()
-        if now >= self._looked_at + _BETWEEN_LOOKS:
-            self._looked_at, self._foreign_pids = now, _foreign_pids_of(root)
-        # Of two that have the same number, in two namespaces, it can't be known which of them wrote.
+        if now >= self._scanned_at + _SCAN_INTERVAL:
+            self._scanned_at, self._foreign_pids = now, _foreign_pids_of(root)
+        # If two processes have the same pid in two namespaces, the writer of a line is unknown.
         pids = self._foreign_pids.get(number, [])
         if len(pids) != 1:
             return None
         return (worker_id, pids[0]) if self._is(pids[0], number, worker_id) else None
 
     def _is(self, pid: int, number: int, worker_id: str) -> bool:
-        """Whether a process is the worker's, and knows itself by that number."""
+        """True if a process belongs to the worker, and has pid `number` in its own namespace."""
         return _own_number(pid) == number and self._worker_of(pid) == worker_id
 
     def _end(self, process: _ClientProcess) -> None:
@@ -319,12 +318,12 @@ class TimerFifo:
         process.close()
 
     def _hold(self, request: TimerRequest, until: float) -> None:
-        """Keeps a line until its process is introduced, or it is time to forget it."""
+        """Keep a request until its process is introduced; skip it with a warning after `until`."""
         now = self._holders.clock()
         if now >= until or len(self._waiting) >= _MOST_WAITING:
             worker_id, _ = self._worker() or ("", 0)
             reason = "it names a process that is neither this worker nor a descendant of it"
-            self._complain(reason, worker_id=worker_id, pid=request.pid)
+            self._warn_skipped(reason, worker_id=worker_id, pid=request.pid)
             return
         self._waiting.append((until, request))
         if self._line_timeout is None:
@@ -334,16 +333,16 @@ class TimerFifo:
         self._line_timeout = None
         self.introduce()
 
-    def _complain(self, reason: str, **about: object) -> None:
-        self._complaints += 1
-        if self._complaints <= _MOST_COMPLAINTS:
+    def _warn_skipped(self, reason: str, **about: object) -> None:
+        self._skipped_lines += 1
+        if self._skipped_lines <= _MOST_WARNINGS:
             log.warning("skipped a line of torch's timer file", reason=reason, **about)
-        if self._complaints == _MOST_COMPLAINTS:
-            log.warning("more lines of torch's timer file that are skipped will not be told of")
+        if self._skipped_lines == _MOST_WARNINGS:
+            log.warning("further skipped lines of torch's timer file will not be logged")
 
 
 class _ClientProcess:
-    """A process that uses torch's client, and the number that it knows itself by. Its timers end with it."""
+    """A process that uses torch's client, with its pid in its own namespace. Its timers end with it."""
 
     def __init__(self, number: int, holder: Holder, on_end: Callable[[_ClientProcess], None]) -> None:
         self.number = number
@@ -351,18 +350,18 @@ class _ClientProcess:
         try:
             self._descriptor = os.pidfd_open(holder.pid)
         except OSError:
-            # Gone already, or too many files are open. It is looked for before anybody is judged.
+            # Gone already, or too many files are open. `read_requests` checks it before an expiry is acted on.
             self._descriptor = -1
         else:
             asyncio.get_running_loop().add_reader(self._descriptor, on_end, self)
 
     def gone(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         process = read_process(self.holder.pid)
         return process is None or process.dead
 
     def close(self) -> None:
-        """Ends its timers."""
+        """End its timers."""
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
@@ -371,7 +370,7 @@ class _ClientProcess:
 
 
 def _own_number(pid: int) -> int | None:
-    """The number that a process knows itself by: that of the innermost pid namespace it is in. None: it is gone."""
+    """Return the pid of a process in its own (innermost) pid namespace; None if it is gone."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             status = file.read()
@@ -382,7 +381,7 @@ def _own_number(pid: int) -> int | None:
 
 
 def _foreign_pids_of(root: int) -> dict[int, list[int]]:
-    """The processes of a worker that know themselves by another number than this host has for them, by that."""
+    """Return a worker's processes with another pid in their own namespace than on this host, by that pid."""
     found: dict[int, list[int]] = {}
     for process in descendants(root):
         number = _own_number(process.pid)

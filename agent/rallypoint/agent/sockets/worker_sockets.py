@@ -1,4 +1,4 @@
-"""The agent's Unix sockets that workers talk to, and what stands behind them."""
+"""The agent's Unix sockets for workers, with the services behind them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rallypoint.rpc.endpoint import SettingError
 from rallypoint.rpc.replica_client import Where
 from rallypoint.timer.client.client import NodeTimers
 
-# A socket's path has 107 bytes at most. Ours adds its folder's name and its own to that of the folder.
+# A socket's path has 107 bytes at most: the folder for temporary files, the sockets' folder and the socket's name.
 _LONGEST_FOLDER = 107 - len("/rallypoint_sockets_12345678/store")
 
 
 class WorkerSockets:
-    """Stands the sockets up for as long as the context lasts.
+    """The sockets, which exist while the context is open.
 
     Attributes:
-        environment: The variables that tell workers where the sockets are; `${local_rank}` is to be replaced.
-        watchdog: Whether the timer service guards the workers.
+        environment: The variables with the sockets' paths, for workers; `${local_rank}` is to be replaced.
+        watchdog: State of the timer service as this host sees it.
     """
 
     def __init__(
@@ -48,14 +48,13 @@ class WorkerSockets:
 
         Args:
             config: The job.
-            rendezvous: Where the rendezvous service is, and with it the store.
+            rendezvous: Address of the rendezvous service, which serves the store too.
             watchdog: Gets the state of the connection to the timer service.
-            worker_of: The worker that a process is, or descends from; None for a stranger.
-            rank_of: The global rank of a worker; None if there is no such worker.
-            on_hung: Called with a timer that expired while its worker held it; returns when what is to be done
-                about that is done. False: it could not be done, and is to be tried again later.
-            worker_at: The name and the process of the worker with a local rank; None if it does not run.
-            entrust: Called with the temporary folder that they are in, as soon as it is there.
+            worker_of: Returns the worker that a process is or descends from; None for other processes.
+            rank_of: Returns the global rank of a worker; None if there is no such worker.
+            on_hung: Handles a timer that expired while its worker held it. Returns False if it failed: try again later.
+            worker_at: Returns name and pid of the worker with a local rank; None if it does not run.
+            entrust: Called with their temporary folder as soon as that exists, to register it for clean-up.
         """
         self.environment: dict[str, str] = {}
         self.watchdog = watchdog
@@ -74,14 +73,14 @@ class WorkerSockets:
         self._incarnation = ""
 
     async def __aenter__(self) -> Self:
-        """Stand them up.
+        """Open the sockets.
 
         Raises:
-            SettingError: There is no place for them; one line.
+            SettingError: They can't be made; one line.
         """
         try:
             async with AsyncExitStack() as stack:
-                await self._stand_up(stack)
+                await self._open(stack)
                 self._stack = stack.pop_all()
         except (OSError, StoreSocketError) as error:
             raise SettingError(
@@ -89,7 +88,7 @@ class WorkerSockets:
             ) from None
         return self
 
-    async def _stand_up(self, stack: AsyncExitStack) -> None:
+    async def _open(self, stack: AsyncExitStack) -> None:
         folder = tempfile.TemporaryDirectory(prefix="rallypoint_sockets_", dir=roomy_folder())
         self._folder = Path(stack.enter_context(folder))
         self._register_cleanup(self._folder)
@@ -110,7 +109,7 @@ class WorkerSockets:
         return Writer(self._config.node_id, self._lease) if self._lease else None
 
     async def act_under(self, lease: int, incarnation: str = "") -> None:
-        """Write and watch timers in the name of a lease of this node, which only grows in an incarnation of the run."""
+        """Use this lease of the node for store writes and timers; it only grows within an incarnation of the run."""
         if self._timers is None:
             self._timers = await self._open_timers(lease, incarnation)
         elif (lease, incarnation) != (self._lease, self._incarnation):
@@ -118,12 +117,12 @@ class WorkerSockets:
         self._lease, self._incarnation = lease, incarnation
 
     def introduce(self) -> None:
-        """More workers have become known to `worker_of`."""
+        """Serve workers that have become known to `worker_of`."""
         if self._timer_socket is not None:
             self._timer_socket.introduce()
 
     def progress_of(self, worker: str) -> tuple[int, float] | None:
-        """The last step of which a worker told, and the seconds since it came to that; None if it told none."""
+        """Return the last step that a worker reported, and the seconds since then; None if it reported none."""
         return self._timers.progress_of(worker) if self._timers is not None else None
 
     def clear(self, worker: str) -> None:
@@ -159,6 +158,6 @@ class WorkerSockets:
 
 
 def roomy_folder() -> str:
-    """The folder for temporary files, or /tmp where its path (on some clusters, long) leaves a socket no room."""
+    """Return the folder for temporary files, or /tmp if its path (long on some clusters) is too long for a socket."""
     chosen = tempfile.gettempdir()
     return chosen if len(os.fsencode(chosen)) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 (a private one inside)

@@ -1,6 +1,6 @@
-"""The agent's end of the spawner: asks it for processes, and hears at once how each of them ends.
+"""The agent's client of the spawner: requests processes and receives their exits.
 
-Nothing here polls: exits and answers arrive on one socket, the spawner's own death there and on a pidfd.
+Nothing here polls: exits and replies arrive on one socket, the spawner's own death there and on a pidfd.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ from rallypoint.agent.spawner.protocol import (
 )
 from rallypoint.agent.spawner.start import SpawnerProcess, start_program
 
-# ---- A worker as the agent that has asked for it sees it.
-
 
 class WorkerProcess:
-    """A worker that was asked for. Made by `Spawner.submit`.
+    """A requested worker, as the agent sees it. Made by `Spawner.submit`.
 
     Attributes:
-        number: the spawner's name for it, never used twice.
-        spec: what was asked for.
+        number: its id in the spawner's protocol, never reused.
+        spec: the requested process.
         pid: its process id once started.
         started: resolves at exec, or raises SpawnError.
-        exit: how it ended, once it has.
+        exit: its exit, once it has ended.
         cleared: resolves when it and all members of its process group are gone, or it never started.
     """
 
@@ -56,59 +54,59 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it may still be running; true from the request on, before exec too."""
+        """True from the request (before exec too) until it has ended or failed to start."""
         return self.exit is None and not self.cleared.done()
 
     def has_started(self, pid: int) -> None:
-        """The spawner says that it is past exec."""
+        """Record that the spawner reported its exec."""
         self.pid = pid
         if not self.started.done():
             self.started.set_result(pid)
 
     def has_failed(self, error: SpawnError) -> None:
-        """The spawner says that it can't be started, or there is none any more."""
+        """Record that it could not be started, or that the spawner died before it was."""
         if not self.started.done():
             self.started.set_exception(error)
-            self.started.exception()  # seen, even if nobody waits any more
+            self.started.exception()  # retrieved, so that asyncio logs nothing if no caller waits any more
         self.is_cleared()
 
-    def has_exited(self, how: WorkerExit) -> None:
-        """The spawner has reaped it, or is known to have died with it."""
-        self.exit = how
-        self._on_exit(how)
+    def has_exited(self, worker_exit: WorkerExit) -> None:
+        """Record its exit: the spawner has reaped it, or the spawner died and the worker with it."""
+        self.exit = worker_exit
+        self._on_exit(worker_exit)
 
     def is_cleared(self) -> None:
-        """Nothing of its process group is left."""
+        """Record that its process group is empty."""
         if not self.cleared.done():
             self.cleared.set_result(None)
 
 
 START_TIMEOUT = 30.0
-"""Seconds from the request to exec. Milliseconds as a rule; a program on a hung network file system takes for
-ever, and then the round must fail with a reason rather than wait."""
+"""Seconds from the request to exec. Usually milliseconds; a program on a hung network file system never gets there,
+and then the round must fail with a reason rather than wait."""
 
 SWEEP_TIMEOUT = 5.0
-"""Seconds that processes have to die of SIGKILL. Freeing tens of gigabytes takes up to a second or two; what
-takes longer is in uninterruptible sleep, and the node is not fit for the next round."""
+"""Seconds for processes to die of SIGKILL. Freeing tens of gigabytes takes one or two seconds; a process that takes
+longer is in uninterruptible sleep, and the node cannot take part in the next round."""
 
 PRELOAD_TIMEOUT = 600.0
-"""Seconds that a spawner which loads what its workers call may take for that. It imports what the user's program
-does, which is a minute where a cold network file system holds it."""
+"""Seconds for a forkserver spawner to load the function of its workers. It imports the modules of the user's
+program: a minute from a cold network file system."""
 
 ANSWER_MARGIN = 2.0
-"""Seconds past a request's own timeout after which a silent spawner counts as dead."""
+"""Seconds after a request's own timeout until a spawner that has not replied counts as dead."""
 
 
 class Spawner:
-    """The agent's end of the spawner process.
+    """Client of one spawner process.
 
     Start it early: it costs a few milliseconds, and the process gets ready while the agent imports the rest.
-    Use it on one event loop. When the process dies, its workers die with it (the kernel sees to that), `on_death`
-    is called, and what the workers left behind is killed. A spawner that doesn't answer in time is treated as
-    dead, and killed.
+    Use it on one event loop. When the process dies, the kernel kills its workers (parent-death signal), `on_death`
+    is called, and their orphans are killed. A spawner that does not reply in time is killed and treated as dead.
     """
 
-    _guards: ClassVar[set[int]] = set()  # of all spawners of this process: one must not kill another's tree
+    # Pids of the guards of all spawners of this process: no spawner's clean-up may kill another one's tree.
+    _guards: ClassVar[set[int]] = set()
 
     def __init__(
         self,
@@ -116,28 +114,28 @@ class Spawner:
         on_death: Callable[[], None] | None = None,
         spare: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
-        """Takes charge of a spawner's process. Use `Spawner.start`, unless its workers are calls.
+        """Use an already started spawner process; `Spawner.start` starts one for workers that are programs.
 
         Args:
             process: the process.
-            on_death: called on the loop when the process is found dead without `close` having been called.
-            spare: pids of the agent's own children in other sessions. After a death, all descendants of this
-                process that are in another session than its own are killed, except these and other spawners.
+            on_death: called on the loop when the process is found dead and `close` was not called.
+            spare: returns the pids of the agent's own children in other sessions. After a death, all descendants
+                of this process in other sessions than its own are killed, except these and other spawners.
 
         Raises:
-            SpawnError: there is no descriptor left to watch the process by.
+            SpawnError: no file descriptor is left to watch the process with.
         """
         try:
-            # Not when the loop runs: with no descriptor left by then, its end could not be waited for.
+            # Opened now, not in attach(): if descriptors ran out by then, its exit could not be awaited.
             self._handle_pidfd = os.pidfd_open(process.handle.pid)
         except OSError as error:
-            process.connection.close()  # which ends it
+            process.connection.close()  # the process exits when its socket closes
             raise SpawnError(f"cannot watch the spawner process: {error.strerror}") from error
         self._guards.add(process.handle.pid)
         self._process = process
         self._handle = process.handle
         self._socket = process.connection
-        self._entrusted: list[Path] = []
+        self._cleanup_folders: list[Path] = []
         self._on_death = on_death
         self._spare = spare
         self._inbox = bytearray()
@@ -156,7 +154,7 @@ class Spawner:
         self._loop: asyncio.AbstractEventLoop
         self._handle_exited: asyncio.Future[None]
         # Set with _dead.
-        self._burial: asyncio.Task[KillResult]
+        self._death_task: asyncio.Task[KillResult]
 
     @classmethod
     def start(
@@ -164,13 +162,10 @@ class Spawner:
         on_death: Callable[[], None] | None = None,
         spare: Callable[[], Collection[int]] = lambda: (),
     ) -> Self:
-        """Starts the helper process; may be called before there is an event loop.
+        """Start the spawner process; may be called before there is an event loop.
 
-        Makes this process a subreaper: should the helper be killed, its orphans come to us, to be killed here.
-
-        Args:
-            on_death: see above.
-            spare: see above.
+        Makes this process a subreaper: if the spawner is killed, the kernel hands its orphans to this process,
+        which kills them. For the arguments see `__init__`.
 
         Raises:
             SpawnError: the process can't be started.
@@ -178,35 +173,34 @@ class Spawner:
         return cls(start_program(), on_death, spare)
 
     def renew(self) -> Self:
-        """Starts another one like this, which is dead; it has the same folders entrusted to it.
+        """Start a replacement for this dead spawner, with the same folders registered for clean-up.
 
         Raises:
-            SpawnError: the process can't be started, or there can be no other.
+            SpawnError: the process can't be started, or it was a fork and cannot be made again.
         """
         another = type(self)(self._process.another(), self._on_death, self._spare)
-        for folder in self._entrusted:
+        for folder in self._cleanup_folders:
             another.register_cleanup(folder)
         return another
 
     def register_cleanup(self, folder: Path) -> None:
-        """Has a temporary folder removed by the helper process, should this process die before it does so itself."""
-        self._entrusted.append(folder)
+        """Register a temporary folder: the guard or spawner removes it if this process dies first."""
+        self._cleanup_folders.append(folder)
         if not self._dead:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # it is dead without our knowing: `renew` will tell the next
+            # BrokenPipeError: it is dead, which is not noticed yet; `renew` registers the folder again.
+            with contextlib.suppress(BrokenPipeError):
                 os.write(self._process.folders, os.fsencode(folder.absolute()) + b"\0")
 
     @property
     def dead(self) -> bool:
-        """Whether the process is gone, or given up."""
+        """True when the process has died, or was given up because it did not reply."""
         return self._dead
 
     def occupy(self, owner: object) -> None:
-        """Reserves the spawner for one owner, since `sweep` spares nobody.
+        """Reserve the spawner for one owner, because `sweep` kills the workers of all owners.
 
         Raises:
-            SpawnError: it is reserved already.
+            SpawnError: another owner has reserved it.
         """
         if self._owner is not None and self._owner is not owner:
             raise SpawnError(
@@ -215,22 +209,22 @@ class Spawner:
         self._owner = owner
 
     def vacate(self, owner: object) -> None:
-        """Ends the reservation, if it is this owner's."""
+        """End this owner's reservation; nothing if another owner holds it."""
         if self._owner is owner:
             self._owner = None
 
     async def spawn(
         self, spec: WorkerSpec, on_exit: Callable[[WorkerExit], None], timeout: float = START_TIMEOUT
     ) -> WorkerProcess:
-        """Starts one worker and waits for its exec.
+        """Start one worker and wait for its exec.
 
         Args:
-            spec: what to start.
+            spec: the process to start.
             on_exit: called once when it has ended, if it was started.
             timeout: seconds to wait; a worker that takes longer may still start.
 
         Raises:
-            SpawnError: it could not be started, in one line.
+            SpawnError: it could not be started; one line.
         """
         (worker,) = self.submit([spec], on_exit)
         await self.wait_started([worker], timeout)
@@ -239,10 +233,10 @@ class Spawner:
     def submit(
         self, specs: Sequence[WorkerSpec], on_exit: Callable[[WorkerExit], None]
     ) -> list[WorkerProcess]:
-        """Asks for workers, all in one message, and returns at once. Must be called on the loop.
+        """Request workers, all in one message, and return at once. Must be called on the loop.
 
         Args:
-            specs: what to start.
+            specs: the processes to start.
             on_exit: called once for each worker that was started, as soon as it has ended.
 
         Raises:
@@ -257,11 +251,11 @@ class Spawner:
         return workers
 
     async def wait_started(self, workers: Sequence[WorkerProcess], timeout: float = START_TIMEOUT) -> None:
-        """Waits until every worker is past exec.
+        """Wait until every worker is past exec.
 
         Raises:
-            SpawnError: of the first, in the given order, that could not be started or took longer than
-                `timeout` seconds. The others may be running.
+            SpawnError: a worker could not be started or took longer than `timeout` seconds; the first such worker
+                in the given order. The others may be running.
         """
         if self._process.preloads:
             await asyncio.wait(
@@ -272,18 +266,18 @@ class Spawner:
         for worker in workers:
             rank = worker.spec.local_rank
             if not worker.started.done():
-                where = worker.spec.argv[0] if worker.spec.argv else ""
+                program_name = worker.spec.argv[0] if worker.spec.argv else ""
                 raise SpawnError(
-                    f"worker {rank}: {where!r} was not started within {timeout:g} s; does the file system that "
-                    "holds it, its working directory or its logs hang?",
+                    f"worker {rank}: {program_name!r} was not started within {timeout:g} s; does the file system "
+                    "of the program, its working directory or its logs hang?",
                     rank,
                 )
             worker.started.result()
 
     def signal(self, workers: Sequence[WorkerProcess], number: int, *, group: bool) -> None:
-        """Signals those workers that live, or their whole process groups. Held back until exec.
+        """Send a signal to the workers that are alive, or to their whole process groups; delayed until exec.
 
-        A spawner that still loads what its workers call, for minutes perhaps, can do nothing for them but end.
+        A spawner that still loads the function of its workers (perhaps for minutes) reads no requests: it is ended.
         """
         numbers = [worker.number for worker in workers if worker.alive]
         if numbers and self._process.preloads and not self._ready.done():
@@ -292,22 +286,22 @@ class Spawner:
             self._send(op="signal", workers=numbers, signal=int(number), group=group)
 
     async def kill(self, worker: WorkerProcess, timeout: float = SWEEP_TIMEOUT) -> KillResult:
-        """Kills one worker's tree: its process, its session, their descendants, and daemons it left behind.
+        """Kill one worker's tree: its process, its session, their descendants, and daemons it left behind.
 
         Returns when all are dead, or after `timeout` seconds.
         """
         return await self._request(timeout, op="kill", worker=worker.number)
 
     async def sweep(self, timeout: float = SWEEP_TIMEOUT) -> KillResult:
-        """Kills every process below the spawner. Exits are reported before this returns."""
+        """Kill every process below the spawner. Exits are reported before this returns."""
         return await self._request(timeout, op="sweep")
 
     async def close(self, timeout: float = SWEEP_TIMEOUT) -> None:
-        """Ends the helper process and all below it; returns when they are gone. May be called again."""
+        """End the spawner and all processes below it; return when they are gone. May be called again."""
         self.attach()
         self._closing = True
         self._lose(timeout)
-        await self._buried()
+        await self._wait_dead()
 
     async def __aenter__(self) -> Self:
         self.attach()
@@ -319,7 +313,7 @@ class Spawner:
         await self.close()
 
     def attach(self) -> None:
-        """Ties the spawner to the running loop, from when on deaths are noticed; other calls do it too."""
+        """Attach to the running loop: deaths are noticed from now on. Other calls attach too."""
         if not self._attached:
             self._attached = True
             self._loop = asyncio.get_running_loop()
@@ -347,7 +341,7 @@ class Spawner:
             self._loop.remove_writer(self._socket)
 
     def _receive(self) -> bool:
-        """Takes in what there is, up to a bound; false when there is no more."""
+        """Read and dispatch up to 256 KiB of events; false when nothing was there to read."""
         try:
             data = self._socket.recv(1 << 18)
         except BlockingIOError:
@@ -374,9 +368,9 @@ class Spawner:
             self._ready.set_result(None)
             return
         if kind == "killed":
-            answer = self._replies.get(event["request"])
-            if answer is not None and not answer.done():
-                answer.set_result(KillResult(event["count"], tuple(event["left"])))
+            reply = self._replies.get(event["request"])
+            if reply is not None and not reply.done():
+                reply.set_result(KillResult(event["count"], tuple(event["left"])))
             return
         worker = self._workers[event["worker"]]
         if kind == "started":
@@ -390,10 +384,10 @@ class Spawner:
             del self._workers[worker.number]
             worker.has_failed(read_failure(worker.spec, event))
 
-    def _report(self, worker: WorkerProcess, how: WorkerExit) -> None:
-        # A callback that raises must not cost the others their news.
+    def _report(self, worker: WorkerProcess, worker_exit: WorkerExit) -> None:
+        # A callback that raises must not keep the other workers' exits from being reported.
         try:
-            worker.has_exited(how)
+            worker.has_exited(worker_exit)
         except Exception as error:
             message = f"on_exit of worker {worker.spec.local_rank} raised"
             self._loop.call_exception_handler({"message": message, "exception": error})
@@ -401,17 +395,17 @@ class Spawner:
     async def _request(self, timeout: float, **request: Any) -> KillResult:
         self.attach()
         if self._dead:
-            return await self._buried()
+            return await self._wait_dead()
         number = next(self._requests)
-        answer = self._replies[number] = self._loop.create_future()
+        reply = self._replies[number] = self._loop.create_future()
         self._send(**request, request=number, timeout=timeout)
         try:
-            return await asyncio.wait_for(answer, timeout + ANSWER_MARGIN)
+            return await asyncio.wait_for(reply, timeout + ANSWER_MARGIN)
         except TimeoutError:
             self._lose()
-            return await self._buried()
+            return await self._wait_dead()
         except _LostError:
-            return await self._buried()
+            return await self._wait_dead()
         finally:
             del self._replies[number]
 
@@ -422,32 +416,32 @@ class Spawner:
         os.close(self._handle_pidfd)
         self._handle_exited.set_result(None)
         while not self._dead and self._receive():
-            pass  # what it said last comes first
+            pass  # events that it sent before it died come first
         self._lose()
 
     def _lose(self, timeout: float = SWEEP_TIMEOUT) -> None:
-        """Gives the spawner up: closing the socket makes the guard kill everything below it."""
+        """Give the spawner up: closing the socket makes the guard kill everything below it."""
         if self._dead:
             return
         self._dead = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        with contextlib.suppress(OSError):  # nobody is left to hear it
-            os.write(self._process.folders, b"\0")  # we live, and remove our folders ourselves
+        with contextlib.suppress(OSError):  # both readers are dead
+            os.write(self._process.folders, b"\0")  # "the agent is alive and removes its folders itself"
         os.close(self._process.folders)
-        self._burial = self._loop.create_task(self._on_spawner_death(timeout))
-        for answer in self._replies.values():
-            if not answer.done():
-                answer.set_exception(_LostError())
+        self._death_task = self._loop.create_task(self._on_spawner_death(timeout))
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(_LostError())
         if self._on_death is not None and not self._closing:
             self._on_death()
 
-    async def _buried(self) -> KillResult:
-        return await asyncio.shield(self._burial)
+    async def _wait_dead(self) -> KillResult:
+        return await asyncio.shield(self._death_task)
 
     async def _on_spawner_death(self, timeout: float) -> KillResult:
-        """Waits for the guard, kills what it may have left to us, and tells every worker's fate."""
+        """Wait for the guard, kill the processes that it left to this one, and report the end of every worker."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._handle_exited), timeout)
         if not self._handle_exited.done():
@@ -455,7 +449,7 @@ class Spawner:
             await self._handle_exited
         left: list[int] = []
         self._guards.discard(self._handle.pid)
-        if self._handle.wait() != 0:  # it did not get to finish: its children are ours now
+        if self._handle.wait() != 0:  # it did not finish killing: its children are this process's now
             left = await asyncio.to_thread(program.kill_descendants, timeout, self._spares())
         for worker in list(self._workers.values()):
             if worker.pid is None:
@@ -473,11 +467,11 @@ class Spawner:
         return KillResult(0, tuple(left))
 
     def _spares(self) -> Callable[[program.ProcessStat], bool]:
-        """What must survive when the tree is killed: all that does not come from this spawner."""
+        """Return a predicate for the processes to spare when the tree is killed: those not from this spawner."""
         session = os.getsid(0)
         spared = {*self._guards, *self._spare()}
         return lambda process: process.session == session or process.pid in spared
 
 
 class _LostError(Exception):
-    """The spawner died with a request unanswered."""
+    """The spawner died before it replied to a request."""

@@ -1,38 +1,38 @@
-"""The spawner: the small process that forks, watches and buries one host's workers.
+"""The spawner: the small process that forks, watches and kills the workers of one host.
 
-The agent itself never forks: it has gRPC loaded, and gRPC and fork don't mix. It runs this file as a program
-of its own, `python -I -S spawner.py <fd> <fd>`, and talks to it over one stream socket. That is why all of it is
-in one file that imports the standard library only, and little of that.
+The agent itself never forks: it has gRPC loaded, and a process with gRPC cannot fork safely. It runs this file as
+a separate program, `python -I -S spawner.py <fd> <fd>`, connected by one stream socket. For this reason all of it
+is one file that imports only a small part of the standard library.
 
-Two processes come of it. The program forks once: the parent stays as the *guard*, the child becomes the
+It consists of two processes. The program forks once: the parent stays as the *guard*, the child becomes the
 *spawner*. Both are child subreapers (prctl(2), PR_SET_CHILD_SUBREAPER), and so is the agent:
 
-    agent ── guard ── spawner ── worker ── whatever the worker starts
-                         └────── whatever a worker started and left behind
+    agent ── guard ── spawner ── worker ── processes that the worker starts
+                         └────── orphans: processes that a worker started and left behind
 
-Whoever of the three dies, one of the others kills what is below. A descendant can't leave the tree: a process
-that daemonises loses its parent and is handed to the nearest subreaper. So "every descendant is gone" has an
-exact meaning, waitpid() saying ECHILD, and needs neither cgroups nor privileges. Any two of the three may be
-SIGKILLed in the same instant and still nothing survives. Should the agent be among the dead, whoever buries the
-tree also removes the temporary folders that the agent has named on the second descriptor, a pipe.
+If any of the three dies, one of the others kills all processes below. A descendant can't leave the tree: a
+process that daemonises loses its parent and is handed to the nearest subreaper. So "every descendant is gone" has
+an exact meaning, waitpid() failing with ECHILD, and needs neither cgroups nor privileges. Any two of the three may
+be SIGKILLed in the same instant and still nothing survives. If the agent is dead, the process that kills the tree
+also removes the temporary folders that the agent has named on the second descriptor, a pipe.
 
-A worker is a program, or a fork of the spawner that calls a function: `main` is told which by whoever runs it
-inside a process that has the function (see rallypoint.worker.call).
+A worker is a program, or a fork of the spawner that calls a function; `main` gets the function from the process
+that has it (see rallypoint.worker.call).
 
 Frames are a four-byte big-endian length and a JSON object, both ways.
 
     {"op": "spawn", "workers": [{"worker", "argv", "env", "cwd", "stdout", "stderr", "cpus", "rlimits", "call"}]}
-        answered for each worker by "started" {worker, pid, at} or "failed" {worker, step, errno, text}
+        reply for each worker: "started" {worker, pid, at} or "failed" {worker, step, errno, text}
     {"op": "signal", "workers": [ids], "signal": n, "group": bool}
-        to the process groups (or the processes alone) of those that live; held back until exec has happened
+        to the process groups (or only the processes) of living workers; delayed until exec has happened
     {"op": "kill", "request": n, "worker": id, "timeout": s}     one worker's whole tree
     {"op": "sweep", "request": n, "timeout": s}                  everything
-        answered by "killed" {request, count, left}: left holds the pids that outlived SIGKILL for that long
+        reply: "killed" {request, count, left}: left holds the pids that survived SIGKILL for that long
 
-Unasked: "ready" {pid} once; "exited" {worker, pid, status, at, time, user, system, max_rss} as soon as a
-worker was reaped; "cleared" {worker} when its process group has no member left either. `at` is in seconds of
+Sent without a request: "ready" {pid} once; "exited" {worker, pid, status, at, time, user, system, max_rss} as soon
+as a worker was reaped; "cleared" {worker} when its process group has no member left either. `at` is in seconds of
 CLOCK_MONOTONIC, one clock for the whole host; `time` in Unix seconds; `max_rss` in bytes. A worker's
-"started" precedes its "exited", and all of a sweep's "exited" precede its "killed".
+"started" precedes its "exited", and all "exited" of a sweep precede its "killed".
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
-WAIT_ALL = 0x40000000  # __WALL: reap clone() children too, else ECHILD would not mean "nobody left"
+WAIT_ALL = 0x40000000  # __WALL: reap clone() children too, else ECHILD would not mean "no child left"
 MAX_FRAME = 64 << 20
-"""Bytes. Environments of all workers of a host fit many times over; more is a garbled stream."""
+"""Bytes. The environments of all workers of a host need a small part of it; a longer frame is a garbled stream."""
 
 LAST_SWEEP = 10.0
-"""Seconds that the guard and the spawner go on killing once the agent is gone. Processes die in milliseconds;
-what takes longer sits in the kernel (dead NFS, a wedged driver) and can't be helped by waiting."""
+"""Seconds that the guard and the spawner continue to kill once the agent is gone. Processes die in milliseconds; one
+that takes longer is blocked in the kernel (dead NFS, a hung driver), and waiting does not help."""
 
 SPAWN_MARK = "RALLYPOINT_SPAWN_ID"
-"""Set in each worker's environment: tells whose a process is once it has lost its parent and its session."""
+"""Set in each worker's environment: identifies the worker of a process that has lost its parent and its session."""
 
 
 class ProcessStat(NamedTuple):
-    """One line of /proc/<pid>/stat, the part that says where in the tree a process stands."""
+    """The fields of /proc/<pid>/stat that give the position of a process in the tree."""
 
     pid: int
     state: str
@@ -75,12 +75,12 @@ class ProcessStat(NamedTuple):
 
     @property
     def dead(self) -> bool:
-        """Whether only the entry in its parent's books is left."""
+        """True for a zombie: only its entry in the process table is left."""
         return self.state in "ZX"
 
 
 def prctl(option: int, argument: int | bytes) -> None:
-    """Calls prctl(2). Raises OSError."""
+    """Call prctl(2). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
     if libc.prctl(ctypes.c_int(option), value, 0, 0, 0) != 0:
@@ -89,12 +89,12 @@ def prctl(option: int, argument: int | bytes) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes orphaned descendants of this process its children, instead of init's. Raises OSError."""
+    """Make orphaned descendants of this process its children, instead of init's. Raises OSError."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def read_process(pid: int) -> ProcessStat | None:
-    """Reads where a process stands; None if there is no such process."""
+    """Read /proc/<pid>/stat; None if there is no such process."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -111,17 +111,17 @@ def read_process(pid: int) -> ProcessStat | None:
 
 
 def descendants(root: int, keep: Callable[[ProcessStat], bool] | None = None) -> list[ProcessStat]:
-    """Lists the descendants of a process, parents before children, zombies included.
+    """List the descendants of a process, parents before children, zombies included.
 
-    A process that forks and exits all the time may be missed: it is gone before it is looked at, and its child
-    was not yet there when the list was made. `watch_forks` tells whether that may have happened.
+    A process that forks and exits all the time may be missed: it is gone before it is read, and its child did
+    not exist yet when the list was made. `watch_forks` shows if that may have happened.
 
     Args:
-        root: whose descendants; not itself in the list.
+        root: pid of the ancestor; not itself in the list.
         keep: a process for which this is true is left out, with everything below it.
     """
     # One pass over /proc rather than /proc/<pid>/task/<tid>/children: not every kernel has those files, and a
-    # trainer has hundreds of threads, each with a list of its own. Youngest first: they go the soonest.
+    # trainer has hundreds of threads, each with a list of its own. Youngest first: they exit soonest.
     children: dict[int, list[ProcessStat]] = {}
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         if (process := read_process(pid)) is not None:
@@ -137,77 +137,78 @@ def descendants(root: int, keep: Callable[[ProcessStat], bool] | None = None) ->
 
 
 def watch_forks() -> bytes:
-    """What /proc/loadavg says was the last pid given out: the same before and after means no fork between."""
+    """Return the last pid that the kernel assigned (/proc/loadavg): if unchanged between two calls, no fork."""
     with open("/proc/loadavg", "rb") as file:
         return file.read().rsplit(None, 1)[-1]
 
 
-def kill_group(victims: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
-    """Sends SIGKILL to processes and to the process groups they are in.
+def kill_group(targets: Iterable[ProcessStat], family: set[int]) -> dict[int, int]:
+    """Send SIGKILL to processes and to their process groups.
 
-    The groups, because a signal to a group and a fork exclude one another in the kernel: a process that forks
-    faster than we can look still can't leave its group that way. A group's number stays taken while it has a
-    member, and its members all descend from the process that made it. Spared are the groups of our own session
-    (a fork that has not become a worker yet is in one) and, should the number have been handed on since, a
-    group whose leader is no relative.
+    Groups first, because the kernel excludes a signal to a group and a fork from each other: a process that forks
+    faster than this one can list processes still can't leave its group that way. A group's number stays in use
+    while it has a member, and all members descend from the process that made it. Two kinds of groups are spared:
+    those of this process's own session (a fork that has not become a worker yet is in one), and a group whose
+    leader is not in the family, because the number may have been reused.
 
-    Then each process, in case it is in such a group. The pidfd pins one process; if the stat line read *after*
-    it was opened shows a parent in the family, it is one of ours: had the pid been handed on in between, the
-    pidfd would refer to a dead process and the signal would go nowhere.
+    Then each process, in case its group was spared. The pidfd pins one process; if the stat line read *after* it
+    was opened shows a parent in the family, the process is in the tree: if the pid had been reused in between, the
+    pidfd would refer to a dead process and the signal would have no effect.
 
     Args:
-        victims: whom.
+        targets: the processes to kill.
         family: pids of the tree's processes, its root included: the parents that prove kinship.
 
     Returns:
-        By pid, the pidfd of each process struck, readable once it is dead, for the caller to close. At most
-        _PIDFDS_HELD have one: a fork bomb must not use up our descriptors. The others have -1.
+        By pid, the pidfd of each killed process, readable once it is dead, for the caller to close. At most
+        _PIDFDS_HELD have one: a fork bomb must not use up this process's descriptors. The others have -1.
     """
-    victims = list(victims)
+    targets = list(targets)
     session = os.getsid(0)
-    for group in {victim.group for victim in victims if victim.session != session}:
-        if group <= 1:  # of a process in the middle of its end, stat may say -1: everybody, to killpg()
+    for group in {target.group for target in targets if target.session != session}:
+        # stat may show -1 for a process that is exiting; killpg(-1) would signal all processes.
+        if group <= 1:
             continue
         leader = read_process(group)
         if leader is None or leader.parent in family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
-    struck: dict[int, int] = {}
-    for victim in victims:
+    killed: dict[int, int] = {}
+    for target in targets:
         try:
-            pidfd = os.pidfd_open(victim.pid)
+            pidfd = os.pidfd_open(target.pid)
         except OSError:
             continue
-        now = read_process(victim.pid)
+        now = read_process(target.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if now is not None and now.parent in family:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                struck[victim.pid] = pidfd if len(struck) < _PIDFDS_HELD else -1
-        if struck.get(victim.pid, -1) < 0:
+                killed[target.pid] = pidfd if len(killed) < _PIDFDS_HELD else -1
+        if killed.get(target.pid, -1) < 0:
             os.close(pidfd)
-    return struck
+    return killed
 
 
 _PIDFDS_HELD = 64
 
 
 def kill_descendants(timeout: float, keep: Callable[[ProcessStat], bool] | None = None) -> list[int]:
-    """Kills every descendant of the calling process, a subreaper, and waits until all are dead.
+    """Kill every descendant of the calling process, a subreaper, and wait until all are dead.
 
-    New processes that appear meanwhile die too. With nobody to keep, the end is exact: all children are reaped,
-    and there are no more. Else only children that are dead and not to be kept are reaped, and the end is when
-    nobody is found, by a look during which nobody has forked, or by several.
+    Processes that appear meanwhile are killed too. Without `keep` the end is exact: all children are reaped, and
+    no child is left. With `keep`, only dead children that are not to be kept are reaped, and the end is reached
+    when a scan finds no process and no fork happened during it, or when several scans in a row find none.
 
     Args:
-        timeout: seconds after which to give up on processes that SIGKILL doesn't end (uninterruptible sleep).
+        timeout: seconds after which to give up on processes that SIGKILL does not end (uninterruptible sleep).
         keep: a process for which this is true is spared, with everything below it.
 
     Returns:
-        The pids that are left; empty when all are gone.
+        The pids of the processes that are left; empty when all are gone.
     """
     me = os.getpid()
     deadline = time.monotonic() + timeout
-    vain_looks = 0
+    empty_scans = 0
     while True:
         before = watch_forks()
         tree = descendants(me, keep)
@@ -221,30 +222,30 @@ def kill_descendants(timeout: float, keep: Callable[[ProcessStat], bool] | None 
         if remaining <= 0:
             return [process.pid for process in living]
         if not living:
-            vain_looks += 1
-            # Whoever was dead below one that is dead as well is ours to reap by now, and was not yet when we looked.
-            if _reap(-1) if keep is None else not tree and (undisturbed or vain_looks > _VAIN_LOOKS):
+            empty_scans += 1
+            # A dead process below a dead parent has become this process's child since the scan: reap again.
+            if _reap(-1) if keep is None else not tree and (undisturbed or empty_scans > _MAX_EMPTY_SCANS):
                 return []
-            select.poll().poll(2)  # overlooked, or dead but held by a debugger
+            select.poll().poll(2)  # a process was missed by the scan, or is dead but held by a debugger
             continue
-        vain_looks = 0
-        struck = kill_group(living, {me, *(process.pid for process in tree)})
+        empty_scans = 0
+        killed = kill_group(living, {me, *(process.pid for process in tree)})
         poll = select.poll()
-        for pidfd in struck.values():
+        for pidfd in killed.values():
             if pidfd >= 0:
                 poll.register(pidfd, select.POLLIN)
-        # Nothing to wait for: it has hopped on meanwhile, or is another user's and may not be killed.
-        poll.poll(min(remaining, 1.0 if struck else 0.02) * 1000)
-        for pidfd in struck.values():
+        # If none was killed: the process has replaced itself by a fork, or belongs to another user.
+        poll.poll(min(remaining, 1.0 if killed else 0.02) * 1000)
+        for pidfd in killed.values():
             if pidfd >= 0:
                 os.close(pidfd)
 
 
-_VAIN_LOOKS = 10  # on a host that forks all the time no look is undisturbed
+_MAX_EMPTY_SCANS = 10  # on a host where processes fork all the time, a fork happens during every scan
 
 
 def _reap(pid: int) -> bool:
-    """Reaps one child if it is dead, or for -1 all that are; true if there is no such child, or none at all."""
+    """Reap one child if it is dead, or with -1 all dead children; true if no such child exists."""
     try:
         while os.waitpid(pid, os.WNOHANG | WAIT_ALL)[0] != 0:
             pass
@@ -254,7 +255,7 @@ def _reap(pid: int) -> bool:
 
 
 def _wake_on_signals(*numbers: int) -> int:
-    """Turns signals into bytes on a pipe, so that one poll() waits for everything; returns its read end."""
+    """Turn signals into bytes on a pipe, so that one poll() waits for everything; return its read end."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in numbers:
         signal.signal(number, lambda _signal, _frame: None)
@@ -277,45 +278,45 @@ class _Child:
         self.number = number
         self.pid = pid
         self.exec_pipe: int | None = exec_pipe  # open until exec succeeded or failed
-        self.held: list[tuple[int, bool]] = []  # signals that came before exec
+        self.held: list[tuple[int, bool]] = []  # signals requested before exec
         self.failed = False
         self.reaped = False
 
 
 class _KillRequest:
-    """A request to kill until nothing is left: of one worker, or of all."""
+    """A request to kill until no process is left, of one worker or of all."""
 
-    __slots__ = ("deadline", "request", "struck", "vain_scans", "worker")
+    __slots__ = ("deadline", "empty_scans", "killed", "request", "worker")
 
     def __init__(self, request: int, worker: int | None, deadline: float) -> None:
         self.request = request
         self.worker = worker
         self.deadline = deadline
-        self.struck: set[int] = set()
-        self.vain_scans = 0
+        self.killed: set[int] = set()
+        self.empty_scans = 0
 
 
 class _SpawnerLoop:
     """The event loop of the spawner process."""
 
     def __init__(self, agent: int, guard: int, call: Call | str | None, private: Iterable[int]) -> None:
-        """Sets up.
+        """Set up.
 
         Args:
             agent: descriptor of the socket to the agent.
             guard: pid of the guard.
-            call: what workers that are calls call; a text if it could not be had: why.
-            private: descriptors that a worker which is a call must not keep. (Exec closes them by itself.)
+            call: the function for workers that are calls; the reason, as text, if it could not be loaded.
+            private: descriptors that a worker that is a call must not keep. (Exec closes them by itself.)
         """
         self._agent = agent
-        self._supervisor = guard
+        self._guard = guard
         self._call = call
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._workers: dict[int, _Child] = {}
         self._by_pid: dict[int, _Child] = {}
         self._by_pipe: dict[int, _Child] = {}
-        self._hunts: list[_KillRequest] = []
+        self._kills: list[_KillRequest] = []
         self._scan_due = False
         self._scan_not_before = 0.0
         self._signals = _wake_on_signals(signal.SIGCHLD, signal.SIGUSR1)
@@ -325,11 +326,11 @@ class _SpawnerLoop:
         self._poll.register(self._agent, select.POLLIN)
 
     def run(self) -> None:
-        """Serves the agent until it, or the guard, is gone."""
-        # The parent-death signal closes the gap of a guard that dies; checked after it is armed.
+        """Serve requests of the agent until it, or the guard, is gone."""
+        # The parent-death signal wakes poll() when the guard dies; the loop compares getppid() after it is armed.
         prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
         self._send(event="ready", pid=os.getpid())
-        while os.getppid() == self._supervisor:
+        while os.getppid() == self._guard:
             self._flush()
             ready = self._poll.poll(self._poll_timeout())
             # Requests before deaths: "spawn, sweep" sent in one go must find the worker.
@@ -340,14 +341,14 @@ class _SpawnerLoop:
                     if not self._receive():
                         return
                 elif fd in self._by_pipe:
-                    self._learn_of_exec(self._by_pipe[fd])
+                    self._read_exec_result(self._by_pipe[fd])
             childless = self._reap()
-            self._advance_hunts(childless)
+            self._advance_kills(childless)
 
-    # -- talking with the agent
+    # -- requests and events
 
     def _receive(self) -> bool:
-        """Takes in what the agent sent; false when the agent is gone."""
+        """Read and carry out requests of the agent; false when the agent is gone."""
         try:
             while data := os.read(self._agent, 1 << 16):
                 self._inbox += data
@@ -368,7 +369,7 @@ class _SpawnerLoop:
                 break
             request = json.loads(bytes(self._inbox[4 : 4 + length]))
             del self._inbox[: 4 + length]
-            self._obey(request)
+            self._handle(request)
         return True
 
     def _send(self, **event: Any) -> None:
@@ -382,11 +383,11 @@ class _SpawnerLoop:
         except BlockingIOError:
             self._poll.modify(self._agent, select.POLLIN | select.POLLOUT)
         except OSError:
-            self._outbox.clear()  # the agent is gone; reading will say so
+            self._outbox.clear()  # the agent is gone: the next read notices it
         else:
             self._poll.modify(self._agent, select.POLLIN)
 
-    def _obey(self, request: dict[str, Any]) -> None:
+    def _handle(self, request: dict[str, Any]) -> None:
         operation = request["op"]
         if operation == "spawn":
             for spec in request["workers"]:
@@ -396,7 +397,7 @@ class _SpawnerLoop:
                 self._signal(number, request["signal"], request["group"])
         else:
             worker = request["worker"] if operation == "kill" else None
-            self._hunts.append(
+            self._kills.append(
                 _KillRequest(request["request"], worker, time.monotonic() + request["timeout"])
             )
             self._scan_due = True
@@ -424,8 +425,8 @@ class _SpawnerLoop:
         self._workers[number] = self._by_pid[pid] = self._by_pipe[read_end] = worker
         self._poll.register(read_end, select.POLLIN)
 
-    def _learn_of_exec(self, worker: _Child) -> None:
-        """Reads how exec went: end of file when it worked (the pipe closes on exec), else the reason."""
+    def _read_exec_result(self, worker: _Child) -> None:
+        """Read the result of exec: end of file for success (the pipe closes on exec), else the error."""
         pipe = worker.exec_pipe
         if pipe is None:
             return
@@ -454,11 +455,11 @@ class _SpawnerLoop:
         if worker.exec_pipe is None:
             self._deliver(worker, signal_number, group)
         else:
-            # Before exec it has no session of its own yet, and would ignore what the spawner ignores.
+            # Before exec it has no session of its own yet, and ignores the signals that the spawner ignores.
             worker.held.append((signal_number, group))
 
     def _deliver(self, worker: _Child, number: int, group: bool) -> None:
-        # Not reaped: the number is still its own, so neither call can hit a stranger.
+        # It is not reaped, so its pid is not reused: neither call can signal another process.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if group:
                 os.killpg(worker.pid, number)
@@ -468,7 +469,7 @@ class _SpawnerLoop:
     # -- deaths
 
     def _reap(self) -> bool:
-        """Reaps all that is dead, workers and adopted orphans; true when no child is left at all."""
+        """Reap all dead children, workers and adopted orphans; true when no child is left at all."""
         childless = False
         while True:
             try:
@@ -483,7 +484,7 @@ class _SpawnerLoop:
             if worker is None:
                 continue
             worker.reaped = True
-            self._learn_of_exec(worker)
+            self._read_exec_result(worker)
             if worker.failed:
                 del self._workers[worker.number]
                 continue
@@ -504,12 +505,12 @@ class _SpawnerLoop:
                 self._send(event="cleared", worker=worker.number)
         return childless
 
-    def _advance_hunts(self, childless: bool) -> None:
-        """Strikes again where something was left, and reports the hunts that are over."""
-        if not self._hunts:
+    def _advance_kills(self, childless: bool) -> None:
+        """Kill the processes still left of each kill request, and report the requests that are done."""
+        if not self._kills:
             return
         now = time.monotonic()
-        overdue = any(now >= hunt.deadline for hunt in self._hunts)
+        overdue = any(now >= kill.deadline for kill in self._kills)
         if not (childless or overdue or (self._scan_due and now >= self._scan_not_before)):
             return
         self._scan_due = False
@@ -517,29 +518,29 @@ class _SpawnerLoop:
         tree = [] if childless else descendants(os.getpid())
         undisturbed = watch_forks() == before
         family = {os.getpid(), *(process.pid for process in tree)}
-        for hunt in list(self._hunts):
-            victims = [process for process in self._tree_of(hunt.worker, tree) if not process.dead]
-            hunt.vain_scans = 0 if victims else hunt.vain_scans + 1
-            # A sweep is over when the kernel says so; of a single worker's tree only looking can tell.
-            found_none = hunt.vain_scans > 0 and (undisturbed or hunt.vain_scans > _VAIN_LOOKS)
-            if now >= hunt.deadline or (childless if hunt.worker is None else found_none):
-                self._hunts.remove(hunt)
-                left = [process.pid for process in victims]
-                self._send(event="killed", request=hunt.request, count=len(hunt.struck), left=left)
+        for kill in list(self._kills):
+            targets = [process for process in self._tree_of(kill.worker, tree) if not process.dead]
+            kill.empty_scans = 0 if targets else kill.empty_scans + 1
+            # A sweep is done when waitpid() returns ECHILD; for one worker's tree there is only the scan.
+            found_none = kill.empty_scans > 0 and (undisturbed or kill.empty_scans > _MAX_EMPTY_SCANS)
+            if now >= kill.deadline or (childless if kill.worker is None else found_none):
+                self._kills.remove(kill)
+                left = [process.pid for process in targets]
+                self._send(event="killed", request=kill.request, count=len(kill.killed), left=left)
                 continue
-            struck = kill_group(victims, family)
-            hunt.struck.update(struck)
-            for pidfd in struck.values():
+            killed = kill_group(targets, family)
+            kill.killed.update(killed)
+            for pidfd in killed.values():
                 if pidfd >= 0:
                     os.close(pidfd)
-            # Somebody may have hopped on; and without a victim no death will remind us to look.
-            self._scan_due = self._scan_due or len(struck) < max(1, len(victims))
-        # Looking costs some 10 µs for each process of the host, ours or not: spend at most half the time so.
+            # A target may have replaced itself by a fork; and if none was killed, no death triggers the next scan.
+            self._scan_due = self._scan_due or len(killed) < max(1, len(targets))
+        # A scan costs some 10 µs for each process of the host, not only ours: scan at most half of the time.
         finished = time.monotonic()
         self._scan_not_before = finished + (finished - now)
 
     def _tree_of(self, number: int | None, tree: list[ProcessStat]) -> list[ProcessStat]:
-        """Picks one worker's processes: itself, its session, orphans with its mark, and all their children."""
+        """Select one worker's processes: itself, its session, orphans with its mark, and all their children."""
         if number is None:
             return tree
         worker = self._workers.get(number)
@@ -554,15 +555,14 @@ class _SpawnerLoop:
         return list(picked.values())
 
     def _poll_timeout(self) -> float | None:
-        """How long poll() may wait, in milliseconds; None for as long as nothing happens."""
-        moments = [hunt.deadline for hunt in self._hunts]
-        if self._hunts and self._scan_due:
-            moments.append(self._scan_not_before)
-        if not moments:
+        """Milliseconds that poll() may wait; None: until an event."""
+        times = [kill.deadline for kill in self._kills]
+        if self._kills and self._scan_due:
+            times.append(self._scan_not_before)
+        if not times:
             return None
-        return (
-            max(0.0, min(moments) - time.monotonic()) * 1000 + 1
-        )  # poll() rounds down: never a moment early
+        # poll() rounds down; one millisecond more, so that it never returns too early.
+        return max(0.0, min(times) - time.monotonic()) * 1000 + 1
 
 
 def _mark(spawner: int, number: int) -> str:
@@ -590,13 +590,13 @@ def _group_is_empty(group: int) -> bool:
 def _become_worker(
     spec: dict[str, Any], report: int, spawner: int, call: Call | str | None, private: Iterable[int]
 ) -> NoReturn:
-    """Turns a fresh fork into the worker; where that fails, says through the pipe at which step, and exits."""
+    """Turn a fresh fork into the worker; on an error, report the failed step through the pipe and exit."""
     step = "session"
     try:
         wakeup = signal.set_wakeup_fd(-1)
         os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != spawner:  # it died before the signal was armed
+        if os.getppid() != spawner:  # the spawner died before the signal was armed
             os._exit(127)
         for number in _CATCHABLE:
             signal.signal(number, signal.SIG_DFL)
@@ -615,7 +615,7 @@ def _become_worker(
             if spec[step] is not None:
                 _open_as(target, _raw(spec[step]), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         step = "rlimits"
-        _set_limits(spec["rlimits"])  # last: with few descriptors or little memory nothing above would work
+        _set_limits(spec["rlimits"])  # last: with few descriptors or little memory the steps above would fail
         if spec["call"]:
             step = "call"
             if call is None or isinstance(call, str):
@@ -634,7 +634,7 @@ def _become_worker(
 
 
 def _open_as(target: int, path: bytes, flags: int) -> None:
-    """Opens a file under a given number."""
+    """Open a file as the given descriptor."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     os.dup2(fd, target)
     if fd != target:
@@ -642,10 +642,10 @@ def _open_as(target: int, path: bytes, flags: int) -> None:
 
 
 def _set_limits(limits: dict[str, list[int]]) -> None:
-    """Sets limits of resources. Raises ValueError: it may not, or there is no such limit."""
+    """Set resource limits. Raises ValueError: not permitted, or no such limit."""
     if not limits:
         return
-    import resource  # noqa: PLC0415 (a shared library, which few need)
+    import resource  # noqa: PLC0415 (a shared library, rarely needed)
 
     for name, (soft, hard) in limits.items():
         number = getattr(resource, f"RLIMIT_{name.upper()}", None)
@@ -659,11 +659,11 @@ def _set_limits(limits: dict[str, list[int]]) -> None:
 
 
 def _take_environment(environment: dict[bytes, bytes]) -> None:
-    """Gives a fork the environment that exec would have given it, in the eyes of other processes too."""
+    """Give a fork the environment that exec would have given it, as other processes see it too."""
     os.environb.clear()
     os.environb.update(environment)
-    # /proc/<pid>/environ goes on showing the memory in which exec had put it, to the worker's own forks as well:
-    # without the mark there, those that daemonise could not be told from another worker's.
+    # /proc/<pid>/environ shows the memory where exec put the environment, also for the worker's own forks: without
+    # the mark there, its daemons could not be distinguished from another worker's.
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
@@ -673,10 +673,11 @@ def _take_environment(environment: dict[bytes, bytes]) -> None:
 
 
 def _call_and_exit(call: Call, private: Iterable[int]) -> NoReturn:
-    """Ends the worker with what the function that it calls returns."""
+    """Call the function and exit with the exit code that it returns."""
     status = 1
     try:
-        for fd in private:  # the pipe on which the spawner waits for exec among them: this is as good as exec
+        # Among them the pipe on which the spawner waits for exec: closing it reports success.
+        for fd in private:
             os.close(fd)
         status = call()
     finally:
@@ -687,12 +688,12 @@ _CATCHABLE = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
 def _raw(text: str) -> bytes:
-    """The exact bytes the agent meant, whatever the locale of either process."""
+    """Return the exact bytes that the agent encoded; independent of the locale of both processes."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def _guard_agent(spawner: int, agent: int) -> bool:
-    """Waits for the end of the spawner or of the agent, then kills everything below; true when all is dead."""
+    """Wait for the end of the spawner or the agent, then kill everything below; true when all are dead."""
     signals = _wake_on_signals(signal.SIGCHLD)
     poll = select.poll()
     poll.register(signals, select.POLLIN)
@@ -701,13 +702,13 @@ def _guard_agent(spawner: int, agent: int) -> bool:
         if any(fd == agent for fd, _events in poll.poll()):
             break
         _empty(signals)
-    os.close(agent)  # the last copy, if the spawner is dead: an agent that lives learns of it now
-    # The spawner, if it still lives, goes with the rest: it might be stopped, or stuck.
+    os.close(agent)  # the last copy if the spawner is dead: a living agent sees end of file now
+    # A living spawner is killed with the rest: it might be stopped, or stuck.
     return not kill_descendants(LAST_SWEEP)
 
 
-def _has_lost(guard: int) -> bool:
-    """Whether the spawner's guard is dead: else that clears up, once it has killed the spawner."""
+def _guard_is_dead(guard: int) -> bool:
+    """True if the guard is dead. If not, the guard kills the spawner and then removes the folders itself."""
     try:
         fd = os.pidfd_open(guard)
     except ProcessLookupError:
@@ -717,28 +718,26 @@ def _has_lost(guard: int) -> bool:
             return True
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        # One in the middle of its end still looks alive. One that lives has better things to do than to die.
-        return bool(poll.poll(_LAST_MOMENT * 1000))
+        # A process that is exiting still looks alive, so wait. A living guard does not exit by itself.
+        return bool(poll.poll(_GUARD_DEATH_TIMEOUT * 1000))
     finally:
         os.close(fd)
 
 
-_LAST_MOMENT = 1.0  # seconds for a guard to be dead, or to kill the spawner
+_GUARD_DEATH_TIMEOUT = 1.0  # seconds for a guard to be dead, or to kill the spawner
 
 
-def _clear_up(folders: int) -> None:
-    """Removes what an agent that is dead can't remove any more; one that lives says that it does so itself.
+def _remove_folders(folders: int) -> None:
+    """Remove the temporary folders of a dead agent; a living agent reports that it removes them itself.
 
     Args:
-        folders: pipe from the agent, with the paths of its temporary folders and a NUL byte after each; an empty
-            path is what one that lives says.
+        folders: pipe from the agent, with the path of each folder and a NUL byte; an empty path: the agent is alive.
     """
     poll = select.poll()
     poll.register(folders, select.POLLIN)
     content = b""
-    while poll.poll(
-        _LAST_WORDS * 1000
-    ):  # a process in the middle of its end looks alive: only the pipe can tell
+    # An agent that is exiting looks alive: only the pipe shows that it is dead.
+    while poll.poll(_AGENT_REPORT_TIMEOUT * 1000):
         piece = os.read(folders, 1 << 16)
         content += piece
         if content[:1] == b"\0" or content.endswith(b"\0\0"):
@@ -753,27 +752,27 @@ def _clear_up(folders: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-_LAST_WORDS = 3.0  # seconds for an agent to be dead, or to say that it lives; a suspended one does neither
+_AGENT_REPORT_TIMEOUT = 3.0  # seconds to die or to report that it is alive; a suspended agent does neither
 
 
 def _leave_terminal_signals_to_the_agent() -> None:
-    """Ctrl-C and the scheduler's SIGTERM may hit everything at once; what to do about them the agent decides."""
+    """Ignore Ctrl-C and the scheduler's SIGTERM, which may reach all processes at once: the agent handles them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
 
 Call = Callable[[], int]
-"""What a worker that is a call calls, in its own process; returns its exit code, and raises nothing."""
+"""The function of a worker that is a call; runs in the worker's process, returns its exit code, raises nothing."""
 
 
 def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> None:
-    """Becomes guard and spawner. The guard exits with 0 if it has left nothing alive.
+    """Become guard and spawner. The guard exits with 0 if no process is left alive.
 
     Args:
         agent: descriptor of the socket to the agent, which is the parent of this process.
         folders: descriptor of the pipe on which the agent names its temporary folders.
-        load: called in the spawner before anything else; returns what workers that are calls call. What it raises
-            is the reason why none can be started.
+        load: called in the spawner before anything else; returns the function for workers that are calls. If it
+            raises, every start of such a worker fails with that error.
     """
     for fd in (agent, folders):
         os.set_inheritable(fd, False)
@@ -785,7 +784,7 @@ def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> No
     if child != 0:
         prctl(PR_SET_NAME, b"rallypoint-grd")
         all_dead = _guard_agent(child, agent)
-        _clear_up(folders)
+        _remove_folders(folders)
         sys.exit(0 if all_dead else 1)
     become_subreaper()
     prctl(PR_SET_NAME, b"rallypoint-spwn")
@@ -794,13 +793,13 @@ def main(agent: int, folders: int, load: Callable[[], Call] | None = None) -> No
         _SpawnerLoop(agent, guard, call, (folders,)).run()
     finally:
         kill_descendants(LAST_SWEEP)
-        if _has_lost(guard):
-            _clear_up(folders)
+        if _guard_is_dead(guard):
+            _remove_folders(folders)
 
 
 def _load(load: Callable[[], Call], guard: int) -> Call | str:
-    """Has what workers will call, which may take a user's imports; or the reason why not."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody can wake it up meanwhile
+    """Load the function that workers call, which may run a user's imports; on an error return it as text."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the loop that handles the guard's death does not run yet
     if os.getppid() != guard:
         sys.exit(1)
     try:

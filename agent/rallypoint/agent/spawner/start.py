@@ -1,4 +1,4 @@
-"""Makes the spawner's process: a program of its own, or a fork of this one."""
+"""Starts the spawner's process: a program of its own, or a fork of this process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rallypoint.agent.spawner.protocol import SpawnError
 
 
 class SpawnerHandle(Protocol):
-    """The process that was started; subprocess.Popen has more of this kind."""
+    """A started process: the part of subprocess.Popen that is used here."""
 
     @property
     def pid(self) -> int:
         """Its process id."""
 
     def kill(self) -> None:
-        """Sends it SIGKILL."""
+        """Send SIGKILL."""
 
     def wait(self) -> int:
-        """Reaps it; returns its exit code."""
+        """Reap it; return its exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class SpawnerProcess:
     """A spawner that has been started.
 
     Attributes:
-        guard: the guard; the spawner itself is below it.
-        connection: to the spawner.
-        folders: pipe on which the temporary folders to remove are named, see `rallypoint.agent.spawner.spawner`.
+        handle: the guard; the spawner itself is below it.
+        connection: socket to the spawner.
+        folders: pipe for the paths of temporary folders to remove, see `rallypoint.agent.spawner.spawner`.
         another: starts another one like it; raises SpawnError.
-        preloads: whether it takes as long as a user's imports until it listens.
+        preloads: true if it runs a user's imports before it reads requests.
     """
 
     handle: SpawnerHandle
@@ -52,17 +52,17 @@ class SpawnerProcess:
 
 
 def start_program() -> SpawnerProcess:
-    """Starts one whose workers are programs.
+    """Start a spawner whose workers are programs.
 
     Raises:
         SpawnError: the process can't be started.
     """
-    # Isolated, and without site: up in milliseconds, whatever the environment says.
+    # Isolated, and without site: starts in milliseconds in any environment.
     return _start(["-I", "-S", _program_path()], preloads=False)
 
 
 def start_forkserver(call: Path) -> SpawnerProcess:
-    """Starts one whose workers are its forks, with a fresh interpreter that loads what they call.
+    """Start a spawner in a fresh interpreter that loads a function; its workers are forks that call it.
 
     Args:
         call: folder with the function and its arguments, as rallypoint.worker.call makes it.
@@ -74,21 +74,22 @@ def start_forkserver(call: Path) -> SpawnerProcess:
 
 
 def fork_spawner(call: program.Call, private: Sequence[int] = ()) -> SpawnerProcess:
-    """Makes one out of a fork of this process as it is now; its workers are forks of that, which call.
+    """Make a spawner by forking this process as it is now; its workers are forks of that which call a function.
 
-    What a fork forgets and what it can't bear is for the caller to know: this process must have one thread and no
-    gRPC. There is no other like it to be had later.
+    The caller must know that the fork is safe: one thread, no gRPC. The spawner cannot be started again later.
 
     Args:
-        call: what each worker calls; returns its exit code, and raises nothing.
+        call: the function that each worker calls; returns its exit code, and raises nothing.
         private: descriptors of this process that the forks must not keep.
 
     Raises:
-        SpawnError: no process can be made.
+        SpawnError: the fork failed.
     """
 
     def none_like_it() -> SpawnerProcess:
-        raise SpawnError("the workers were to be forks of the launching process as it was: that is over")
+        raise SpawnError(
+            "the spawner cannot be started again: it was a fork of the launching process at its start"
+        )
 
     ours, theirs = socket.socketpair()
     folders_end, folders = os.pipe()
@@ -117,7 +118,7 @@ def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
     with theirs:
         try:
             program.become_subreaper()
-            # A session of its own, so that neither the terminal nor `kill -- -<group>` reaches it.
+            # In its own session: signals of the terminal and `kill -- -<group>` don't reach it.
             guard = subprocess.Popen(
                 [sys.executable, *arguments, str(theirs.fileno()), str(folders_end)],
                 stdin=subprocess.DEVNULL,
@@ -135,7 +136,7 @@ def _start(arguments: Sequence[str], preloads: bool) -> SpawnerProcess:
 
 
 class _ForkedHandle:
-    """A guard that is a fork of this process."""
+    """Handle of a guard that is a fork of this process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -148,10 +149,10 @@ class _ForkedHandle:
 
 
 def _be_spawner(agent: int, folders: int, call: program.Call) -> NoReturn:
-    """What the fork does; neither it nor a fork of it may return into the code of this process."""
+    """Run the spawner in the fork; neither it nor a fork of it may return into the code of this process."""
     status = 1
     try:
-        os.setsid()  # as _start does it
+        os.setsid()  # as in _start
         os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
         program.main(agent, folders, lambda: call)
         status = 0
@@ -164,7 +165,7 @@ def _be_spawner(agent: int, folders: int, call: program.Call) -> NoReturn:
 
 
 def _program_path() -> str:
-    # The compiled form, where importing it left one that is up to date, saves a third of the start-up time.
+    # An up-to-date compiled file, where the import left one, saves a third of the start-up time.
     source, compiled = program.__file__, program.__spec__.cached
     with contextlib.suppress(OSError):
         if compiled and os.path.getmtime(compiled) >= os.path.getmtime(source):

@@ -1,8 +1,7 @@
-"""On which processors each worker of a host may run: near the GPU it uses, or spread over the host.
+"""Binds each worker of a host to processors: near the GPU that it uses, or spread over the host.
 
-The bindings are those of torchrun's `--numa-binding`, with its meaning: a worker belongs to the NUMA node of the GPU
-whose index is its local rank. On a host without GPUs, where torchrun can't bind at all, the workers are spread over
-the nodes in order.
+The bindings are those of torchrun's `--numa-binding`: a worker belongs to the NUMA node of the GPU whose index is its
+local rank. On a host without GPUs, where torchrun can't bind, the workers are spread over the nodes in order.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ Cpus: TypeAlias = frozenset[int]
 
 
 class NumaError(Exception):
-    """Workers can't be bound as was asked; one line."""
+    """Workers can't be bound as requested; one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What of a host decides where workers belong. Processors are the logical ones, by the kernel's numbers.
+    """The layout of a host, as far as bindings need it. Processors are logical ones, by the kernel's numbers.
 
     Attributes:
         nodes: processors of each NUMA node.
-        packages: the socket that a processor is in.
-        cores: the processors that share a physical core with one, itself included.
-        complexes: the processors that share its largest cache with one, itself included.
+        packages: the socket of each processor.
+        cores: for each processor, those on the same physical core, itself included.
+        complexes: for each processor, those that share its largest cache, itself included.
         gpus: the NUMA node of each GPU that workers see, by index.
     """
 
@@ -45,53 +44,52 @@ class Topology:
 
 
 def bind(binding: str, topology: Topology, allowed: Iterable[int], workers: int) -> list[Cpus]:
-    """Decides where each worker may run.
+    """Choose the processors of each worker.
 
-    With `node`, on all processors of its NUMA node; `socket`, on all of that node's socket; `exclusive`, on physical
-    cores of its node that no other worker has (the first ones have one more where they don't come out even);
-    `core-complex`, on those of its node that share one largest cache, another one for each worker while there are
-    enough.
+    `node`: all processors of its NUMA node. `socket`: all of that node's socket. `exclusive`: physical cores of its
+    node that no other worker has (if the cores do not divide evenly, the first workers get one more). `core-complex`:
+    those of its node that share one largest cache, a different cache for each worker while there are enough.
 
     Args:
-        binding: which.
+        binding: one of `BINDINGS`.
         topology: of this host.
         allowed: the processors that this process may use; a worker never gets another.
-        workers: how many there are on this host.
+        workers: their number on this host.
 
     Returns:
         The processors of each worker, by local rank.
 
     Raises:
-        NumaError: there is none for a worker.
+        NumaError: a worker would have no processor.
     """
     usable = {node: cpus & frozenset(allowed) for node, cpus in sorted(topology.nodes.items())}
-    seats = _assign_numa_nodes(topology, usable, workers)
-    for seat, node in enumerate(seats[:workers]):
+    assigned = _assign_numa_nodes(topology, usable, workers)
+    for index, node in enumerate(assigned[:workers]):
         if not usable.get(node):
             raise NumaError(
-                f"worker {seat} belongs to NUMA node {node}, where its GPU is, and may use none of its processors "
+                f"worker {index} belongs to NUMA node {node}, where its GPU is, and may use none of its processors "
                 f"(allowed are {ranges(allowed)}); widen the cpuset, or leave --numa-binding out"
             )
     if binding == "node":
-        return [usable[node] for node in seats[:workers]]
+        return [usable[node] for node in assigned[:workers]]
     if binding == "socket":
-        return [_socket(topology, usable, node) for node in seats[:workers]]
-    neighbours: dict[int, list[int]] = defaultdict(list)
-    for seat, node in enumerate(seats):
-        neighbours[node].append(seat)
+        return [_socket(topology, usable, node) for node in assigned[:workers]]
+    by_node: dict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(assigned):
+        by_node[node].append(index)
     shares: dict[int, Cpus] = {}
-    for node in set(seats[:workers]):
-        sitting = neighbours[node]
+    for node in set(assigned[:workers]):
+        sharers = by_node[node]
         share = _exclusive if binding == "exclusive" else _core_complex
-        shares.update(zip(sitting, share(topology, usable[node], node, len(sitting)), strict=True))
+        shares.update(zip(sharers, share(topology, usable[node], node, len(sharers)), strict=True))
     return [shares[local_rank] for local_rank in range(workers)]
 
 
 def _assign_numa_nodes(topology: Topology, usable: Mapping[int, Cpus], workers: int) -> list[int]:
-    """The NUMA node of each worker, and of each GPU that no worker here uses: its share is left free for others."""
+    """Return the NUMA node of each worker, then of each GPU without a worker here: its share stays free for others."""
     if topology.gpus:
         count = max(workers, len(topology.gpus))
-        return [topology.gpus[seat % len(topology.gpus)] for seat in range(count)]
+        return [topology.gpus[index % len(topology.gpus)] for index in range(count)]
     nodes = [node for node, cpus in usable.items() if cpus]
     if not nodes:
         raise NumaError("no NUMA node of this host has a processor that this process may use")
@@ -110,49 +108,49 @@ def _exclusive(topology: Topology, cpus: Cpus, node: int, sharers: int) -> list[
     if each == 0:
         raise NumaError(
             f"NUMA node {node} has {len(cores)} physical core{'s' * (len(cores) != 1)} that may be used "
-            f"({ranges(cpus)}) and {sharers} workers; they can't have one each: take --numa-binding node, or fewer "
+            f"({ranges(cpus)}) and {sharers} workers; they can't have one each: use --numa-binding node, or fewer "
             "workers"
         )
     shares = []
-    for place in range(sharers):
-        start = place * each + min(place, more)
-        shares.append(frozenset().union(*cores[start : start + each + (place < more)]))
+    for index in range(sharers):
+        start = index * each + min(index, more)
+        shares.append(frozenset().union(*cores[start : start + each + (index < more)]))
     return shares
 
 
 def _core_complex(topology: Topology, cpus: Cpus, _node: int, sharers: int) -> list[Cpus]:
     groups = _grouped(cpus, topology.complexes)
-    # Those of which most may be used come first.
+    # The ones with the most usable processors come first.
     complexes = [groups[first] for first in sorted(groups, key=lambda first: (-len(groups[first]), first))]
-    return [complexes[place % len(complexes)] for place in range(sharers)]
+    return [complexes[index % len(complexes)] for index in range(sharers)]
 
 
 def _grouped(cpus: Cpus, partners: Mapping[int, Cpus]) -> dict[int, Cpus]:
-    """The processors by the lowest-numbered of their partners, which may itself not be among them."""
+    """Group processors by the lowest number among their partners; that partner may be absent from the group."""
     groups: dict[int, set[int]] = defaultdict(set)
     for cpu in cpus:
         groups[min(partners[cpu])].add(cpu)
     return {first: frozenset(group) for first, group in groups.items()}
 
 
-# ---- Reads from the kernel how this host is built: NUMA nodes, sockets, cores, caches, and where its GPUs are.
+# ---- Reads the layout of this host from the kernel: NUMA nodes, sockets, cores, caches, and the nodes of its GPUs.
 
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def read_topology(environment: Mapping[str, str], root: Path = Path("/")) -> Topology:
-    """Reads it.
+    """Read the layout of this host.
 
-    GPUs are NVIDIA's, as their driver lists them under /proc: the order of their PCI addresses, which is CUDA's on
-    hosts whose GPUs are of one kind, and elsewhere with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    GPUs are those of NVIDIA, as the driver lists them under /proc, in the order of their PCI addresses. That is CUDA's
+    order on hosts whose GPUs are of one kind, and on other hosts with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Args:
-        environment: of the workers; CUDA_VISIBLE_DEVICES says which GPUs they see, and in what order.
-        root: where /sys and /proc are.
+        environment: of the workers; CUDA_VISIBLE_DEVICES selects and orders the GPUs that they see.
+        root: folder that contains /sys and /proc.
 
     Raises:
-        NumaError: CUDA_VISIBLE_DEVICES names a GPU that this host doesn't have.
+        NumaError: CUDA_VISIBLE_DEVICES names a GPU that this host does not have.
     """
     system = root / "sys/devices/system"
     online = parse_ranges(_text(system / "cpu/online"))
@@ -180,7 +178,7 @@ def read_topology(environment: Mapping[str, str], root: Path = Path("/")) -> Top
 
 
 def parse_ranges(text: str) -> Cpus:
-    """Reads a list as the kernel writes it: "0-3,8"."""
+    """Parse a list as the kernel writes it: "0-3,8"."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -199,8 +197,8 @@ def _sharing_largest_cache(folder: Path) -> Cpus:
 
 
 def _gpu_nodes(visible: str | None, root: Path) -> list[int]:
-    """The NUMA node of each GPU that workers see."""
-    # The driver's listing rather than NVML: it says as much, and needs no library.
+    """Return the NUMA node of each GPU that workers see."""
+    # The driver's listing rather than NVML: it has the same facts, and needs no library.
     installed = sorted(root.glob("proc/driver/nvidia/gpus/*"), key=lambda folder: folder.name.lower())
     if visible is None or not installed:
         seen = installed
@@ -210,12 +208,12 @@ def _gpu_nodes(visible: str | None, root: Path) -> list[int]:
             for name in visible.split(",")
             if name.strip() not in ("", "-1")
         ]
-    # -1 is what a host with one node says.
+    # A host with one node reports -1.
     return [max(0, _number(root / f"sys/bus/pci/devices/{gpu.name.lower()}/numa_node")) for gpu in seen]
 
 
 def _find_gpu(name: str, installed: list[Path]) -> Path:
-    """A GPU by its index, or by (the beginning of) its UUID."""
+    """Find a GPU by its index, or by (the beginning of) its UUID."""
     if name.isdecimal() and int(name) < len(installed):
         return installed[int(name)]
     for folder in installed:
@@ -224,7 +222,7 @@ def _find_gpu(name: str, installed: list[Path]) -> Path:
             if key.strip() == "GPU UUID" and not name.isdecimal() and value.strip().startswith(name):
                 return folder
     raise NumaError(
-        f"{VISIBLE_GPUS} names {name!r}, which is none of the {len(installed)} GPUs whose place is known; "
+        f"{VISIBLE_GPUS} names {name!r}, which is none of the {len(installed)} GPUs of this host; "
         "expected indices or UUIDs, or leave --numa-binding out"
     )
 

@@ -19,15 +19,15 @@ def worker_environment(
     error_file: Path,
     sockets: Mapping[str, str],
 ) -> dict[str, str]:
-    """The whole environment of one worker.
+    """Return the whole environment of one worker.
 
     Args:
         config: The job.
-        assignment: This node's place in the round.
+        assignment: This node's rank assignment in the round.
         restart_count: Of the run.
-        local_rank: Which of this host's workers.
-        error_file: Where the worker may leave the story of its failure.
-        sockets: Variables that name the agent's sockets; `${local_rank}` in them is replaced.
+        local_rank: Of the worker.
+        error_file: File for the worker's own error record.
+        sockets: Variables with the addresses of the agent's sockets; `${local_rank}` in them is replaced.
     """
     environment = {
         **config.environment,
@@ -45,7 +45,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(config.settings.max_restarts),
         "TORCHELASTIC_RUN_ID": config.run_id,
-        # The agent holds no TCPStore: rank 0 of the round makes one at MASTER_PORT, fresh for every round.
+        # The agent runs no TCPStore: rank 0 makes a new one at MASTER_PORT in every round.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         "RALLYPOINT_RUN_ID": config.run_id,
@@ -55,18 +55,18 @@ def worker_environment(
         **{name: value.replace("${local_rank}", str(local_rank)) for name, value in sockets.items()},
     }
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # Where a Python program is when native code kills it, it can only say itself, in its log.
+    # If native code kills a Python program, only the program itself can log its Python stacks.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     if config.local_world_size > 1:
-        # As torchrun: several workers that each start a thread per core only hinder each other.
+        # As torchrun: several workers with one thread per core each slow each other down.
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
 
 
 def virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
-    """The one GPU of a worker under `--virtual-local-rank`: of those that the job may see, the one of its local rank.
+    """Return the only GPU of a worker under `--virtual-local-rank`: the job's visible GPU with index local rank.
 
-    Where CUDA_VISIBLE_DEVICES names fewer than there are workers, which `check_devices` refuses, the last have none.
+    Empty if CUDA_VISIBLE_DEVICES names too few GPUs, which `check_devices` refuses.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -76,17 +76,17 @@ def virtual_device(environment: Mapping[str, str], local_rank: int) -> str:
 
 
 def check_devices(config: JobConfig) -> None:
-    """Refuse a job of which a worker would have no GPU, though each is to have one of its own.
+    """Refuse a job with `--virtual-local-rank` in which a worker would have no GPU.
 
     Raises:
-        SettingError: CUDA_VISIBLE_DEVICES names fewer than there are workers; one line.
+        SettingError: CUDA_VISIBLE_DEVICES names fewer GPUs than there are workers; one line.
     """
     visible = config.environment.get("CUDA_VISIBLE_DEVICES", "")
     count = len(visible.split(",")) if visible else config.local_world_size
     if config.virtual_local_rank and count < config.local_world_size:
         raise SettingError(
             f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} names {count} device{'s' * (count != 1)} for "
-            f"{config.local_world_size} workers; start fewer, or let them see more"
+            f"{config.local_world_size} workers; start fewer workers, or make more devices visible"
         )
 
 
@@ -97,5 +97,5 @@ def _device_variables(config: JobConfig, local_rank: int) -> dict[str, str]:
 
 
 def worker_command(config: JobConfig, local_rank: int) -> tuple[str, ...]:
-    """Program and arguments of one worker."""
+    """Return program and arguments of one worker."""
     return tuple(argument.replace("${local_rank}", str(local_rank)) for argument in config.command)

@@ -1,4 +1,4 @@
-"""The workers of one round on this host: started together, watched, and judged as one."""
+"""The workers of one round on this host: started together, watched, with one result."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from rallypoint.agent.workers.usage import worker_of
 from rallypoint.rpc.logs import get_logger
 from rallypoint.timer.worker.process import STACKS_VARIABLE
 
-# Seconds that the report of a failure waits for a worker's last output to be in its file, where logs are rotated.
-_LAST_WORDS = 1.0
+# Seconds that the report of a failure waits for a worker's last output to reach its file, where logs are rotated.
+_LAST_OUTPUT_TIMEOUT = 1.0
 
 _log = get_logger("rallypoint.agent")
 
 
 @dataclass(slots=True)
 class Worker:
-    """A worker that was started, and how it ended, once it has."""
+    """A worker that was started, and its exit, once it has ended."""
 
     local_rank: int
     rank: int
@@ -61,7 +61,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Starts a round's workers; says once how it went: all succeeded, or the first failure."""
+    """Starts a round's workers and reports one result: the success of all, or the first failure."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class WorkerGroup:
         events: JobEvents,
         on_failure: Callable[[WorkerFailure], None],
         on_success: Callable[[], None],
-        on_unfit: Callable[[str], None],
+        on_unhealthy: Callable[[str], None],
         on_change: Callable[[], None] = lambda: None,
         on_earlier: Callable[[WorkerFailure], None] = lambda failure: None,
     ) -> None:
@@ -85,25 +85,25 @@ class WorkerGroup:
 
         Args:
             config: The job.
-            assignment: This node's place in the round.
+            assignment: This node's rank assignment in the round.
             restart_count: Of the run.
             spawner: Starts processes.
             console: Shows their output.
-            log_directory: Keeps it.
-            sockets: Variables of the environment that name the agent's sockets.
+            log_directory: Holds their log files.
+            sockets: Environment variables with the addresses of the agent's sockets.
             stacks: Folder for the pipes into which the workers write their stacks.
-            events: Records what becomes of each of them.
+            events: Records the start and end of each worker.
             on_failure: Called for the first worker that fails, or can't be started; at most once.
-            on_earlier: Called with a failure that was before that one, or before the workers were stopped for
-                another reason, and came to light only then.
+            on_earlier: Called with a failure that happened before that one, or before the workers were stopped for
+                another reason, and was detected only afterwards.
             on_success: Called when all workers have ended with exit code 0.
-            on_unfit: Called when a worker that hangs, or a descendant of it, outlives SIGKILL, with a sentence that
-                says so. What outlives `stop` is in its report.
-            on_change: Called when a worker has ended, after it can be seen in `workers`.
+            on_unhealthy: Called with the reason when a worker that hangs, or a descendant of it, survives SIGKILL.
+                Processes that survive `stop` are in its report.
+            on_change: Called when a worker has ended, after `workers` shows it.
         """
         self.assignment = assignment
         self.workers: dict[int, Worker] = {}
-        # Its number in the log directory, once it is there.
+        # The number of its attempt in the log directory, once the folder exists.
         self.attempt: int | None = None
         self._config = config
         self._restart_count = restart_count
@@ -116,11 +116,11 @@ class WorkerGroup:
             self._explain,
             cwd=config.working_directory,
             rlimits=config.rlimits,
-            # Of Python, be it a program or a function: `sys.exit(138)` is no signal.
+            # Python programs and functions choose their exit codes: `sys.exit(138)` is not a signal.
             own_codes=config.call or Path(config.command[0]).name.startswith(("python", "pypy")),
         )
         self._on_success = on_success
-        self._on_unhealthy = on_unfit
+        self._on_unhealthy = on_unhealthy
         self._on_change = on_change
         self._stacks = stacks
         self._events = events
@@ -128,24 +128,23 @@ class WorkerGroup:
         self._logs: Mapping[int, WorkerLogs] = {}
         self._output: WorkerOutput
         self._background: set[asyncio.Task[None]] = set()
-        self._accused: dict[int, HangReport] = {}
-        # Who looks into a worker asks it for its stacks, and two can't be answered at a time.
+        self._hang_reports: dict[int, HangReport] = {}
+        # A diagnosis requests the worker's stacks, and the worker can serve only one request at a time.
         self._diagnoses: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._spawner = spawner
         self._cpus: list[Cpus] | None = None
         self._group: WorkerProcesses | None = None
         self._stopped = False
-        # When the workers were, in monotonic seconds.
-        self._started_at = 0.0
+        self._started_at = 0.0  # monotonic seconds
 
     async def start(self) -> None:
-        """Start all workers, unless it was stopped before. A failure to start is reported like any other."""
+        """Start all workers, unless the group was stopped before. A failed start is reported like any failure."""
         if self._stopped:
-            return  # whoever stopped it has said that nothing of it is alive
+            return  # the stop has already reported that no worker is alive
         local_ranks = range(self._config.local_world_size)
         try:
             if self._config.numa_binding is not None:
-                # A large host has thousands of small files to say how it is built.
+                # In a thread: on a large host the topology is thousands of small files.
                 self._cpus = await asyncio.to_thread(_processors, self._config)
                 if self._stopped:
                     return
@@ -188,57 +187,59 @@ class WorkerGroup:
 
     @property
     def failures(self) -> list[WorkerFailure]:
-        """The workers that have failed, the first first; whoever was stopped before that is not among them."""
+        """The failures of workers, the first first; without workers that were stopped before they failed."""
         return self._post_mortem.failures
 
     def collect_failures(self) -> None:
-        """Report a worker that has raised and not ended yet as failed, as one of another host's has failed."""
+        """Report workers that have raised but not exited yet as failed; called when another host reports a failure."""
         if not self._stopped:
             self._post_mortem.examine(self._unfinished())
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the workers, not to their children; to those of them that it wouldn't kill."""
+        """Send a signal to the workers that it would not kill; not to their children."""
         pids = self._group.pids if self._group is not None else {}
-        if deaf := [local_rank for local_rank, pid in pids.items() if would_end(pid, number)]:
+        if unprepared := [local_rank for local_rank, pid in pids.items() if would_end(pid, number)]:
             _log.warning(
                 "a signal is not passed on to workers that it would kill, since they don't handle it",
                 signal=signal.Signals(number).name,
-                local_ranks=deaf,
+                local_ranks=unprepared,
             )
         if self._group is not None:
-            self._group.send_signal(number, only=pids.keys() - deaf)
+            self._group.send_signal(number, only=pids.keys() - unprepared)
 
     @property
     def names(self) -> dict[str, int]:
-        """Local rank by name, of all workers; under one lease, a name is never another worker's."""
+        """Local rank of each worker by its name; under one lease, no other worker gets the same name."""
         round_ = self.assignment.round
         return {f"{rank}@{round_}": rank for rank in range(self._config.local_world_size)}
 
     def name_of(self, local_rank: int) -> str:
-        """The name of the worker with this local rank."""
+        """Return the name of the worker with this local rank."""
         return f"{local_rank}@{self.assignment.round}"
 
     def rank_of(self, name: str) -> int | None:
-        """The global rank of a worker of this name; None if there is none."""
+        """Return the global rank of the worker with this name; None if there is none."""
         local_rank = self.names.get(name)
         return self.assignment.base_rank + local_rank if local_rank is not None else None
 
     async def diagnose(self, local_rank: int, timeout: float) -> str:
-        """What a worker is doing, for people; empty if it has gone. A stopped one stays stopped.
+        """Return a description, for people, of a worker's present activity; empty if it is gone.
+
+        A suspended worker stays suspended.
 
         Args:
-            local_rank: Which worker.
-            timeout: Seconds that finding it out may take.
+            local_rank: Of the worker.
+            timeout: Seconds that the diagnosis may take.
         """
-        victim = self._hung_process(local_rank)
-        if victim is None:
+        process = self._hung_process(local_rank)
+        if process is None:
             return ""
         hang = HungWorker(
-            self.name_of(local_rank), "", 0.0, 0.0, signal=None, requested="somebody wants to know"
+            self.name_of(local_rank), "", 0.0, 0.0, signal=None, requested="an operator requested its stacks"
         )
         async with self._diagnoses[local_rank]:
-            evidence = await Reaping(hang, victim, timeout).diagnose()
-        return evidence.text if evidence.process_looks else ""
+            diagnostics = await Reaping(hang, process, timeout).diagnose()
+        return diagnostics.text if diagnostics.process_looks else ""
 
     def _hung_process(self, local_rank: int) -> HungProcess | None:
         pid = self._group.pids.get(local_rank) if self._group is not None else None
@@ -248,43 +249,43 @@ class WorkerGroup:
         return HungProcess(pid, rank, logs.stderr, logs.hang_file, self._pipes.get(local_rank), self._is_ours)
 
     async def reap(self, hang: HungWorker) -> HangReport | None:
-        """Find out what a worker that hangs is doing, and kill it unless it is to live; its failure will say so.
+        """Diagnose a worker that hangs, and kill it unless its timer forbids that; its failure contains the report.
 
         Returns:
-            What is held against it; None if it has gone before anybody looked.
+            The report; None if the worker was gone before the diagnosis began.
         """
         local_rank = self.names[hang.worker_id]
         async with self._diagnoses[local_rank]:
             return await self._reap(local_rank, hang)
 
     async def _reap(self, local_rank: int, hang: HungWorker) -> HangReport | None:
-        group, victim = self._group, self._hung_process(local_rank)
-        if group is None or victim is None:
+        group, process = self._group, self._hung_process(local_rank)
+        if group is None or process is None:
             return None
-        rank, pid = victim.rank, victim.pid
-        reaping = Reaping(hang, victim, self._config.evidence_timeout)
+        rank, pid = process.rank, process.pid
+        reaping = Reaping(hang, process, self._config.evidence_timeout)
         await reaping.examine()
-        worker, case = self.workers.get(local_rank), reaping.case
+        worker, report = self.workers.get(local_rank), reaping.case
         if self._stopped:
-            # As a rule all wait for the one that hangs. Which of them that is, only all the evidence shows.
-            _log.error("a worker hangs, and is being stopped", rank=rank, pid=pid, **case.figures)
-            return case
+            # Usually all workers wait for the one that hangs; only the diagnostics of all show which one that is.
+            _log.error("a worker hangs, and is being stopped", rank=rank, pid=pid, **report.figures)
+            return report
         if worker is not None and worker.exit is not None:
-            return case  # it has ended by itself meanwhile
+            return report  # it has ended by itself meanwhile
         if hang.signal is None:
-            _log.error("a worker hangs, and lives on as its timer says", rank=rank, pid=pid, **case.figures)
-            return case
-        what = "a worker is killed" if hang.requested else "a worker hangs and is killed"
-        _log.error(what, rank=rank, pid=pid, **case.figures)
-        self._accused[local_rank] = case
+            _log.error("a worker hangs; its timer does not kill it", rank=rank, pid=pid, **report.figures)
+            return report
+        message = "a worker is killed" if hang.requested else "a worker hangs and is killed"
+        _log.error(message, rank=rank, pid=pid, **report.figures)
+        self._hang_reports[local_rank] = report
         killed = await reaping.end(lambda: group.kill_worker(local_rank))
         left = await survivors_of(killed.left)
         if left and not self._stopped:
-            await self._give_up(local_rank, pid, left)
-        return case
+            await self._fail_unkillable(local_rank, pid, left)
+        return report
 
     def worker_of(self, pid: int) -> str | None:
-        """Name of the worker that a process is, or descends from, a daemon included; None for a stranger."""
+        """Return the name of the worker that a process is or descends from (daemons too); None for other processes."""
         if self._group is None:
             return None
         pids = self._group.pids
@@ -293,23 +294,23 @@ class WorkerGroup:
         return by_pid[worker] if worker is not None else None
 
     def worker_at(self, local_rank: int) -> tuple[str, int] | None:
-        """The name and the process of the worker with this local rank; None if it does not run."""
+        """Return name and pid of the worker with this local rank; None if it does not run."""
         pid = self._group.pids.get(local_rank) if self._group is not None else None
         return (self.name_of(local_rank), pid) if pid is not None else None
 
-    async def _give_up(self, local_rank: int, pid: int, left: tuple[int, ...]) -> None:
-        """Not even SIGKILL ended it: it has failed all the same, and nothing may run here any more."""
+    async def _fail_unkillable(self, local_rank: int, pid: int, left: tuple[int, ...]) -> None:
+        """Report a worker that survived SIGKILL as failed, and this host as unable to run further workers."""
         why = await describe_left(left)
-        case = self._accused[local_rank]
-        case.message = f"{case.message}; {why}"
+        report = self._hang_reports[local_rank]
+        report.message = f"{report.message}; {why}"
         identity = self._identity(local_rank)
         worker = self.workers.get(local_rank)
         if worker is None or worker.exit is None:
-            self._fail(failure_to_end(case.message, pid=pid, local_rank=local_rank, **identity), case)
+            self._fail(failure_to_end(report.message, pid=pid, local_rank=local_rank, **identity), report)
         self._on_unhealthy(why)
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether a process is below the spawner now: its number may be another's since we were told of it."""
+        """True if a process is below the spawner now: its pid may have been reused since it was reported."""
         spawner, seen = self._spawner.pid, set[int]()
         while pid > 1 and pid not in seen:
             seen.add(pid)
@@ -357,50 +358,50 @@ class WorkerGroup:
         rank = self.assignment.base_rank + local_rank
         return self.workers.setdefault(local_rank, Worker(local_rank, rank, pid, start_time))
 
-    def _exited(self, how: WorkerExit) -> None:
-        # A worker may be gone before the start of its neighbours has returned.
-        worker = self._record(how.local_rank, how.pid, how.time)
-        worker.exit = how
+    def _exited(self, exited: WorkerExit) -> None:
+        # A worker may exit before `start` has returned for the others.
+        worker = self._record(exited.local_rank, exited.pid, exited.time)
+        worker.exit = exited
         self._on_change()
-        if (how.during_stop or self._stopped) and not self._post_mortem.failed_before_stop(how):
-            self._events.worker_ended(worker.rank, how)
+        if (exited.during_stop or self._stopped) and not self._post_mortem.failed_before_stop(exited):
+            self._events.worker_ended(worker.rank, exited)
             return
-        case = self._accused.get(how.local_rank)
-        if not how.succeeded or (case is not None and case.to_be_killed):
+        report = self._hang_reports.get(exited.local_rank)
+        if not exited.succeeded or (report is not None and report.to_be_killed):
             if self._output.delayed:
-                self._begin(self._fail_when_logged(how, case))
+                self._begin(self._fail_when_logged(exited, report))
             else:
-                self._fail(self._post_mortem.describe(how), case)
+                self._fail(self._post_mortem.describe(exited), report)
             return
-        self._events.worker_ended(worker.rank, how)
+        self._events.worker_ended(worker.rank, exited)
         if len(self.workers) == self._config.local_world_size and all(
             worker.exit is not None and worker.exit.succeeded for worker in self.workers.values()
         ):
             self._on_success()
 
-    async def _fail_when_logged(self, how: WorkerExit, case: HangReport | None) -> None:
-        """The last words of a worker say why it failed: they must be in its file before that is read."""
-        await self._output.flush(how.local_rank, _LAST_WORDS)
-        failure = self._post_mortem.describe(how)
-        if not self._output.is_complete(how.local_rank):
+    async def _fail_when_logged(self, exited: WorkerExit, report: HangReport | None) -> None:
+        """Report a failure after the worker's last output, which shows the cause, has reached its file."""
+        await self._output.flush(exited.local_rank, _LAST_OUTPUT_TIMEOUT)
+        failure = self._post_mortem.describe(exited)
+        if not self._output.is_complete(exited.local_rank):
             failure = replace(failure, message=f"{failure.message}; part of its output could not be written")
-        self._fail(failure, case)
+        self._fail(failure, report)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _fail(self, failure: WorkerFailure, case: HangReport | None = None) -> None:
+    def _fail(self, failure: WorkerFailure, report: HangReport | None = None) -> None:
         self._log_directory.note_failure()
-        if case is not None:
-            failure = case.complete_failure(failure)
+        if report is not None:
+            failure = report.complete_failure(failure)
         worker = self.workers.get(failure.local_rank)
         self._events.worker_failed(failure, worker.exit if worker is not None else None)
         self._post_mortem.note(failure, self._unfinished())
 
     def _explain(self, failure: WorkerFailure) -> WorkerFailure:
-        """The failure, or that another program has the port at which the workers meet, if it was chosen here."""
+        """Return the failure, or that another program has taken the master port, if this agent chose that port."""
         port, chosen = self.assignment.master_port, self._config.master_port is None
         if not (chosen and self.assignment.group_rank == 0 and names_taken_address(failure)):
             return failure
@@ -409,7 +410,7 @@ class WorkerGroup:
         return failure_of_port(failure, port, self._started_at)
 
     def _unfinished(self) -> dict[int, int]:
-        """Process ids, by local rank, of the workers that have not ended by themselves."""
+        """Return process ids, by local rank, of the workers that have not ended by themselves."""
         pids = {each.local_rank: each.pid for each in self.workers.values()}
         if self._group is not None:
             pids.update(self._group.pids)
@@ -429,6 +430,6 @@ class WorkerGroup:
 
 
 def _processors(config: JobConfig) -> list[Cpus]:
-    assert config.numa_binding is not None, "asked for it"
+    assert config.numa_binding is not None, "the caller checks it"
     topology = read_topology(config.environment)
     return bind(config.numa_binding, topology, os.sched_getaffinity(0), config.local_world_size)

@@ -1,4 +1,4 @@
-"""The groups of workers that this host runs, round by round: one after the other, never two at a time."""
+"""The worker groups of this host: one for each round, one after the other, never two at a time."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rallypoint.agent.spawner.protocol import SpawnError
 from rallypoint.agent.workers.group import Worker, WorkerGroup
 from rallypoint.rpc.logs import get_logger
 
-# Seconds that the spawner gets to kill what is left, where it is known that something can't be killed.
-_VAIN_KILLING = 1.0
+# Seconds for the spawner's last sweep where a process is already known to survive SIGKILL.
+_UNKILLABLE_CLOSE_TIMEOUT = 1.0
 
 _log = get_logger("rallypoint.agent")
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What the workers of every round are given.
+    """Resources that the workers of every round share.
 
     Attributes:
         console: Shows their output.
-        log_directory: Keeps it.
-        sockets: Where they reach the agent.
-        environment: Variables that name what is not among the sockets.
+        log_directory: Holds their log files.
+        sockets: The agent's sockets for them.
+        environment: Further environment variables.
         stacks: Folder for the pipes into which they write their stacks.
-        history: Records what becomes of them.
+        history: Records their starts and ends.
     """
 
     console: Console
@@ -52,16 +52,15 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Whom to tell; all on the event loop.
+    """Callbacks of the worker groups; all are called on the event loop.
 
     Attributes:
-        tell: What the core must know.
-        on_failure: The first worker of a group that fails.
-        on_earlier: A failure that was before that one, or before the group was stopped for another reason, and came
-            to light only then.
-        on_unfit: Why no other group may run here.
-        on_change: Something about a worker can be seen that could not before.
-        begin: Runs work in the background; what goes wrong in it ends the job.
+        publish: Gets events for the core.
+        on_failure: Gets the first failure of a group.
+        on_earlier: Gets a failure detected later that happened before that one, or before a stop for another reason.
+        on_unhealthy: Gets the reason why no further group may run here.
+        on_change: Called when the visible state of a worker has changed.
+        begin: Runs a coroutine in the background; an exception in it ends the job.
     """
 
     publish: Callable[[core.Event], None]
@@ -73,18 +72,18 @@ class Callbacks:
 
 
 class WorkerGroups:
-    """Starts and stops them.
+    """Starts and stops the worker groups.
 
     Attributes:
-        crew: The latest; None if there was none yet.
-        spawner: The process below which all workers are; replaced when it has died.
+        group: The latest; None if there was none yet.
+        spawner: The process below which all workers run; replaced when it has died.
         base_ranks: Global rank of the first worker here, by the number of the attempt in the log directory.
-        stop_reason: Why the latest was stopped.
-        equipment: What they are given; set before the first is started.
+        stop_reason: Why the latest group was stopped.
+        equipment: Resources that the groups share; set before the first is started.
     """
 
     def __init__(self, config: JobConfig, spawner: Spawner, callbacks: Callbacks) -> None:
-        """Set up; `spawner` runs already."""
+        """Set up; `spawner` is already running."""
         self.group: WorkerGroup | None = None
         self.spawner = spawner
         self.base_ranks: dict[int, int] = {}
@@ -99,26 +98,26 @@ class WorkerGroups:
         """The workers that run, or ran last, by local rank."""
         return [worker for _, worker in sorted(self.group.workers.items())] if self.group is not None else []
 
-    def start(self, seat: core.Assignment, restart_count: int, lease: int, incarnation: str) -> None:
+    def start(self, assignment: core.Assignment, restart_count: int, lease: int, incarnation: str) -> None:
         """Start a group.
 
         Args:
-            seat: The node's place in the round.
+            assignment: The node's rank assignment in the round.
             restart_count: Of the run.
-            lease: The node's, under which the workers act.
-            incarnation: Of the run, whose lease it is.
+            lease: The node's lease, under which the workers act.
+            incarnation: Of the run that granted the lease.
         """
         if self.spawner.dead:
-            with suppress(SpawnError):  # the crew fails for want of one, and says so
+            with suppress(SpawnError):  # the start of the group then fails, and is reported
                 self.spawner = self.spawner.renew()
         equipment, callbacks = self.equipment, self._callbacks
 
         def succeeded() -> None:
-            callbacks.begin(self._sweep(crew))
+            callbacks.begin(self._sweep(group))
 
-        crew = self.group = WorkerGroup(
+        group = self.group = WorkerGroup(
             self._config,
-            seat,
+            assignment,
             restart_count,
             spawner=self.spawner,
             console=equipment.console,
@@ -128,82 +127,82 @@ class WorkerGroups:
             events=equipment.history,
             on_failure=callbacks.on_failure,
             on_success=succeeded,
-            on_unfit=callbacks.on_unhealthy,
+            on_unhealthy=callbacks.on_unhealthy,
             on_earlier=callbacks.on_earlier,
             on_change=self._changed,
         )
-        first, last = seat.base_rank, seat.base_rank + self._config.local_world_size - 1
+        first, last = assignment.base_rank, assignment.base_rank + self._config.local_world_size - 1
         _log.info(
             "starting workers",
-            round=seat.round,
+            round=assignment.round,
             ranks=f"{first}-{last}" if last > first else str(first),
-            world_size=seat.world_size,
+            world_size=assignment.world_size,
             restart_count=restart_count,
         )
-        callbacks.begin(self._start(crew, lease, incarnation))
+        callbacks.begin(self._start(group, lease, incarnation))
 
     def stop(
         self, detail: str, number: int, timeout: float, after: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Stop the latest group; the core is told when nothing of it is left.
+        """Stop the latest group; the core gets an event when no process of it is left.
 
         Args:
-            detail: Why, for people.
-            number: What to send first.
+            detail: The reason, for people.
+            number: The signal to send first.
             timeout: Seconds until SIGKILL.
-            after: What to wait for before that; None: nothing.
+            after: Awaited before the first signal; None: nothing to wait for.
         """
-        assert self.group is not None, "workers that run are a crew's"
+        assert self.group is not None, "running workers belong to a group"
         self.stop_reason = detail
         self._stopped = self.group
         self._callbacks.begin(self._stop(self.group, detail, number, timeout, after))
 
     def kill(self) -> None:
-        """Kill workers that are being stopped; who stops them says what became of them."""
+        """Kill workers that are being stopped; the running stop reports the result."""
         if self.group is not None:
             self._callbacks.begin(_kill(self.group))
 
     async def end(self) -> None:
-        """No worker is left when this returns."""
+        """Kill all workers; none is left when this returns."""
         if self.group is not None:
             await self.group.stop(signal.SIGKILL, 0.0)
 
     async def close(self, unfit: bool) -> None:
-        """End the spawner; `unfit`: it is known that something below it can't be killed."""
+        """End the spawner; `unfit`: a process below it is known to survive SIGKILL."""
         if unfit:
-            await self.spawner.close(_VAIN_KILLING)
+            await self.spawner.close(_UNKILLABLE_CLOSE_TIMEOUT)
         else:
             await self.spawner.close()
 
     def worker_of(self, pid: int) -> str | None:
-        """Name of the worker that a process is, or descends from; None for a stranger."""
+        """Return the name of the worker that a process is or descends from; None for other processes."""
         return self.group.worker_of(pid) if self.group is not None else None
 
     def worker_at(self, local_rank: int) -> tuple[str, int] | None:
-        """The name and the process of the worker with this local rank; None if it does not run."""
+        """Return name and pid of the worker with this local rank; None if it does not run."""
         return self.group.worker_at(local_rank) if self.group is not None else None
 
     def rank_of(self, worker: str) -> int | None:
-        """The global rank of a worker of this name; None if there is none."""
+        """Return the global rank of the worker with this name; None if there is none."""
         return self.group.rank_of(worker) if self.group is not None else None
 
     async def reap(self, hang: HungWorker) -> bool:
-        """See `WorkerGroup.reap`. A worker that is gone needs it no more."""
+        """Call `WorkerGroup.reap` unless the worker is gone."""
         if self.group is not None and hang.worker_id in self.group.names:
             await self.group.reap(hang)
         return True
 
-    async def _start(self, crew: WorkerGroup, lease: int, incarnation: str) -> None:
+    async def _start(self, group: WorkerGroup, lease: int, incarnation: str) -> None:
         sockets = self.equipment.sockets
         await sockets.act_under(lease, incarnation)
         await sockets.watchdog.allows_workers()
-        await crew.start()
+        await group.start()
         sockets.introduce()
         self._callbacks.on_change()
 
     async def _stop(
         self,
-        crew: WorkerGroup,
+        group: WorkerGroup,
         detail: str,
         number: int,
         timeout: float,
@@ -211,29 +210,30 @@ class WorkerGroups:
     ) -> None:
         if after is not None:
             await after()
-        _log.info("stopping workers", round=crew.assignment.round, reason=detail)
-        report = await crew.stop(number, timeout)
+        _log.info("stopping workers", round=group.assignment.round, reason=detail)
+        report = await group.stop(number, timeout)
         if report.killed:
             _log.warning(
                 "workers had to be killed",
                 local_ranks=list(report.killed),
                 waited=round(report.seconds, 1),
             )
-        for worker in crew.names:
+        for worker in group.names:
             self.equipment.sockets.clear(worker)
         if left := await survivors_of(report.left):
             self._callbacks.on_unhealthy(await describe_left(left))
         self._callbacks.publish(core.GroupStopped())
 
-    async def _sweep(self, crew: WorkerGroup) -> None:
-        """What workers left behind when they ended must not live into the next round."""
-        report = await crew.stop(signal.SIGKILL, 0.0)
+    async def _sweep(self, group: WorkerGroup) -> None:
+        """Kill processes that workers left behind when they ended, so that none survives into the next round."""
+        report = await group.stop(signal.SIGKILL, 0.0)
         left = await survivors_of(report.left)
-        unfit = await describe_left(left) if left else None
-        if crew is not self._stopped:  # or else the next may run by now, which this would be taken for
+        reason = await describe_left(left) if left else None
+        # If it was stopped meanwhile, the next group may run by now, and the core would take the event for its success.
+        if group is not self._stopped:
             self._callbacks.publish(core.GroupSucceeded())
-        if unfit is not None:
-            self._callbacks.on_unhealthy(unfit)
+        if reason is not None:
+            self._callbacks.on_unhealthy(reason)
 
     def _changed(self) -> None:
         if self.group is not None and self.group.attempt is not None:
@@ -241,5 +241,5 @@ class WorkerGroups:
         self._callbacks.on_change()
 
 
-async def _kill(crew: WorkerGroup) -> None:
-    await crew.stop(signal.SIGKILL, 0.0)
+async def _kill(group: WorkerGroup) -> None:
+    await group.stop(signal.SIGKILL, 0.0)

@@ -29,33 +29,33 @@ __all__ = [
 ]
 
 STOP_TIMEOUT = 30.0
-"""Seconds between asking workers to stop and SIGKILL; torchrun's default. Long enough for a checkpoint; a longer
-one delays every restart in which a worker doesn't listen."""
+"""Seconds from the first stop signal to SIGKILL; torchrun's default. Long enough for a checkpoint; a longer timeout
+delays every restart in which a worker ignores the signal."""
 
 DRAIN_TIMEOUT = 1.0
-"""Seconds that a stop waits for the console to take the workers' last output. A terminal that is slower must not hold
-up the restart of all hosts: the copying goes on behind the scenes, and the files have everything in any case."""
+"""Seconds that a stop waits until the console has taken the workers' last output. A slower terminal must not delay
+the restart of all hosts: the copying continues in the background, and the files have everything in any case."""
 
 
 class OutputCopy(Protocol):
-    """Something that copies a worker's output for as long as the group runs (see rallypoint.agent.logs.follower)."""
+    """Copies a worker's output for as long as the group runs (see rallypoint.agent.logs.follower)."""
 
     def start(self) -> None:
-        """Begins; called before any worker is started."""
+        """Begin; called before any worker is started."""
 
     async def finish(self, timeout: float) -> bool:
-        """Called when nobody writes any more: copies the rest; false if that takes over `timeout` seconds."""
+        """Copy the rest, after the last writer has ended; false if that takes over `timeout` seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopReport:
-    """How stopping went.
+    """The result of a stop.
 
     Attributes:
         killed: local ranks of the workers that needed SIGKILL.
         leftovers: number of other processes of the workers' trees that had to be killed.
-        left: pids that outlived SIGKILL (uninterruptible sleep): this node should not run another round.
-        console_complete: false if the console took too long; the copying goes on behind the scenes.
+        left: pids that survived SIGKILL (uninterruptible sleep): this node should not run another round.
+        console_complete: false if the console took too long; the copying continues in the background.
         seconds: from the first request to stop until all were gone.
     """
 
@@ -67,7 +67,7 @@ class StopReport:
 
 
 class WorkerProcesses:
-    """The workers of one round on this host. Lives once: a new round makes a new group.
+    """The workers of one round on this host. Started once: a new round makes a new group.
 
     A spawner serves one group at a time, because stopping a group kills everything below the spawner.
     """
@@ -78,7 +78,7 @@ class WorkerProcesses:
         on_exit: Callable[[WorkerExit], None],
         copies: Sequence[OutputCopy] = (),
     ) -> None:
-        """Makes a group; nothing is started.
+        """Make a group; nothing is started.
 
         Args:
             spawner: starts the workers.
@@ -90,8 +90,8 @@ class WorkerProcesses:
         self._copies = copies
         self._workers: dict[int, WorkerProcess] = {}
         self._sent: set[int] = set()
-        # Local ranks of workers that got SIGKILL already: more patience changes nothing for them.
-        self._struck: set[int] = set()
+        # Local ranks of workers that got SIGKILL already: a stop does not wait for them.
+        self._killed: set[int] = set()
         self._stop_requested_at = 0.0
         self._deadline = 0.0
         self._start_timeout: asyncio.Timeout | None = None
@@ -99,7 +99,7 @@ class WorkerProcesses:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by local rank, of the workers that run."""
+        """Process ids of the running workers, by local rank."""
         return {
             rank: worker.pid
             for rank, worker in self._workers.items()
@@ -107,21 +107,21 @@ class WorkerProcesses:
         }
 
     async def start(self, specs: Sequence[WorkerSpec], timeout: float = START_TIMEOUT) -> None:
-        """Starts all workers in one go; returns when each is past exec.
+        """Start all workers in one request; return when each is past exec.
 
-        If one can't be started, the others are killed before this raises. Cancelled, it leaves the workers to
-        `stop`.
+        If one can't be started, the others are killed before this raises. After a cancellation, call `stop`.
 
         Args:
             specs: one for each worker, local ranks distinct.
-            timeout: seconds that they may take to get to exec.
+            timeout: seconds until each must be past exec.
 
         Raises:
-            SpawnError: a worker can't be started, the spawner is dead or busy with another group, or the group
-                was started or stopped before.
+            SpawnError: a start failed, the spawner is dead or has another group, or this group was started or stopped.
         """
         if self._workers or self._stopping is not None:
-            raise SpawnError("a group of workers is started once, and this one was started or stopped before")
+            raise SpawnError(
+                "a worker group can be started only once; this one was started or stopped before"
+            )
         self._spawner.occupy(self)
         for copy in self._copies:
             copy.start()
@@ -134,20 +134,19 @@ class WorkerProcesses:
             raise
 
     async def stop(self, signal: int = signals.SIGTERM, timeout: float = STOP_TIMEOUT) -> StopReport:
-        """Stops everything, and returns when nothing is left.
+        """Stop all workers and their descendants; return when no process is left.
 
-        Every living worker's process group gets the signal (and SIGCONT, so that a suspended one hears it).
-        Once all are gone, or after the timeout, all that is left of the workers' trees is killed. The members
-        of a group are waited for, not only the worker itself: it may be a shell around the trainer, which is
-        writing its checkpoint.
+        Every living worker's process group gets the signal (and SIGCONT, so that a suspended one can handle it).
+        Once all are gone, or after the timeout, the rest of the workers' trees is killed. This waits for all members
+        of a process group: the worker may be only a shell around the trainer, which is writing its checkpoint.
 
-        May be called at any time, more than once, by several at once: all get the same report. A later call
-        can only hurry the stop (an earlier end of patience counts), and its signal is sent if it is another.
-        Cancelling a caller doesn't cancel the stop.
+        May be called at any time, repeatedly and concurrently: all callers get the same report. A later call can
+        only shorten the stop (the earliest deadline counts); its signal is sent if it was not sent before.
+        Cancelling a caller does not cancel the stop.
 
         Args:
-            signal: what to send first.
-            timeout: seconds until SIGKILL; 0 for at once.
+            signal: number of the first signal.
+            timeout: seconds until SIGKILL; 0: at once.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         if self._stopping is None:
@@ -165,41 +164,41 @@ class WorkerProcesses:
         return await asyncio.shield(self._stopping)
 
     def send_signal(self, signal: int, *, group: bool = False, only: Collection[int] | None = None) -> None:
-        """Signals every living worker.
+        """Send a signal to every living worker.
 
         Args:
-            signal: which.
-            group: its whole process group; data loaders and the like, which often don't expect it, included.
-            only: local ranks of those that get it; None: all.
+            signal: number of the signal.
+            group: also to the rest of their process groups, such as data loaders, which often do not expect it.
+            only: local ranks of the receivers; None: all.
         """
         chosen = [worker for rank, worker in self._workers.items() if only is None or rank in only]
         self._spawner.signal(chosen, signal, group=group)
 
     async def kill_worker(self, local_rank: int, timeout: float = SWEEP_TIMEOUT) -> KillResult:
-        """Kills one worker with all it has started; the others are left alone.
+        """Kill one worker and all its descendants; the other workers continue.
 
-        Returns when its tree is dead, or after `timeout` seconds. `on_exit` is called as for any other end.
+        Returns when its tree is dead, or after `timeout` seconds. `on_exit` is called as for any other exit.
 
         Raises:
-            KeyError: there is no worker of that local rank.
+            KeyError: there is no worker with that local rank.
         """
         worker = self._workers[local_rank]
-        self._struck.add(local_rank)
+        self._killed.add(local_rank)
         return await self._spawner.kill(worker, timeout)
 
-    def _exited(self, how: WorkerExit) -> None:
-        self._on_exit(dataclasses.replace(how, during_stop=self._stopping is not None))
+    def _exited(self, exited: WorkerExit) -> None:
+        self._on_exit(dataclasses.replace(exited, during_stop=self._stopping is not None))
 
     async def _stop(self) -> StopReport:
         if not self._workers:
             await self._finish_copies()
             self._spawner.vacate(self)
             return StopReport()
-        # Only those that get the signal are waited for; what a dead worker left behind has no claim to patience.
+        # Wait only for those that get the signal, not for processes that a dead worker left behind.
         waiting = [
             worker.cleared
             for rank, worker in self._workers.items()
-            if worker.alive and rank not in self._struck
+            if worker.alive and rank not in self._killed
         ]
         if waiting:
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""What workers use of their host, each with everything it has started: read from /proc, without their help."""
+"""Resource use of workers, each with all its descendants: read from /proc, without their help."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from rallypoint.agent.hangs.diagnostics import in_background
 from rallypoint.agent.spawner.spawner import SPAWN_MARK, ProcessStat, descendants, read_process
 
 READ_TIMEOUT = 1.0
-"""Seconds that reading may take. Milliseconds as a rule; the kernel makes who asks for a process's memory wait while
-the process changes its own, and one in uninterruptible sleep may be doing that for ever."""
+"""Seconds that reading may take. Usually milliseconds; but the kernel blocks a reader of a process's memory figures
+while the process changes its memory map, and one in uninterruptible sleep may do that for ever."""
 
-_SHORTEST_SPAN = 0.5  # seconds; over less than that, ticks of 10 ms tell nothing of how busy a worker is
+_SHORTEST_SPAN = 0.5  # seconds; a shorter span has too few ticks of 10 ms to compute a load
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a worker with all its descendants uses.
+    """Resource use of a worker with all its descendants.
 
     Attributes:
-        processor_seconds: processor time spent so far; descendants that have ended included, if somebody below the
-            worker waited for them.
-        processors: how many it kept busy, on average, since it was last asked for, or in its whole life.
-        memory_bytes: its own memory, with its share of what it shares where the kernel tells.
-        processes: itself included.
-        threads: of all of them.
+        processor_seconds: processor time spent so far, including ended descendants that their parent waited for.
+        processors: processors kept busy on average, since the last measurement or else since its start.
+        memory_bytes: private memory, plus its proportional share of shared memory where the kernel shows that.
+        processes: number of processes, itself included.
+        threads: number of threads of all of them.
     """
 
     processor_seconds: float
@@ -43,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """A tree's part of the books of /proc/PID/stat."""
+    """Sums over a process tree, from /proc/PID/stat."""
 
     processor_seconds: float
     threads: int
@@ -51,21 +50,21 @@ class _Times:
 
 
 class UsageMeter:
-    """Measures the workers of one job; remembers what it saw last, to tell how busy they were since."""
+    """Measures the workers of one job; keeps the last measurements to compute their load since then."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds, monotonic."""
         self._clock = clock
-        # By the worker's pid: when, and the processor time by then. The two last looks, so that who asks right after
-        # somebody else gets a span that is long enough.
+        # By the worker's pid: time and processor time of the last two measurements, so that two callers in quick
+        # succession both get a span that is long enough.
         self._seen: dict[int, list[tuple[float, float]]] = {}
         self._reading: set[int] = set()
 
     async def measure(self, spawner: int, workers: Collection[int]) -> dict[int, Usage]:
-        """What each worker uses, by its pid; one that is gone, or can't be read in time, is left out.
+        """Return the use of each worker by pid; without workers that are gone or can't be read in time.
 
         Args:
-            spawner: the process below which all of them are.
+            spawner: pid of the process below which all workers are.
             workers: their pids.
         """
         try:
@@ -80,20 +79,20 @@ class UsageMeter:
             if (seen := times[pid]) is not None:
                 busy = self._busy(pid, now, seen)
                 found[pid] = Usage(seen.processor_seconds, busy, size, len(tree), seen.threads)
-        self._seen = {pid: looks for pid, looks in self._seen.items() if pid in found}
+        self._seen = {pid: samples for pid, samples in self._seen.items() if pid in found}
         return found
 
     def _busy(self, pid: int, now: float, seen: _Times) -> float:
-        looks = self._seen.setdefault(pid, [])
-        fitting = [look for look in looks if now - look[0] >= _SHORTEST_SPAN]
-        if not looks or fitting:
+        samples = self._seen.setdefault(pid, [])
+        fitting = [sample for sample in samples if now - sample[0] >= _SHORTEST_SPAN]
+        if not samples or fitting:
             self._seen[pid] = [*fitting[-1:], (now, seen.processor_seconds)]
         since, spent = fitting[-1] if fitting else (now - seen.age, 0.0)
-        # Descendants that ended unwaited take their time with them: less than before is none.
+        # The time of descendants that ended unwaited is lost, so the sum may shrink: count that as zero.
         return max(0.0, seen.processor_seconds - spent) / max(now - since, 1 / _TICKS)
 
     async def _memory_of(self, pid: int, tree: Iterable[int]) -> int:
-        if pid not in self._reading:  # who did not come back would be joined by one more with every question
+        if pid not in self._reading:  # else each measurement would add one more blocked thread
             self._reading.add(pid)
             try:
                 async with asyncio.timeout(READ_TIMEOUT):
@@ -110,7 +109,7 @@ class UsageMeter:
 
 
 def trees_of(spawner: int, workers: frozenset[int]) -> dict[int, list[int]]:
-    """The living processes of each worker, itself first; those that have lost their parents included."""
+    """Return the living processes of each worker, itself first, including orphans."""
     owner: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     for process in descendants(spawner):  # parents come before children
@@ -123,7 +122,7 @@ def trees_of(spawner: int, workers: frozenset[int]) -> dict[int, list[int]]:
 
 
 def worker_of(pid: int, spawner: int, workers: frozenset[int]) -> int | None:
-    """The worker that a process is, or descends from, even if it has lost its parents since; None for a stranger."""
+    """Return the worker that a process is or descends from, orphans included; None for other processes."""
     seen: set[int] = set()
     while pid > 1 and pid not in seen and (process := read_process(pid)) is not None:
         if (worker := _owner(process, spawner, workers, {})) is not None:
@@ -145,7 +144,7 @@ def _owner(process: ProcessStat, spawner: int, workers: frozenset[int], owner: d
 
 
 def _mark(pid: int) -> bytes:
-    """What its spawner wrote into the environment of a worker, and every descendant inherits."""
+    """Return the mark that the spawner wrote into the worker's environment and every descendant inherits."""
     begin = f"{SPAWN_MARK}=".encode()
     entries = _read(f"/proc/{pid}/environ", 1 << 20).split(b"\0")
     return next((entry for entry in entries if entry.startswith(begin)), b"")
@@ -159,7 +158,7 @@ def _times_of(worker: int, tree: Iterable[int]) -> _Times | None:
         fields = line[line.rfind(b")") + 2 :].split()
         if len(fields) < 20:
             continue
-        # Of itself, and of children that it waited for: user and kernel mode.
+        # User and kernel time of itself, and of children that it waited for.
         spent += sum(map(int, fields[11:15])) / _TICKS
         threads += int(fields[17])
         if pid == worker:
@@ -170,7 +169,7 @@ def _times_of(worker: int, tree: Iterable[int]) -> _Times | None:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Its memory with its share of what it shares; 0 where the kernel doesn't tell."""
+    """Return private memory plus the proportional share of shared memory; 0 where the kernel does not show it."""
     for line in _read(f"/proc/{pid}/smaps_rollup", 16_384).splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) * 1024
@@ -178,7 +177,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _private_bytes(pid: int) -> int:
-    """Its memory without what it shares. Reading it waits for nobody."""
+    """Return memory without shared pages. Reading it never blocks."""
     fields = _read(f"/proc/{pid}/statm", 4096).split()
     return (int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
 
