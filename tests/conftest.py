@@ -5,6 +5,11 @@ from __future__ import annotations
 import signal
 
 import pytest
+from hypothesis import settings
+
+# No test may fail because the machine is slow.
+settings.register_profile("rallypoint", deadline=None)
+settings.load_profile("rallypoint")
 
 # A suite that was started in the background is to ignore Ctrl-C, and so would every process that it tests.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):

@@ -117,7 +117,7 @@ def test_the_store_does_not_grow() -> None:
     assert store.most_keys <= 2 * size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 48), epoch=st.integers(1, 1000), seed=st.integers(0, 10))
 def test_the_ranks_parts_make_up_the_epoch(size: int, epoch: int, seed: int) -> None:
     """For any world size each image belongs to one rank, and each batch is split into parts of like size."""
@@ -332,7 +332,7 @@ def test_the_data_are_durable_before_the_name_is(tmp_path: Path, monkeypatch: py
     assert calls == ["content", "rename", "folder"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(position=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), other=st.binary(max_size=200))
 def test_damaged_bytes_are_a_value_error_whatever_the_damage(
     position: float, change: int, other: bytes

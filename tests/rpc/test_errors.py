@@ -78,7 +78,7 @@ def test_details_that_are_garbage_or_contradict_the_status_are_ignored(details: 
     st.lists(st.tuples(st.text(), st.text())),
     st.integers(1, 5000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_error_outgrows_the_metadata_that_a_client_takes(
     reason: str, message: str, metadata: dict[str, str], violations: list[tuple[str, str]], times: int
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import StatusCode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.api.requests import (
@@ -236,7 +236,6 @@ def test_the_largest_run_has_ranks_of_32_bits() -> None:
     assert last.role_world_size == 3 * MOST_WORKERS_PER_NODE
 
 
-@settings(deadline=None)
 @given(nanoseconds=st.integers(1, int(LONGEST * 1e9)))
 def test_a_time_from_the_wire_is_the_same_after_a_restart(nanoseconds: int) -> None:
     """Settings are compared as they are: one bit lost in the journal, and every node would be refused after it."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.base.entries import RESERVED, Operation, OperationRecord
 
 
-@settings(deadline=None)
 @given(
     st.builds(
         OperationRecord,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.core.ranks import assign_seats
@@ -147,7 +147,6 @@ members_of_a_round = st.lists(
 former_rounds = st.lists(st.sampled_from(NAMES), unique=True)
 
 
-@settings(deadline=None)
 @given(members=members_of_a_round, former=former_rounds, policy=st.sampled_from(RankPolicy))
 def test_whoever_takes_part_the_ranks_are_exact(
     members: list[tuple[str, int, str, str]], former: list[str], policy: RankPolicy
@@ -168,7 +167,6 @@ def test_whoever_takes_part_the_ranks_are_exact(
     assert all(seat.role_world_size == of_role[roles[seat.node_id]] for seat in seats)
 
 
-@settings(deadline=None)
 @given(members=members_of_a_round, former=former_rounds)
 def test_under_stable_whoever_can_keep_a_rank_keeps_it(
     members: list[tuple[str, int, str, str]], former: list[str]
@@ -180,7 +178,6 @@ def test_under_stable_whoever_can_keep_a_rank_keeps_it(
         assert rank >= len(members) or seat.group_rank == rank
 
 
-@settings(deadline=None)
 @given(members=members_of_a_round, former=former_rounds)
 def test_under_topology_every_place_is_one_stretch_of_ranks(
     members: list[tuple[str, int, str, str]], former: list[str]
@@ -194,7 +191,6 @@ def test_under_topology_every_place_is_one_stretch_of_ranks(
         assert len(stretches) == len(set(stretches))
 
 
-@settings(deadline=None)
 @given(members=members_of_a_round, former=former_rounds)
 def test_under_topology_the_most_senior_survivor_is_the_first(
     members: list[tuple[str, int, str, str]], former: list[str]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.base.cooperative import finish
@@ -91,7 +91,6 @@ def contents(run: RunSpaces) -> tuple[dict[int, dict[str, bytes]], list[tuple[st
     return values_of(run), list(run.operations.items())
 
 
-@settings(deadline=None)
 @given(batch=st.lists(writes, max_size=25), data=st.data())
 def test_a_batch_is_its_writes_one_by_one(batch: list[Write[object]], data: st.DataObject) -> None:
     """However writes are cut into batches, answers and contents are the same."""
@@ -139,7 +138,6 @@ def by_hand(spaces: dict[int, dict[str, bytes]], write: Write[object]) -> object
             raise AssertionError(write)
 
 
-@settings(deadline=None)
 @given(batches=st.lists(st.lists(writes, max_size=8), max_size=6))
 def test_the_spaces_are_dicts(batches: list[list[Write[object]]]) -> None:
     """With no limit in sight and each write a new one: answers and contents are those of plain dicts, in order."""
@@ -159,7 +157,6 @@ def test_the_spaces_are_dicts(batches: list[list[Write[object]]]) -> None:
         )
 
 
-@settings(deadline=None)
 @given(batches=st.lists(st.lists(writes, max_size=8), max_size=5), data=st.data())
 def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data: st.DataObject) -> None:
     """From one row per key, in any order, everything comes back: values, records, their order of use, bytes."""
@@ -188,7 +185,6 @@ def test_restored_spaces_are_the_spaces(batches: list[list[Write[object]]], data
     assert restored.stamp <= run.stamp
 
 
-@settings(deadline=None)
 @given(batch=st.lists(writes, max_size=20), repeated=st.data())
 def test_a_repeated_write_takes_effect_once(batch: list[Write[object]], repeated: st.DataObject) -> None:
     """To send any write again right after it, in its batch or a later one, changes nothing and is answered the

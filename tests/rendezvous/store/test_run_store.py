@@ -211,7 +211,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(steps=steps)
 def test_journal_and_store_agree_whatever_happens_to_the_run(steps: Sequence[str]) -> None:
     """Writes, commits held back before and after they are durable, the run forgotten and come again, the store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.store import core
@@ -12,7 +12,6 @@ from rallypoint.rendezvous.store.core import SortedKeys
 names = st.text("ab\U0001f600\ue000", max_size=3)
 
 
-@settings(deadline=None)
 @given(
     part=st.integers(1, 4),
     start=st.sets(names, max_size=12),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.rendezvous.store.waits import SpaceWaiters
@@ -10,7 +10,6 @@ from rallypoint.rendezvous.store.waits import SpaceWaiters
 KEYS = ["a", "b", "c"]
 
 
-@settings(deadline=None)
 @given(
     waits=st.lists(st.sets(st.sampled_from(KEYS), min_size=1), max_size=5),
     changes=st.lists(st.tuples(st.sampled_from(KEYS), st.booleans()), max_size=15),

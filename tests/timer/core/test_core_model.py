@@ -495,6 +495,4 @@ class Against(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_table_does_what_its_model_does(examples: int) -> None:
     """Whatever is called, in whatever order."""
-    run_state_machine_as_test(
-        Against, settings=settings(max_examples=examples, stateful_step_count=50, deadline=None)
-    )
+    run_state_machine_as_test(Against, settings=settings(max_examples=examples, stateful_step_count=50))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.etcd.values import prefix_end
@@ -30,7 +30,6 @@ _TEXTS = st.text(st.sampled_from("/%a0.\x00ü-") | st.characters(exclude_categor
 _NUMBERS = st.integers(0, 2**62)
 
 
-@settings(deadline=None)
 @given(_TEXTS, _NUMBERS, _NUMBERS, st.integers(-1, 2**62), _TEXTS)
 def test_a_key_says_of_what_it_is(run_id: str, era: int, first: int, round_: int, name: str) -> None:
     """Also that of a further part."""
@@ -44,7 +43,6 @@ def test_a_key_says_of_what_it_is(run_id: str, era: int, first: int, round_: int
         assert key < part_key(key, 1) < part_key(key, 0xFFFF) < parts_end(key)
 
 
-@settings(deadline=None)
 @given(_TEXTS, _TEXTS, st.integers(0, 20), st.integers(0, 20), _TEXTS)
 def test_the_range_of_an_era_has_that_era_of_that_run_in_it_and_nothing_else(
     run_id: str, other: str, era: int, other_era: int, name: str
@@ -60,7 +58,6 @@ def test_the_range_of_an_era_has_that_era_of_that_run_in_it_and_nothing_else(
     assert not begin <= staged_key(0) < end
 
 
-@settings(deadline=None)
 @given(_TEXTS, st.lists(_NUMBERS, max_size=10))
 def test_packs_are_in_the_order_of_their_revisions(run_id: str, revisions: list[int]) -> None:
     """And further parts of one before the next one."""
@@ -70,7 +67,6 @@ def test_packs_are_in_the_order_of_their_revisions(run_id: str, revisions: list[
         assert key == later or parts_end(key) <= later
 
 
-@settings(deadline=None)
 @given(_TEXTS, _TEXTS, _TEXTS)
 def test_further_parts_of_one_entry_are_no_other_entry_s(run_id: str, name: str, other: str) -> None:
     """A name may end in what parts end in."""
