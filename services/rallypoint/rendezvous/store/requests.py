@@ -1,4 +1,4 @@
-"""Requests of the store: what is well formed, and what it asks for."""
+"""Requests of the store: check them and extract their fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name
 
 DEFAULT_PAGE_SIZE = 1_000
-# Longer than anybody should wait in one call, and short enough that no timer overflows. Seconds.
+# Seconds; longer than any useful wait in one call, and short enough that no timer overflows.
 MAX_WAIT = 24 * 3600.0
 MAX_SLOT = 65_535
 
@@ -43,7 +43,7 @@ _CLIENT_ID = re.compile(r"[!-.0-~]{1,64}")
 
 
 def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
-    """Check the fields that say where a request goes, and on whose behalf.
+    """Check the fields that name the space of a request and the round of its writer.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -74,7 +74,7 @@ def check_key(key: str, field: str = "key") -> None:
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
-    """Check the keys of a request that reads; return each of them once, in their order.
+    """Check the keys of a read; return each of them once, in their order.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -88,11 +88,11 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 
 
 def check_value(field: str, values: Iterable[bytes], besides: str = "") -> None:
-    """Check the size of what is to be stored.
+    """Check the size of a value to be stored.
 
     Args:
-        field: Whose value it is.
-        values: What counts together.
+        field: Name of the value's field.
+        values: The values that count together.
         besides: The field whose value is counted with it, if any.
 
     Raises:
@@ -106,7 +106,7 @@ def check_value(field: str, values: Iterable[bytes], besides: str = "") -> None:
 
 
 def check_entries(entries: Sequence[pb.StoreEntry]) -> dict[str, bytes]:
-    """Check the entries of a MultiSet; return them by key, of a key that comes twice the last.
+    """Check the entries of a MultiSet; return them by key; for a repeated key, the last one.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -135,7 +135,7 @@ def _check_multi(field: str, size: int) -> None:
 
 
 def wait_seconds(timeout: Duration) -> float:
-    """Return how long to wait, in seconds.
+    """Return the time to wait, in seconds.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -147,7 +147,7 @@ def wait_seconds(timeout: Duration) -> float:
 
 
 def page(request: pb.ListKeysRequest) -> int:
-    """Return how many keys to list.
+    """Return the number of keys to list.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -158,7 +158,7 @@ def page(request: pb.ListKeysRequest) -> int:
 
 
 def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None:
-    """Return the node that a write is done for; None: none.
+    """Return the node on whose behalf a write is done; None: none.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
@@ -173,7 +173,7 @@ def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None
 
 
 def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation | None:
-    """Return the client's name for a write; None: it gave none.
+    """Return the client's name for a write; None: it has none.
 
     Raises:
         ServiceError: INVALID_ARGUMENT.
