@@ -143,7 +143,7 @@ def split_shards(url: str) -> tuple[str, int | None]:
     Raises:
         SettingError: It is not a possible number of shards.
     """
-    place, mark, query = url.partition("?")
+    address, mark, query = url.partition("?")
     found = _SHARDS.findall(query)
     if not found:
         return url, None
@@ -151,7 +151,7 @@ def split_shards(url: str) -> tuple[str, int | None]:
     if len(found) > 1 or not (number.isascii() and number.isdigit() and 1 <= int(number) <= MOST_SHARDS):
         raise SettingError(f"--journal: shards={number!r}, expected one number from 1 to {MOST_SHARDS}")
     rest = _SHARDS.sub("", query).removeprefix("&")
-    return place + (mark + rest if rest else ""), int(number)
+    return address + (mark + rest if rest else ""), int(number)
 
 
 def advertised_address(advertise: str, listening: str) -> str:
@@ -167,25 +167,25 @@ def advertised_address(advertise: str, listening: str) -> str:
     """
     if advertise:
         try:
-            place = parse_endpoint(advertise)
+            endpoint = parse_endpoint(advertise)
         except EndpointError as error:
             raise SettingError(f"--advertise: {error}") from None
-        if place.path is not None or _everywhere(place):
+        if endpoint.path is not None or _everywhere(endpoint):
             raise SettingError(
                 f"--advertise {advertise} is not an address that other hosts can connect to: give the host:port at "
                 "which clients reach this machine"
             )
-        return str(place)
-    place = parse_endpoint(listening)
-    if place.path is not None:
+        return str(endpoint)
+    endpoint = parse_endpoint(listening)
+    if endpoint.path is not None:
         raise SettingError(
             f"--host {listening} can't be reached from other machines: give --advertise HOST:PORT, or listen on TCP"
         )
-    return str(Endpoint(socket.gethostname(), place.port)) if _everywhere(place) else str(place)
+    return str(Endpoint(socket.gethostname(), endpoint.port)) if _everywhere(endpoint) else str(endpoint)
 
 
-def _everywhere(place: Endpoint) -> bool:
-    return place.host in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
+def _everywhere(endpoint: Endpoint) -> bool:
+    return endpoint.host in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
 
 
 def replica_name(name: str, address: str) -> str:

@@ -105,7 +105,7 @@ class RemoteReader:
         *,
         refuse: Callable[[int], None],
         clock: Callable[[], float],
-        slices: CooperativeRunner | None = None,
+        runner: CooperativeRunner | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
         """Read nothing yet.
@@ -116,7 +116,7 @@ class RemoteReader:
             build: Makes a reader from the contents of a shard's journal.
             refuse: Raises NotOwner with the owner's address if another replica owns the shard.
             clock: Monotonic seconds.
-            slices: Runs the parsing; shared with other long work of the process. None: an own one.
+            runner: Runs the parsing; shared with other long work of the process. None: an own one.
             most_bytes: Limit of the cache of read shards; the latest is always kept.
         """
         self._client = client
@@ -124,7 +124,7 @@ class RemoteReader:
         self._build = build
         self._refuse = refuse
         self._clock = clock
-        self._slices = slices or CooperativeRunner()
+        self._runner = runner or CooperativeRunner()
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._reads: dict[int, SharedRead[RunReader]] = {}
@@ -208,7 +208,7 @@ class RemoteReader:
                 self._refuse(shard)
         began = self._clock()
         pairs = await read_pairs(self._client, space)
-        kept = await self._slices.carry_out(self._keeping(shard, pairs, self._clock() - began))
+        kept = await self._runner.carry_out(self._keeping(shard, pairs, self._clock() - began))
         self._kept[shard] = kept
         self._kept.move_to_end(shard)
         self._keep_within()
@@ -237,18 +237,16 @@ class RemoteReader:
 class ReplicatedLocator:
     """Locates the runs of all replicas, as seen by one of them. A RunLocator."""
 
-    def __init__(
-        self, replica: Replica, elsewhere: RemoteReader, full: Callable[[], str] = lambda: ""
-    ) -> None:
+    def __init__(self, replica: Replica, remote: RemoteReader, full: Callable[[], str] = lambda: "") -> None:
         """Locate runs for `replica`.
 
         Args:
             replica: This replica.
-            elsewhere: Reads the shards of other replicas.
+            remote: Reads the shards of other replicas.
             full: Returns the reason why etcd accepts no writes; empty if it does.
         """
         self._replica = replica
-        self._remote = elsewhere
+        self._remote = remote
         self._full = full
 
     def shard(self, run_id: str) -> Shard:
@@ -291,16 +289,16 @@ class ReplicatedLocator:
         if self._replica.cluster is None:
             raise EtcdAway  # at once: other replicas may have a session
         number = shard_of(run_id, self._replica.shards)
-        hosting = self._replica.shard_manager
-        shard = hosting.serving.get(number) if hosting is not None else None
+        manager = self._replica.shard_manager
+        shard = manager.serving.get(number) if manager is not None else None
         if shard is not None and not self._full():
             # Other replicas may have read commits from etcd that this one does not yet know to be durable.
             await shard.settled()
             return shard
         try:
             return await self._remote.reader(number)
-        except NotOwner as elsewhere:
-            raise NotOwner(run_id, elsewhere.owner) from None
+        except NotOwner as refusal:
+            raise NotOwner(run_id, refusal.owner) from None
 
     async def readers(self) -> Sequence[RunReader]:
         """Return readers of all shards.
@@ -312,8 +310,8 @@ class ReplicatedLocator:
             raise EtcdAway  # at once: other replicas may have a session
         here = dict(self._replica.shard_manager.serving) if self._replica.shard_manager is not None else {}
         shards = self._replica.shards
-        elsewhere = await self._remote.readers([each for each in range(shards) if each not in here], shards)
-        return [*here.values(), *elsewhere.values()]
+        remote = await self._remote.readers([each for each in range(shards) if each not in here], shards)
+        return [*here.values(), *remote.values()]
 
     def shards(self) -> Sequence[Shard]:
         """Return all shards that have not ended here."""

@@ -70,7 +70,7 @@ class EtcdJournal:
         pool: CommitPool | None = None,
         pace: Pace | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
-        slices: CooperativeRunner | None = None,
+        runner: CooperativeRunner | None = None,
     ) -> None:
         """Own nothing yet.
 
@@ -82,7 +82,7 @@ class EtcdJournal:
             pool: Sends the commits; all journals of a process share one. None: an own one.
             pace: Delays between attempts.
             draw: Returns so many random bytes.
-            slices: Runs the parsing of what is read; all journals of a process share one. None: an own one.
+            runner: Runs the parsing of read keys; all journals of a process share one. None: an own one.
         """
         self._client = client
         self._session = session
@@ -91,7 +91,7 @@ class EtcdJournal:
         self._fence = Fence(
             client, session, location, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
         )
-        self._slices = slices or CooperativeRunner()
+        self._runner = runner or CooperativeRunner()
         self._contents = SpaceContents()
         self._head = EtcdHead(version=VERSION)
         self._pending: deque[tuple[Sequence[Entry], asyncio.Future[None]]] = deque()
@@ -116,7 +116,7 @@ class EtcdJournal:
         try:
             await self._fence.claim(self._owner)
             # Read after the claim: a commit of a previous owner is in it, or will never take effect.
-            space = await read_owned(self._client, self._location.space, self._slices)
+            space = await read_owned(self._client, self._location.space, self._runner)
             self._contents, self._head = space.contents, space.head
             self._fence.head_revision = space.head_revision
             if space.unfinished:

@@ -24,7 +24,7 @@ MOST_OPERATIONS = 128
 # never waits for requests still to come.
 _STEPS = 4
 # While etcd is full, the warning is logged again after this many seconds.
-_SAY_AGAIN = 30.0
+_LOG_AGAIN_AFTER = 30.0
 # Seconds after which a write is worth trying again, if no waiting write does so.
 _FORGOTTEN = 5.0
 
@@ -162,7 +162,7 @@ class CommitPool:
         remedy = REMEDIES[error.reason]
         self._refusal, self._refused_at = f"{error}; {remedy}", self._clock()
         if self._clock() >= self._log_full_at:
-            self._log_full_at = self._clock() + _SAY_AGAIN
+            self._log_full_at = self._clock() + _LOG_AGAIN_AFTER
             _log.warning("etcd is full: writes wait, running jobs go on", error=str(error), remedy=remedy)
 
     def _has_room(self) -> None:

@@ -91,9 +91,9 @@ async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
     return SpaceRead(found.recovered, found.head_revision)
 
 
-async def read_owned(client: EtcdClient, space: bytes, slices: CooperativeRunner) -> JournalSpace:
+async def read_owned(client: EtcdClient, space: bytes, runner: CooperativeRunner) -> JournalSpace:
     """Return the same for its owner; parsed cooperatively, so that the event loop keeps running."""
-    return await slices.carry_out(interpret(space, await read_pairs(client, space)))
+    return await runner.carry_out(interpret(space, await read_pairs(client, space)))
 
 
 async def read_pairs(client: EtcdClient, space: bytes) -> Sequence[KeyValue]:
