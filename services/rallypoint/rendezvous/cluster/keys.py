@@ -189,11 +189,7 @@ def _everywhere(endpoint: Endpoint) -> bool:
 
 
 def replica_name(name: str, address: str) -> str:
-    """Return the name of a replica: `name`, or if it is empty, one made of its host and port.
-
-    Raises:
-        SettingError: The name is not valid.
-    """
+    """Return the checked `name`, or if it is empty, one made of host and port; raise SettingError if not valid."""
     if not name:
         port = parse_endpoint(address).port
         return f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname()).lstrip('.-_') or 'replica'}-{port}"

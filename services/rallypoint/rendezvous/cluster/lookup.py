@@ -45,11 +45,7 @@ class SharedRead(Generic[_T]):
         self._next: asyncio.Task[_T] | None = None
 
     async def read(self) -> _T:
-        """Return the result of a read that begins after this call.
-
-        Raises:
-            Exception: The read's exception.
-        """
+        """Return the result, or raise the exception, of a read that begins after this call."""
         if self._next is None:
             self._next = asyncio.create_task(self._after(self._current))
             self._next.add_done_callback(self._done)
@@ -301,11 +297,7 @@ class ReplicatedLocator:
             raise NotOwner(run_id, refusal.owner) from None
 
     async def readers(self) -> Sequence[RunReader]:
-        """Return readers of all shards.
-
-        Raises:
-            EtcdAway: There is no session with etcd at the moment.
-        """
+        """Return readers of all shards; raise EtcdAway if there is no session with etcd."""
         if self._replica.cluster is None:
             raise EtcdAway  # at once: other replicas may have a session
         here = dict(self._replica.shard_manager.serving) if self._replica.shard_manager is not None else {}

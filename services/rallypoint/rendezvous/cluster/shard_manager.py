@@ -56,11 +56,7 @@ class ReleaseShard(Protocol):
     """Deletes an owner key of ours."""
 
     def __call__(self, shard: int, fence: int, /) -> Awaitable[None]:
-        """Delete the key if it still has this create_revision.
-
-        Raises:
-            EtcdError: It is unknown if it was deleted, or the deletion was refused.
-        """
+        """Delete the key if it still has this create_revision. After an EtcdError it is unknown if it was deleted."""
 
 
 @dataclass(slots=True)

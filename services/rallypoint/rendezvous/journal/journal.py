@@ -185,11 +185,7 @@ class Span:
     dropped: bool = False
 
     def add(self, record: Record) -> None:
-        """Append the next record.
-
-        Raises:
-            OutOfSequenceError: It is not the next one.
-        """
+        """Append the next record; raise OutOfSequenceError for any other."""
         if record.revision != self.last + 1:
             raise OutOfSequenceError(
                 f"record {record.revision} of run {record.run_id!r} comes where record {self.last + 1} is due"
@@ -214,11 +210,7 @@ class Span:
         self.first = first
 
     def forget(self, forgotten: Forgotten) -> None:
-        """Drop everything.
-
-        Raises:
-            OutOfSequenceError: Revisions would be given out twice.
-        """
+        """Drop everything; raise OutOfSequenceError if revisions would be given out twice."""
         if forgotten.revision < self.last:
             raise OutOfSequenceError(
                 f"run {forgotten.run_id!r} is forgotten up to record {forgotten.revision}, but the latest is "
@@ -228,11 +220,7 @@ class Span:
         self.dropped = False
 
     def drop(self, dropped: Dropped) -> None:
-        """Mark the run as not kept at all.
-
-        Raises:
-            OutOfSequenceError: It has kept records.
-        """
+        """Mark the run as not kept at all; raise OutOfSequenceError if it has kept records."""
         if self.first <= self.last:
             raise OutOfSequenceError(
                 f"run {dropped.run_id!r} can't be dropped: records {self.first} to {self.last} are kept"

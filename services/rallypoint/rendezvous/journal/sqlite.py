@@ -57,11 +57,7 @@ class LockFile:
         return int(number) if number.isdigit() and content == _content(int(number)) else 0
 
     def write(self, number: int) -> None:
-        """Replace the number.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Replace the number; raise OSError if that fails."""
         os.pwrite(self._file, _content(number), 0)
 
     def release(self) -> None:
@@ -132,11 +128,7 @@ class JournalFile:
         return self._logged >= _LOG_BYTES
 
     def open(self) -> Recovered:
-        """Take the lock, check the file, read it, bring it up to date.
-
-        Raises:
-            JournalError: See `Journal.open`.
-        """
+        """Take the lock, check the file, read it, bring it up to date; raises as `Journal.open`."""
         try:
             _make_folder(self._path.parent)
             self._take_lock()
@@ -210,11 +202,7 @@ class JournalFile:
         return connection
 
     def commit(self, calls: Sequence[Sequence[Entry]]) -> None:
-        """Write all entries as one transaction; return when it is on the disk.
-
-        Raises:
-            JournalError: It is unknown if they are on the disk.
-        """
+        """Commit all entries as one transaction. After a JournalError it is unknown if they are on the disk."""
         assert self._connection is not None
         assert self._lock is not None
         connection = self._connection
@@ -238,11 +226,7 @@ class JournalFile:
             raise self._unwritable(error) from error
 
     def shorten_log(self) -> None:
-        """Copy the log into the file, so that the log starts over.
-
-        Raises:
-            JournalError: It failed; all acknowledged commits are still in the log.
-        """
+        """Copy the log into the file, to start it over. After a JournalError the log still has all of it."""
         assert self._connection is not None
         try:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

@@ -226,11 +226,7 @@ def keep_copy(path: Path, version: int) -> Path:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Migrate a journal of version 1 to the present version, all or nothing.
-
-    Raises:
-        sqlite3.Error: It is unchanged.
-    """
+    """Migrate a journal of version 1 to the present one, all or nothing (sqlite3.Error: it is unchanged)."""
     connection.create_function("entry_checksum", 5, checksum, deterministic=True)
     connection.executescript(_FROM_1)
 

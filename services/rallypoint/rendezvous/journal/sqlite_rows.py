@@ -75,11 +75,7 @@ class Rows:
         self.size = 0  # bytes to write
 
     def add(self, entry: Entry) -> None:
-        """Add an entry.
-
-        Raises:
-            OutOfSequenceError: It does not continue the kept records of its run.
-        """
+        """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
         span = self._spans.setdefault(entry.run_id, Span())
         self.runs.add(entry.run_id)
         if isinstance(entry, Record):

@@ -27,20 +27,12 @@ from rallypoint.serving.requests import name
 
 
 def check_run_id(run_id: str) -> None:
-    """Check the name of a run.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the name of a run. Raises ServiceError (INVALID_ARGUMENT)."""
     name("run_id", run_id)
 
 
 def check_state(state: bytes) -> None:
-    """Check the size of a state.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the size of a state. Raises ServiceError (INVALID_ARGUMENT)."""
     if len(state) > MAX_VALUE_BYTES:
         raise invalid(
             "state", f"has {len(state):,} bytes; at most {MAX_VALUE_BYTES:,} fit, store large data outside it"
@@ -48,11 +40,7 @@ def check_state(state: bytes) -> None:
 
 
 def set_state(request: pb.SetStateRequest) -> SetState:
-    """Return the decoded request.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Return the decoded request. Raises ServiceError (INVALID_ARGUMENT)."""
     check_run_id(request.run_id)
     check_state(request.state)
     return SetState(

@@ -69,15 +69,16 @@ _LAYOUT = b"\x01"
 class StateLimits:
     """Bounds of one service.
 
-    states: Most runs that have a state. Default 10,000.
-    state_bytes: Most bytes of all states, with `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
-        recorded operation. Default 1 GiB. All of it is held in memory, and once more in the journal.
-    operations: Most (client, slot) pairs of one run whose last set is recorded, so that repeating it is harmless.
-        Default 4,096: more nodes than are likely to set the state of one run between an attempt and its repetition.
-        Each set of a run copies this many references.
-    queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest states.
-        More lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
-    watchers: Most open watches. Default 10,000. Each costs a stream, about 40 KB.
+    Attributes:
+        states: Most runs that have a state. Default 10,000.
+        state_bytes: Most bytes of all states, with `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
+            recorded operation. Default 1 GiB. All of it is held in memory, and once more in the journal.
+        operations: Most (client, slot) pairs of one run whose last set is recorded, so that repeating it is harmless.
+            Default 4,096: more nodes than are likely to set the state of one run between an attempt and its repetition.
+            Each set of a run copies this many references.
+        queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest states.
+            More lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
+        watchers: Most open watches. Default 10,000. Each costs a stream, about 40 KB.
     """
 
     states: int = 10_000
@@ -179,9 +180,7 @@ class States:
         operations: dict[str, dict[str, OperationRecord]] = {}
         for entry in entries:
             if entry.value is None:
-                raise ValueError(
-                    f"the entry {entry.key!r} of run {entry.run_id!r} is a deletion, not a value"
-                )
+                raise ValueError(f"the entry {entry.key!r} of run {entry.run_id!r} is a deletion")
             if entry.key == STATE_KEY:
                 current[entry.run_id] = _decode(entry.run_id, entry.value)
             elif entry.key.startswith(RESERVED):
@@ -267,11 +266,7 @@ class StatesDraft:
         return [StoreChange(run_id, SPACE, key, value) for (run_id, key), value in self._entries.items()]
 
     def repetition(self, request: SetState) -> SetOutcome | None:
-        """Return the result of a request that was carried out before; None: it was not.
-
-        Raises:
-            Refused: Its operation comes too late, or belongs to another request.
-        """
+        """Return the result of an earlier copy of a request, or None. Raise Refused if its operation is old or reused."""
         operation, held = request.operation, self.held(request.run_id)
         if operation is None or held is None:
             return None

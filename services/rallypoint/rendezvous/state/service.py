@@ -204,11 +204,7 @@ class FencedStateService:
         self._bytes.release()
 
     def get(self, run_id: str) -> FencedState | None:
-        """Return the current state of a run; None: there is none.
-
-        Raises:
-            Refused: The service has ended, or the state is another process's.
-        """
+        """Return the current state of a run, or None. Raise Refused if the service has ended or is not the owner."""
         self._check_open(run_id)
         return self._read(run_id)
 

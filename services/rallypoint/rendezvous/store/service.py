@@ -85,11 +85,7 @@ class StoreService:
         self.begin()
 
     def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
-        """Build the store from its journal's entries, in small steps; call `begin` before the first request.
-
-        Raises:
-            JournalError: An entry can't be read by this version.
-        """
+        """Build the store in small steps; call `begin` before the first request. Raises JournalError as `__init__`."""
         by_run: dict[str, list[StoreChange]] = {}
         for entry in entries:
             by_run.setdefault(entry.run_id, []).append(entry)
@@ -265,11 +261,7 @@ class StoreService:
 
 
 def check_reply_size(values: Sequence[bytes]) -> None:
-    """Check that values fit into one response.
-
-    Raises:
-        AnswerTooLarge: They don't.
-    """
+    """Raise AnswerTooLarge if values do not fit into one response."""
     total = fitting = 0
     for value in values:
         total += len(value) + FRAME_BYTES

@@ -133,11 +133,7 @@ class RunStore:
         return self._committing
 
     def current_round(self) -> int:
-        """Return the only round whose workers may write, as durable; 0 before the first.
-
-        Raises:
-            RunNotFound: There is no such run, or no more.
-        """
+        """Return the only round whose workers may write, as durable; 0 before the first. Raise RunNotFound if none."""
         return self._known(self._current_round(self.spaces.run_id))
 
     def _known(self, round: int | None) -> int:
@@ -176,11 +172,7 @@ class RunStore:
         self._start_committing()
 
     def check_whole(self) -> None:
-        """Check that no unexpected error has stopped the store.
-
-        Raises:
-            RunBroken: One has.
-        """
+        """Raise RunBroken if an unexpected error has stopped the store."""
         if self._broken:
             raise RunBroken(self.spaces.run_id, self._broken)
 

@@ -25,11 +25,12 @@ _INT64 = range(-(2**63), 2**63)
 class Write(ABC, Generic[T_co]):
     """A write to one space.
 
-    kind: The name in fingerprints. Journals keep fingerprints: never change it.
-    round: The space: 0 for the run's own, otherwise that of a round.
-    writer_round: The round whose worker the writer is; 0: none.
-    writer: The node on whose behalf it is done; None: none.
-    operation: The client's name for the write; None: a repetition is a new write.
+    Attributes:
+        kind: The name in fingerprints. Journals keep fingerprints: never change it.
+        round: The space: 0 for the run's own, otherwise that of a round.
+        writer_round: The round whose worker the writer is; 0: none.
+        writer: The node on whose behalf it is done; None: none.
+        operation: The client's name for the write; None: a repetition is a new write.
     """
 
     kind: ClassVar[str]
@@ -244,11 +245,7 @@ class MultiSet(Write[None]):
 
 
 def decide(draft: RunDraft, write: Write[T_co], current_round: int) -> T_co:
-    """Carry a write out on the draft, unless it was carried out before; return its result.
-
-    Raises:
-        Refused: It was refused; the draft is unchanged.
-    """
+    """Carry a write out on the draft, or return its earlier result. After a Refused the draft is unchanged."""
     operation = write.operation
     # Before the checks of rounds: a write that was carried out while its round lasted keeps its result for ever, so a
     # repetition is not refused. It takes no effect a second time, so nothing needs fencing.

@@ -96,11 +96,7 @@ class Packing:
         self._runs: dict[str, _RunChanges] = {}
 
     def add(self, entry: Entry) -> None:
-        """Add an entry.
-
-        Raises:
-            OutOfSequenceError: It does not continue the kept records of its run.
-        """
+        """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
         span = self._contents.spans.setdefault(entry.run_id, Span())
         run = self._runs.get(entry.run_id)
         if run is None:
@@ -270,11 +266,7 @@ def finish(changes: Sequence[Change], staged_parts: int) -> list[CommitStep]:
 
 
 def unstage(part: bytes) -> Iterator[Change]:
-    """Return the changes in a staged part.
-
-    Raises:
-        google.protobuf.message.DecodeError: It is damaged.
-    """
+    """Return the changes in a staged part; raise protobuf's DecodeError if it is damaged."""
     for operation in EtcdStagedPart.FromString(part).operations:
         if operation.WhichOneof("effect") == "put":
             yield Put(operation.key, operation.put)

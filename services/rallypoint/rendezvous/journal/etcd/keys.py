@@ -185,11 +185,7 @@ def seal(key: bytes, content: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def unseal(key: bytes, stored: Mapping[bytes, bytes]) -> tuple[bytes, int]:
-    """Return a value and the number of its parts.
-
-    Raises:
-        DamagedValue: A part is missing, or changed.
-    """
+    """Return a value and the number of its parts; raise DamagedValue if a part is missing or changed."""
     try:
         value = EtcdValue.FromString(stored[key])
     except DecodeError:

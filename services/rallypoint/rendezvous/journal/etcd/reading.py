@@ -97,30 +97,18 @@ async def read_owned(client: EtcdClient, space: bytes, runner: CooperativeRunner
 
 
 async def read_pairs(client: EtcdClient, space: bytes) -> Sequence[KeyValue]:
-    """Return the keys of a space in their order, linearizably, as they were at one revision.
-
-    Raises:
-        EtcdError: They can't be read.
-    """
+    """Return the keys of a space in order, linearizably, as of one revision; raise EtcdError if that fails."""
     return (await client.get(space, prefix_end(space))).pairs
 
 
 async def head_revision(client: EtcdClient, space: bytes) -> int:
-    """Return the present `SpaceRead.head_revision`: unchanged if there was no commit since.
-
-    Raises:
-        EtcdError: It can't be read.
-    """
+    """Return the present `SpaceRead.head_revision`, unchanged without a commit; raise EtcdError if that fails."""
     snapshot = await client.get(space + HEAD, keys_only=True)
     return snapshot.pairs[0].mod_revision if snapshot.pairs else 0
 
 
 def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Work[JournalSpace]:
-    """Parse all keys of a space, in small steps.
-
-    Raises:
-        JournalError: It is damaged, or of a newer version.
-    """
+    """Parse all keys of a space, in small steps; raise JournalError if it is damaged or of a newer version."""
     where = space.decode(errors="replace").rstrip("/")
     try:
         return (yield from _interpret(where, space, pairs))
