@@ -266,7 +266,7 @@ class StatesDraft:
         return [StoreChange(run_id, SPACE, key, value) for (run_id, key), value in self._entries.items()]
 
     def repetition(self, request: SetState) -> SetOutcome | None:
-        """Return the result of an earlier copy of a request, or None. Raise Refused if its operation is old or reused."""
+        """Return the result of an earlier copy of a request, or None; raise Refused if its operation is old or used."""
         operation, held = request.operation, self.held(request.run_id)
         if operation is None or held is None:
             return None

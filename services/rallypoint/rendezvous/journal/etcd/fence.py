@@ -115,7 +115,7 @@ class Fence:
             self.head_revision = result.revision
         else:
             self.head_revision = self._revision_if_done(result, head.id)
-        # It may have taken so long that another replica has the lease now, and has already published later changes.
+        # It may have taken so long that another replica owns the journal now, and has already published later changes.
         self.check()
 
     def _revision_if_done(self, result: TxnResult, id_: bytes) -> int:
@@ -131,7 +131,7 @@ class Fence:
         return heads[0].mod_revision
 
     def check(self) -> None:
-        """Raise OwnershipLost if another replica could have the lease."""
+        """Raise OwnershipLost unless our lease is certainly alive."""
         try:
             self._session.check()
         except SessionLost as error:

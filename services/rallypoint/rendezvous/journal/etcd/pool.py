@@ -61,7 +61,7 @@ class CommitPool:
     - A merged transaction compares all that any of its members compares. So it does nothing for a member unless that
       member's own comparison holds at that very moment: it is one more copy of each of its members. A sender is still
       correct if its copies, however many and however merged, take effect at most once: the cause that voids its other
-      copies (it wrote again, or another owner has its place) also voids every merged copy with it. The other members of
+      copies (it wrote again, or the owner changed) also voids every merged copy with it. The other members of
       that copy lose only an attempt.
     - If it does nothing, the reads of the same moment show for each member if its own comparison held. Members whose
       comparison failed get that result, as if sent alone. The others were blocked by those, and are sent again.
@@ -155,7 +155,7 @@ class CommitPool:
 
     @property
     def full(self) -> str:
-        """The reason why etcd accepts no writes, with the remedy; empty if it does, as far as known."""
+        """The reason why etcd accepts no writes, with the remedy; empty if it does, as the last writes showed."""
         return self._refusal if self._clock() < self._refused_at + _FORGOTTEN else ""
 
     def _is_full(self, error: EtcdRefused) -> None:
