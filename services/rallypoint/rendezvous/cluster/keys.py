@@ -170,7 +170,7 @@ def advertised_address(advertise: str, listening: str) -> str:
             endpoint = parse_endpoint(advertise)
         except EndpointError as error:
             raise SettingError(f"--advertise: {error}") from None
-        if endpoint.path is not None or _everywhere(endpoint):
+        if endpoint.path is not None or _is_wildcard(endpoint):
             raise SettingError(
                 f"--advertise {advertise} is not an address that other hosts can connect to: give the host:port at "
                 "which clients reach this machine"
@@ -181,10 +181,10 @@ def advertised_address(advertise: str, listening: str) -> str:
         raise SettingError(
             f"--host {listening} can't be reached from other machines: give --advertise HOST:PORT, or listen on TCP"
         )
-    return str(Endpoint(socket.gethostname(), endpoint.port)) if _everywhere(endpoint) else str(endpoint)
+    return str(Endpoint(socket.gethostname(), endpoint.port)) if _is_wildcard(endpoint) else str(endpoint)
 
 
-def _everywhere(endpoint: Endpoint) -> bool:
+def _is_wildcard(endpoint: Endpoint) -> bool:
     return endpoint.host in ("0.0.0.0", "::")  # noqa: S104 (compared, not bound)
 
 

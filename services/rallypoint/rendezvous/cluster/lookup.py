@@ -124,8 +124,7 @@ class RemoteReader:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._reads: dict[int, SharedRead[RunReader]] = {}
-        # Shards whose next read must not be refused, however long it takes: another caller that shares it may not be
-        # refused.
+        # Shards whose next read must not be refused, however long it takes: a caller of `readers` shares it.
         self._not_refused: set[int] = set()
         self._heads: SharedRead[Mapping[int, int]] = SharedRead(self._read_heads)
         self._shards = 0
@@ -171,7 +170,7 @@ class RemoteReader:
 
         async def read(shard: int) -> None:
             async with room:
-                # No await before the read is joined: the shared read itself takes the mark.
+                # No await between the mark and joining the read: the shared read takes the mark as it begins.
                 self._not_refused.add(shard)
                 found[shard] = await self._read_shard(shard)
 
@@ -194,8 +193,7 @@ class RemoteReader:
         self._not_refused.discard(shard)
         space = self._keys.space(shard)
         kept = self._kept.get(shard)
-        # Read from etcd's leader, after the caller's request: if there was no commit since, the cached reader is up to
-        # date.
+        # Read from etcd's leader, after the caller's request: if there was no commit since, the cache is up to date.
         if kept is not None:
             if await head_revision(self._client, space) == kept.revision:
                 self._kept.move_to_end(shard)

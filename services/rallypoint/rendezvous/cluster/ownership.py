@@ -48,8 +48,7 @@ class MoveSettings:
     # longer time only leaves shards unevenly spread for longer.
     settle: float = 10.0
     # A free shard is claimed by the preferred replica at once, by the next one this much later, and so on: the one
-    # before may be alive and unable to. Several times the duration of a claim (milliseconds; more if the shard is
-    # large).
+    # before may be alive and unable to. Several times the duration of a claim (milliseconds; more for a large shard).
     claim_interval: float = 3.0
     # Claims in flight at a time: each reads a whole shard.
     claims: int = 16
@@ -67,7 +66,7 @@ class MoveReason(Enum):
     """Reason for a claim, hand-over or release of a shard; for logs and tests."""
 
     PREFERRED = "this replica is preferred"
-    NOBODY_CAME = "the preferred replicas did not claim it in time"
+    NOT_CLAIMED = "the preferred replicas did not claim it in time"
     BALANCE = "another replica is preferred"
     DRAIN = "this replica drains"
     STRAY = "owned, but not served"
@@ -189,7 +188,7 @@ def _claims(
         if due > now:
             later.append(due)
         elif len(claims) < room:
-            claims.append(Claim(shard, MoveReason.NOBODY_CAME if turn else MoveReason.PREFERRED))
+            claims.append(Claim(shard, MoveReason.NOT_CLAIMED if turn else MoveReason.PREFERRED))
     return claims
 
 

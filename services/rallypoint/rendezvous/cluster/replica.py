@@ -138,8 +138,7 @@ class Replica:
         """Return the address of a shard's owner; None if there is none, or it is this replica, or unknown."""
         if self.cluster is None or (owned := self.cluster.owned.get(shard)) is None:
             return None
-        # A request for our own shard means that it is being claimed or handed over: our address would send clients in a
-        # circle.
+        # A request for our own shard: it is being claimed or handed over, and our address would be a circle.
         return None if owned.owner.instance == self.registration.instance else owned.owner.address
 
     def refuse_if_not_owner(self, shard: int) -> None:
@@ -194,8 +193,7 @@ class Replica:
             async with asyncio.timeout(_DRAIN_WITHIN):
                 with suppress(EtcdError):  # it is deleted with the lease in any case
                     await withdraw(self._client, self.keys, self.name, self.registration)
-                    # The view then includes all replicas that came before, so our shards go to one of them if there is
-                    # any.
+                    # The view then has all replicas that came before, so our shards go to one of them if there is any.
                     await self._changes.until(lambda: not self._counted or self.shard_manager is not manager)
                 manager.finished = finished
                 manager.draining = True
@@ -227,7 +225,7 @@ class Replica:
             cluster = Cluster(self.keys, shards)
             snapshot = await self._client.get(*self.keys.watched)
             cluster.read(snapshot.pairs, self._clock())
-            await self._stand(session, cluster, snapshot.revision)
+            await self._run_session(session, cluster, snapshot.revision)
         finally:
             await session.close()
 
@@ -243,7 +241,7 @@ class Replica:
             if error.reason is not Reason.PERMISSION_DENIED:  # the permission to read this is optional
                 raise
 
-    async def _stand(self, session: Session, cluster: Cluster, revision: int) -> None:
+    async def _run_session(self, session: Session, cluster: Cluster, revision: int) -> None:
         async def claim(shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
             return await self._claim(session, shard, on_failure)
 
@@ -279,7 +277,7 @@ class Replica:
             self.cluster = self.shard_manager = None
             if lost:
                 self._lost_at = self._clock()
-                error = _why_over(session, parts)
+                error = _end_reason(session, parts)
                 _log.warning(
                     "session with etcd lost, all shards dropped",
                     shards=len(dropped),
@@ -331,7 +329,7 @@ class Replica:
         await self._client.transact(Txn([CreateRevision(key, fence)], [Delete(key)]))
 
 
-def _why_over(session: Session, parts: Sequence[asyncio.Task[None]]) -> str:
+def _end_reason(session: Session, parts: Sequence[asyncio.Task[None]]) -> str:
     """Return the reason for the end of a session, for people."""
     for part in parts:
         if part.done() and not part.cancelled() and (error := part.exception()) is not None:

@@ -168,7 +168,7 @@ class ShardManager:
                 self._start(self._hand_over(action, leaving))
             case DeleteOwnerKey(shard):
                 self._leaving[shard] = None
-                self._start(self._let_go(shard))
+                self._start(self._delete_owner_key(shard))
 
     def drop_lost_shards(self) -> None:
         """Drop at once the shards whose owner keys are gone from etcd: call it after every change of the cluster.
@@ -189,9 +189,7 @@ class ShardManager:
                 self._leaving[number] = shard
                 self._start(self._abandon(number, shard))
         if dropped:
-            _log.warning(
-                "owner keys were deleted in etcd by another client; dropped their shards", shards=dropped
-            )
+            _log.warning("owner keys were deleted by another etcd client; shards dropped", shards=dropped)
 
     def flush_log(self) -> None:
         """Log moves that were held back because more might follow."""
@@ -286,7 +284,7 @@ class ShardManager:
         try:
             await self._retire(number, shard)
             owner = await self._successor(number) if move.to is not None else None
-            shard.end_streams(_gone_to(owner))
+            shard.end_streams(_redirect_to(owner))
             _log.debug(
                 "shard handed over", shard=number, to=owner.replica if owner else None, why=move.why.value
             )
@@ -329,7 +327,7 @@ class ShardManager:
         """True if there are other replicas that could claim a released shard."""
         return any(name != self._me.replica for name in self._cluster.live)
 
-    async def _let_go(self, number: int) -> None:
+    async def _delete_owner_key(self, number: int) -> None:
         try:
             owned = self._cluster.owned.get(number)
             if owned is None or owned.owner.instance != self._me.instance:
@@ -348,6 +346,6 @@ class ShardManager:
             del self._leaving[number]
 
 
-def _gone_to(owner: Owner | None) -> Refusal:
+def _redirect_to(owner: Owner | None) -> Refusal:
     address = owner.address if owner is not None else None
     return lambda run_id: NotOwner(run_id, address)

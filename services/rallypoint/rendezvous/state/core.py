@@ -108,9 +108,9 @@ class SetState:
     Attributes:
         run_id: Name of the run.
         state: The state.
-            token: Token of the state to replace; None: set only if there is none.
-            operation: The client's name for the request; None: a repetition is a new request.
-            writer: The node whose lease must be held; None: no lease is checked.
+        token: Token of the state to replace; None: set only if there is none.
+        operation: The client's name for the request; None: a repetition is a new request.
+        writer: The node whose lease must be held; None: no lease is checked.
     """
 
     run_id: str

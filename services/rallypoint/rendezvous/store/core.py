@@ -85,10 +85,10 @@ class RoundSpace:
     """The entries of the run itself (round 0) or of one round.
 
     Attributes:
-            values: Values by key.
-            keys: The keys of `values` in order.
-            used_bytes: Bytes of `values`, with overhead. Records of operations don't count: their number is bounded,
-                and a full store must still accept deletions.
+        values: Values by key.
+        keys: The keys of `values` in order.
+        used_bytes: Bytes of `values`, with overhead. Records of operations don't count: their number is bounded,
+            and a full store must still accept deletions.
     """
 
     values: dict[str, bytes] = field(default_factory=dict)

@@ -129,8 +129,7 @@ class StoreService:
         except (*LEASE_REFUSALS, RoundOver, RoundNotBegun):
             await self._settled()
             raise
-        # An appended write is durable after the facts it was judged by. But a write that changed nothing was not
-        # appended.
+        # An appended write is durable after the facts it was judged by. A write that changed nothing was not appended.
         if max(write.round, write.writer_round) > (self._current_round(run_id) or 0):
             await self._settled()
         return answer

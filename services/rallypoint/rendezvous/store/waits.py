@@ -195,9 +195,8 @@ class Waits:
 
 
 def _time_out(waiting: _SpaceWaiting, waiter: Waiter[_WaitRequest]) -> None:
-    waiting.discard(
-        waiter
-    )  # the missing keys are those of now, also if they arrive before the request resumes
+    # `missing` keeps the keys missing now, also if they arrive before the request resumes.
+    waiting.discard(waiter)
     waiter.reply.settle(None)
 
 
