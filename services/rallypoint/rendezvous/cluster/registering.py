@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 # Longest time that etcd takes to end an expired lease, seconds.
 _ENDING = 5.0
-# A process that sees a deadline so much too late was paused, seconds.
+# Seconds; a process that sees a deadline this much too late was paused.
 _LATE = 1.0
 
 

@@ -101,9 +101,7 @@ MARK = ""
 class Recovered:
     """The contents of a journal when it was opened."""
 
-    checkpoints: Sequence[
-        Checkpoint
-    ]  # the latest of each run; `Forgotten` is recovered as one without records
+    checkpoints: Sequence[Checkpoint]  # the latest of each run; `Forgotten` becomes one without records
     records: Sequence[Record]  # all that are kept; per run in the order of revisions
     store_entries: Sequence[StoreChange]  # the current values; none is a deletion
 

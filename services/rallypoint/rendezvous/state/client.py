@@ -35,7 +35,8 @@ def check_state(state: bytes) -> None:
     """Check the size of a state. Raises ServiceError (INVALID_ARGUMENT)."""
     if len(state) > MAX_VALUE_BYTES:
         raise invalid(
-            "state", f"has {len(state):,} bytes; at most {MAX_VALUE_BYTES:,} fit, store large data outside it"
+            "state",
+            f"has {len(state):,} bytes; at most {MAX_VALUE_BYTES:,} fit, keep large data in other storage",
         )
 
 
@@ -60,8 +61,8 @@ class FencedStateClient:
     """The fenced state of one run.
 
     Every call is repeated while the service can't be reached, until its timeout. A set takes effect at most once
-    however often it is repeated, also across restarts of the service, and returns True in `has_set` if it did. A set
-    that is cancelled or times out leaves its outcome unknown.
+    however often it is repeated, also across restarts of the service, and `has_set` of its result shows if it did. A
+    set that is cancelled or times out leaves its outcome unknown.
 
     All methods raise ServiceError with a reason of the contract (state_service.proto), or with STATE_UNAVAILABLE if the
     service could not be reached in time. Times are in seconds.

@@ -266,7 +266,11 @@ class StatesDraft:
         return [StoreChange(run_id, SPACE, key, value) for (run_id, key), value in self._entries.items()]
 
     def repetition(self, request: SetState) -> SetOutcome | None:
-        """Return the result of an earlier copy of a request, or None; raise Refused if its operation is old or used."""
+        """Return the result of an earlier copy of a request; None: there was none.
+
+        Raises:
+            Refused: Its operation comes too late, or belongs to another request.
+        """
         operation, held = request.operation, self.held(request.run_id)
         if operation is None or held is None:
             return None
@@ -325,8 +329,7 @@ class StatesDraft:
         count = self._count + (held is not None) - (before is not None)
         used = self._used_bytes
         used += (0 if held is None else held.used_bytes) - (0 if before is None else before.used_bytes)
-        # A change that does not add to the total is always allowed: a service whose limits were lowered must still
-        # serve.
+        # A change that adds nothing is always allowed: a service whose limits were lowered must still serve.
         if count > max(self._limits.states - self._other_states, self._count):
             raise TooManyStates(self._limits.states)
         if used > max(self._limits.state_bytes - self._other_bytes, self._used_bytes):

@@ -357,7 +357,7 @@ class FencedStateService:
                 self._used.touch(run_id, now)
                 continue
             if draft.entry_count >= _SWEEP:
-                return  # the rest stays due
+                return  # the rest follows at once
             self._used.discard(run_id)
             draft.drop(run_id)
             _log.info("state expired", run_id=run_id)
