@@ -229,7 +229,7 @@ MISTAKES: list[tuple[Any, str]] = [
     ),
     (
         ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "0.0.0.0:1"],
-        "--advertise 0.0.0.0:1 is no address",
+        "--advertise 0.0.0.0:1 is not an address",
     ),
     (
         ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "nonsense"],

@@ -187,8 +187,7 @@ class JournalFile:
             connection.execute(f"PRAGMA journal_size_limit = {_LOG_LIMIT}")
             # Debian's SQLite overwrites deleted rows with zeros, through the log: 256 MiB to delete as much.
             connection.execute("PRAGMA secure_delete = OFF")
-            # By itself, SQLite would checkpoint the log before it reports a commit as done, and would hide a failure of
-            # that.
+            # By itself, SQLite would checkpoint the log before it reports a commit, and would hide a failure of that.
             connection.execute("PRAGMA wal_autocheckpoint = 0")
             if version is None:
                 connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -226,7 +225,7 @@ class JournalFile:
             raise self._unwritable(error) from error
 
     def shorten_log(self) -> None:
-        """Copy the log into the file, to start it over. After a JournalError the log still has all of it."""
+        """Start the log over: copy it into the file. A JournalError leaves all acknowledged commits in the log."""
         assert self._connection is not None
         try:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

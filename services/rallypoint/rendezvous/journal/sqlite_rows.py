@@ -112,8 +112,7 @@ class Rows:
             else:
                 values.append((*key, value, checksum(*key, value)))
         _write(connection, "REPLACE INTO store VALUES", values)
-        # Row by row: SQLite looks up rows of several columns in the index only one at a time; otherwise it scans the
-        # table.
+        # Row by row: SQLite looks up keys of several columns in the index only one at a time; else it scans the table.
         connection.executemany(
             "DELETE FROM store WHERE run_id = ? AND era = ? AND round = ? AND key = ?", deleted
         )
