@@ -112,7 +112,7 @@ class RemoteReader:
             build: Makes a reader from the contents of a shard's journal.
             refuse: Raises NotOwner with the owner's address if another replica owns the shard.
             clock: Monotonic seconds.
-            runner: Runs the parsing; shared with other long work of the process. None: an own one.
+            runner: Runs the parsing; shared with other long work of the process. None: a new one.
             most_bytes: Limit of the cache of read shards; the latest is always kept.
         """
         self._client = client

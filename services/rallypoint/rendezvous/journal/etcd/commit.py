@@ -50,7 +50,7 @@ class SpaceContents:
         spans: The kept records, by run.
         packs: The first revision of each stored pack, by run, in order.
         checkpoints: The runs that have one.
-        parts: How many parts a value has, by its key, where it is more than one.
+        parts: Number of parts of a value, by its key, if more than one.
         storing: The runs that have, or had since the journal was opened, store entries of the present era.
     """
 

@@ -79,10 +79,10 @@ class EtcdJournal:
             session: The owner key is bound to its lease. If it is lost, so is the journal.
             location: The keys of the journal.
             owner: This process.
-            pool: Sends the commits; all journals of a process share one. None: an own one.
+            pool: Sends the commits; all journals of a process share one. None: a new one.
             pace: Delays between attempts.
             draw: Returns so many random bytes.
-            runner: Runs the parsing of read keys; all journals of a process share one. None: an own one.
+            runner: Runs the parsing of read keys; all journals of a process share one. None: a new one.
         """
         self._client = client
         self._session = session
