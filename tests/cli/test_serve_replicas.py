@@ -223,13 +223,13 @@ MISTAKES: list[tuple[Any, str]] = [
     ),
     (
         ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "0.0.0.0:1"],
-        "--advertise 0.0.0.0:1 is no address",
+        "--advertise 0.0.0.0:1 is not an address",
     ),
     (
         ["--journal", "etcd://127.0.0.1:1/x", "--advertise", "nonsense"],
         "--advertise: endpoint 'nonsense' has no port",
     ),
-    (["--journal", "etcd://127.0.0.1:1/x", "--replica-name", "a/b"], "--replica-name 'a/b' is no name"),
+    (["--journal", "etcd://127.0.0.1:1/x", "--replica-name", "a/b"], "--replica-name 'a/b' is not valid"),
     (
         ["--journal", "memory", "--replica-name", "a"],
         "--replica-name is for replicas over --journal etcd://",

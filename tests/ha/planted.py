@@ -37,14 +37,14 @@ PLANTS: Mapping[str, Plant] = {
     # A commit is let in whoever owns the shard by then.
     "no-fence": Plant(
         "rallypoint.rendezvous.journal.etcd.fence",
-        "[CreateRevision(place.owner_key, self.revision), ModRevision(head_key, self.head_revision)],",
+        "[CreateRevision(location.owner_key, self.revision), ModRevision(head_key, self.head_revision)],",
         "[ModRevision(head_key, self.head_revision)],",
     ),
     # A commit is let in whatever was committed since it was sent.
     "no-head": Plant(
         "rallypoint.rendezvous.journal.etcd.fence",
-        "[CreateRevision(place.owner_key, self.revision), ModRevision(head_key, self.head_revision)],",
-        "[CreateRevision(place.owner_key, self.revision)],",
+        "[CreateRevision(location.owner_key, self.revision), ModRevision(head_key, self.head_revision)],",
+        "[CreateRevision(location.owner_key, self.revision)],",
     ),
     # A write is acknowledged as soon as it is on its way.
     "tell-before-commit": Plant(

@@ -35,10 +35,10 @@ def test_the_advertised_address_is_one_that_others_can_use(
         (
             "0.0.0.0:29400",
             "0.0.0.0:29400",
-            "--advertise 0.0.0.0:29400 is no address that others could connect to",
+            "--advertise 0.0.0.0:29400 is not an address that other hosts can connect to",
         ),
-        ("[::]:29400", "0.0.0.0:29400", "is no address that others could connect to"),
-        ("unix:/run/rally.sock", "0.0.0.0:29400", "is no address that others could connect to"),
+        ("[::]:29400", "0.0.0.0:29400", "is not an address that other hosts can connect to"),
+        ("unix:/run/rally.sock", "0.0.0.0:29400", "is not an address that other hosts can connect to"),
         ("somewhere", "0.0.0.0:29400", "has no port"),
         ("", "unix:/run/rally.sock", "give --advertise HOST:PORT, or listen on TCP"),
     ],
@@ -59,7 +59,7 @@ def test_a_replica_is_named_after_its_host_and_port() -> None:
 @pytest.mark.parametrize("name", ["a/b", "-a", "a b", "größe", "a" * 129, "a\n"])
 def test_a_name_that_is_none_is_refused(name: str) -> None:
     """It becomes a part of a key, and a word in logs and tables."""
-    with pytest.raises(SettingError, match="is no name"):
+    with pytest.raises(SettingError, match="is not valid"):
         replica_name(name, "10.0.0.1:29401")
 
 

@@ -42,11 +42,11 @@ async def test_another_number_of_shards_is_refused(client: EtcdClient, keys: Key
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b'{"version": 2, "shards": 64}', "of version 2, and this replica knows 1: start a newer one"),
-        (b'{"version": 1, "shards": 0}', "says 0 shards, expected 1 to 4096"),
-        (b'{"version": 1}', "no layout of ours"),
-        (b"hello", "no layout of ours"),
-        (b"\xff", "no layout of ours"),
+        (b'{"version": 2, "shards": 64}', "of version 2, but this replica knows 1: start a newer one"),
+        (b'{"version": 1, "shards": 0}', "has 0 shards, expected 1 to 4096"),
+        (b'{"version": 1}', "not a layout of Rallypoint"),
+        (b"hello", "not a layout of Rallypoint"),
+        (b"\xff", "not a layout of Rallypoint"),
     ],
 )
 async def test_what_is_not_understood_is_refused(

@@ -43,14 +43,14 @@ def test_a_shard_that_the_preferred_replica_does_not_claim_goes_to_the_next(name
     waiting = decide(standing, 100.0 + wait - 0.1, MOVES)
     assert waiting.actions == []
     assert waiting.decide_again_at == 100.0 + wait
-    assert decide(standing, 100.0 + wait, MOVES).actions == [Claim(OF_A, MoveReason.NOBODY_CAME)]
+    assert decide(standing, 100.0 + wait, MOVES).actions == [Claim(OF_A, MoveReason.NOT_CLAIMED)]
 
 
 def test_a_turn_counts_from_when_the_order_last_changed() -> None:
     """A shard may have been free for long when a replica comes that is preferred: it gets its full time."""
     standing = _standing("b", free={OF_A: 0.0}, live_since=100.0)
     assert decide(standing, 102.9, MOVES).actions == []
-    assert decide(standing, 103.0, MOVES).actions == [Claim(OF_A, MoveReason.NOBODY_CAME)]
+    assert decide(standing, 103.0, MOVES).actions == [Claim(OF_A, MoveReason.NOT_CLAIMED)]
 
 
 def test_a_replica_that_is_not_registered_claims_nothing() -> None:

@@ -16,7 +16,7 @@ async def test_a_wave_is_told_of_once_when_it_is_over(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rebalance_log, "QUIET", 0.05)
     monkeypatch.setattr(rebalance_log, "LONGEST", 3600.0)
     told: asyncio.Queue[tuple[Hashable, RebalanceBatch]] = asyncio.Queue()
-    both = RebalanceBatches(lambda alike, wave: told.put_nowait((alike, wave)))
+    both = RebalanceBatches(lambda alike, batch: told.put_nowait((alike, batch)))
     for number in range(64):
         both.add("came", runs=2, seconds=number / 100)
     both.add("went", runs=5)
@@ -33,7 +33,7 @@ async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(rebalance_log, "QUIET", 3600.0)
     monkeypatch.setattr(rebalance_log, "LONGEST", 0.05)
     told: asyncio.Queue[RebalanceBatch] = asyncio.Queue()
-    endless = RebalanceBatches(lambda alike, wave: told.put_nowait(wave))
+    endless = RebalanceBatches(lambda alike, batch: told.put_nowait(batch))
     endless.add("came", runs=1)
     async with asyncio.timeout(30):
         assert await told.get() == RebalanceBatch(1, 1, 0.0)
@@ -42,7 +42,7 @@ async def test_a_wave_without_end_is_told_of_all_the_same(monkeypatch: pytest.Mo
 async def test_what_was_not_told_yet_is_told_at_the_end() -> None:
     """Once."""
     told: list[RebalanceBatch] = []
-    ended = RebalanceBatches(lambda alike, wave: told.append(wave))
+    ended = RebalanceBatches(lambda alike, batch: told.append(batch))
     ended.add("came", runs=1)
     ended.end()
     ended.end()

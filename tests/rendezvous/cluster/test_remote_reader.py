@@ -34,7 +34,7 @@ class Readers:
         client: EtcdClient,
         prefix: str,
         most_bytes: int = 1 << 20,
-        slices: CooperativeRunner | None = None,
+        runner: CooperativeRunner | None = None,
     ) -> None:
         self.now = 0.0
         self.reading_takes = 0.0
@@ -46,7 +46,7 @@ class Readers:
             self._build,
             refuse=self._refuse,
             clock=lambda: self.now,
-            slices=slices,
+            runner=runner,
             most_bytes=most_bytes,
         )
 
@@ -196,17 +196,17 @@ async def test_waiting_for_other_work_of_the_process_is_no_reason_to_refuse(
     client: EtcdClient, address: EtcdAddress, journals: list[EtcdJournal]
 ) -> None:
     """A small shard is read in no time, however long it waited behind those of a take-over."""
-    slices = _Busy()
-    readers = Readers(client, address.prefix, slices=slices)
+    runner = _Busy()
+    readers = Readers(client, address.prefix, runner=runner)
     readers.owner = "owner:1"
 
     def taking_over() -> Work[None]:
-        while slices.came < 2:
+        while runner.came < 2:
             yield
         readers.now += 60.0
 
     await journals[0].append([_entry(b"1")])
-    values, _ = await asyncio.gather(readers.values(0), slices.carry_out(taking_over()))
+    values, _ = await asyncio.gather(readers.values(0), runner.carry_out(taking_over()))
     assert values == [b"1"]
     await journals[0].append([_entry(b"2")])
     assert await readers.values(0) == [b"2"]

@@ -51,22 +51,22 @@ async def test_a_shard_that_breaks_whenever_it_is_claimed_is_claimed_seldom() ->
     async def release(shard: int, fence: int, /) -> None:
         raise AssertionError("no key is seen here")
 
-    news = ChangeNotifier()
+    changes = ChangeNotifier()
     hosting = ShardManager(
         Cluster(_KEYS, 8),
         _ME,
         open_shard=claim,
         release=release,
-        news=news,
+        changes=changes,
         moves=MoveSettings(),
         clock=lambda: now,
     )
 
     async def pause_after_breaking() -> float:
         hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
-        assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
+        assert await changes.until(lambda: _SHARD in hosting.serving, 30.0)
         broken.pop()(JournalError("etcd refuses"))
-        assert await news.until(lambda: hosting.empty, 30.0)
+        assert await changes.until(lambda: hosting.empty, 30.0)
         return hosting.state().not_before[_SHARD] - now
 
     pauses = []
@@ -88,14 +88,20 @@ async def test_an_owner_key_that_went_meanwhile_is_not_let_go_of(
     async def release(shard: int, fence: int, /) -> None:
         released.append(fence)
 
-    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
+    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
     cluster.read([_owned_by(_ME, 5)], 0.0)
     hosting = ShardManager(
-        cluster, _ME, open_shard=_never, release=release, news=news, moves=MoveSettings(), clock=lambda: 0.0
+        cluster,
+        _ME,
+        open_shard=_never,
+        release=release,
+        changes=changes,
+        moves=MoveSettings(),
+        clock=lambda: 0.0,
     )
     hosting.begin(DeleteOwnerKey(_SHARD))
     cluster.read(then, 1.0)
-    assert await news.until(lambda: hosting.empty, 30.0)
+    assert await changes.until(lambda: hosting.empty, 30.0)
     assert released == []
     assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
 
@@ -113,19 +119,19 @@ async def _released(shard: int, fence: int, /) -> None:
     """Nothing is in etcd here."""
 
 
-async def _serving(cluster: Cluster, news: ChangeNotifier) -> ShardManager:
+async def _serving(cluster: Cluster, changes: ChangeNotifier) -> ShardManager:
     """The shards of a session that has one."""
     hosting = ShardManager(
         cluster,
         _ME,
         open_shard=_opened,
         release=_released,
-        news=news,
+        changes=changes,
         moves=MoveSettings(),
         clock=lambda: 0.0,
     )
     hosting.begin(Claim(_SHARD, MoveReason.PREFERRED))
-    assert await news.until(lambda: _SHARD in hosting.serving, 30.0)
+    assert await changes.until(lambda: _SHARD in hosting.serving, 30.0)
     hosting.flush_log()
     return hosting
 
@@ -136,18 +142,18 @@ async def test_a_successor_that_leaves_as_well_is_not_waited_for(
     """At the end of a job its replicas leave together, and each may have looked like the others' successor."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
-    hosting = await _serving(cluster, news)
+    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    hosting = await _serving(cluster, changes)
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
-    assert not await news.until(lambda: hosting.empty, 0.1)
+    assert not await changes.until(lambda: hosting.empty, 0.1)
     cluster.read([], 1.0)
-    news.notify()
-    assert await news.until(lambda: hosting.empty, 30.0)
+    changes.notify()
+    assert await changes.until(lambda: hosting.empty, 30.0)
     hosting.flush_log()
     (line,) = log_events(caplog.records)
-    assert (line.name, line.level) == ("gave shards up, no other replica is there", "INFO")
+    assert (line.name, line.level) == ("released shards; there is no other replica", "INFO")
 
 
 async def test_a_successor_that_does_not_come_is_worth_a_warning(
@@ -155,14 +161,14 @@ async def test_a_successor_that_does_not_come_is_worth_a_warning(
 ) -> None:
     """It is there, and does not take the shard: its runs are served by no replica."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 0.01)
-    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
-    hosting = await _serving(cluster, news)
+    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    hosting = await _serving(cluster, changes)
     cluster.read([_registered(_OTHER)], 0.0)
     hosting.begin(HandOver(_SHARD, "replica-1", MoveReason.DRAIN))
-    assert await news.until(lambda: hosting.empty, 30.0)
+    assert await changes.until(lambda: hosting.empty, 30.0)
     hosting.flush_log()
     (line,) = log_events(caplog.records)
-    assert (line.name, line.level) == ("gave shards up, and nobody took them yet", "WARNING")
+    assert (line.name, line.level) == ("released shards; no other replica claimed them yet", "WARNING")
 
 
 async def test_what_is_finished_needs_no_successor(
@@ -171,14 +177,14 @@ async def test_what_is_finished_needs_no_successor(
     """Another replica may take the shards of runs that are over. It is not waited for, and no line says so."""
     monkeypatch.setattr(hosting_module, "_SUCCESSOR_WITHIN", 3600.0)
     caplog.set_level(logging.INFO)
-    cluster, news = Cluster(_KEYS, 8), ChangeNotifier()
-    hosting = await _serving(cluster, news)
+    cluster, changes = Cluster(_KEYS, 8), ChangeNotifier()
+    hosting = await _serving(cluster, changes)
     cluster.read([_registered(_OTHER)], 0.0)
     caplog.clear()
     hosting.draining = hosting.finished = True
     (action,) = decide(hosting.state(), 0.0, MoveSettings()).actions
     assert isinstance(action, HandOver)
     hosting.begin(action)
-    assert await news.until(lambda: hosting.empty, 30.0)
+    assert await changes.until(lambda: hosting.empty, 30.0)
     hosting.flush_log()
     assert caplog.records == []

@@ -105,7 +105,7 @@ async def test_a_drain_is_one_line_on_either_side(address: EtcdAddress, told: _T
             assert told.of("handed shards over"), "told before the server goes"
             given, taken = await told.once("handed shards over"), await told.once("took shards over")
             assert (given["shards"], given["to"], given["address"]) == (count, "b", b.address)
-            assert given["why"] == "this replica is going away"
+            assert given["why"] == "this replica drains"
             assert (taken["shards"], taken["before"], taken["how"]) == (count, "a", "it handed them over")
 
 

@@ -70,5 +70,5 @@ def test_a_forgotten_run_goes_on_from_its_revision() -> None:
     span.add(record(6))
     span.forget(forgotten(8))
     assert span == Span(9, 8, 2)
-    with pytest.raises(OutOfSequenceError, match="forgotten up to record 7, where the latest is 8"):
+    with pytest.raises(OutOfSequenceError, match="forgotten up to record 7, but the latest is 8"):
         span.forget(forgotten(7))

@@ -126,7 +126,7 @@ def test_a_read_only_file_system_is_refused_in_one_line(small: Path) -> None:
             killed(script(padding=5000), small)
         subprocess.run([mount, "-o", "remount,ro", str(small.parent)], timeout=30, check=True)
         message = refused(small)
-        assert message.startswith(f"can't open the journal {small}: Read-only file system; mend that")
+        assert message.startswith(f"can't open the journal {small}: Read-only file system; fix that")
 
 
 # ---- a disk that fails

@@ -125,7 +125,7 @@ def test_without_room_for_the_copy_nothing_is_changed(old: Path) -> None:
     """A folder in its place is as good as a full disk."""
     old.with_name(old.name + ".v1.part").mkdir()
     before = {each.name: each.read_bytes() for each in old.parent.glob("*db*") if each.is_file()}
-    with pytest.raises(JournalError, match=r"can't open the journal .*: Is a directory; mend that"):
+    with pytest.raises(JournalError, match=r"can't open the journal .*: Is a directory; fix that"):
         recover(old)
     after = {each.name: each.read_bytes() for each in old.parent.glob("*db*") if each.is_file()}
     assert {**before, f"{old.name}.lock": b""} == after

@@ -1,4 +1,4 @@
-"""Where runs are when several replicas share them: here, with another one, or with nobody just now."""
+"""The owners of runs that several replicas share: this replica, another one, or none at the moment."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from rallypoint.rendezvous.shard.reader import RunReader
 from rallypoint.rendezvous.shard.shard import Shard
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 
-# ---- One read for all who want it at the same time.
+# ---- One read for all concurrent callers.
 
 
 _T = TypeVar("_T")
 
 
 class SharedRead(Generic[_T]):
-    """Reads something for whoever asks, once for all who ask while another read is under way.
+    """Runs one read at a time, and shares the next one among all callers that arrive during it.
 
-    They share the next one and not the one under way: that may have looked before something happened which they know
-    of already. So whoever asks sees everything that was done before it asked.
+    They share the next read and not the one in flight: that one may have looked before an event that a caller already
+    knows. So every caller sees everything that was done before its call.
     """
 
     def __init__(self, read: Callable[[], Awaitable[_T]]) -> None:
@@ -45,15 +45,11 @@ class SharedRead(Generic[_T]):
         self._next: asyncio.Task[_T] | None = None
 
     async def read(self) -> _T:
-        """What a read finds that begins after this was called.
-
-        Raises:
-            Exception: What the read raises.
-        """
+        """Return the result, or raise the exception, of a read that begins after this call."""
         if self._next is None:
             self._next = asyncio.create_task(self._after(self._current))
             self._next.add_done_callback(self._done)
-        # Whoever gives up takes nothing from the others.
+        # A caller that is cancelled must not cancel the read of the others.
         return await asyncio.shield(self._next)
 
     async def _after(self, current: asyncio.Task[_T] | None) -> _T:
@@ -66,22 +62,22 @@ class SharedRead(Generic[_T]):
         if self._current is task:
             self._current = None
         if not task.cancelled():
-            task.exception()  # nobody may be waiting for it any more
+            task.exception()  # mark as retrieved: perhaps no caller waits for it any more
 
 
-# ---- Shards whose owner is another replica, to be read here: from etcd, and kept while they don't change.
+# ---- Shards of other replicas, read here: from etcd, and cached while they don't change.
 
 
 _MOST_BYTES = 64 * 1024 * 1024
-"""Of what is kept, as it is in etcd; in memory it takes some times that. More spares reading large shards again that
-change seldom."""
+"""Limit of the cache, in bytes as stored in etcd; in memory it is several times that. A larger cache saves reading
+large, rarely changed shards again."""
 
-# Heads that are looked at in one request: etcd takes 128 operations.
+# Heads read in one request: etcd takes 128 operations.
 _HEADS = 100
-# Shards that are read at a time where all are wanted.
+# Shards read in parallel if all are wanted.
 _READS = 8
-# A shard that took longer than this to read, seconds, is read for a twentieth of the time at most: a large one that
-# changes all the time is better read where it is in memory.
+# Seconds. A shard that took longer than this to read is read for at most a twentieth of the time: a large shard that
+# changes all the time is better read from its owner's memory.
 _LONG = 0.1
 _REST = 20.0
 
@@ -95,7 +91,7 @@ class _Kept:
 
 
 class RemoteReader:
-    """Reads shards as they are durable, linearizably: whoever asks sees every commit that was told before it asked."""
+    """Reads durable shards linearizably: every caller sees all commits acknowledged before its call."""
 
     def __init__(
         self,
@@ -105,41 +101,41 @@ class RemoteReader:
         *,
         refuse: Callable[[int], None],
         clock: Callable[[], float],
-        slices: CooperativeRunner | None = None,
+        runner: CooperativeRunner | None = None,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
         """Read nothing yet.
 
         Args:
-            client: Of the etcd.
-            keys: Of the prefix.
-            build: Makes a reader of what the journal of a shard holds.
-            refuse: Sends whoever wants to read a shard to its owner, by raising NotOwner, if it has one elsewhere.
+            client: Client of the etcd.
+            keys: Keys of the prefix.
+            build: Makes a reader from the contents of a shard's journal.
+            refuse: Raises NotOwner with the owner's address if another replica owns the shard.
             clock: Monotonic seconds.
-            slices: Where what was read is built; whatever else takes long in the process shares it. None: nothing does.
-            most_bytes: What is kept of shards that were read, the latest read first; one is always kept.
+            runner: Runs the parsing; shared with other long work of the process. None: a new one.
+            most_bytes: Limit of the cache of read shards; the latest is always kept.
         """
         self._client = client
         self._keys = keys
         self._build = build
         self._refuse = refuse
         self._clock = clock
-        self._slices = slices or CooperativeRunner()
+        self._runner = runner or CooperativeRunner()
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._reads: dict[int, SharedRead[RunReader]] = {}
-        # Shards that are read next however long it takes: somebody who shares that read must not be refused.
+        # Shards whose next read must not be refused, however long it takes: a caller of `readers` shares it.
         self._not_refused: set[int] = set()
         self._heads: SharedRead[Mapping[int, int]] = SharedRead(self._read_heads)
         self._shards = 0
 
     async def reader(self, shard: int) -> RunReader:
-        """A shard as it is now.
+        """Return a reader of the present state of a shard.
 
         Raises:
-            EtcdAway: etcd does not answer, or refuses.
-            NotOwner: It is large, changes all the time, and has an owner who should be asked.
-            JournalError: What is there can't be read by this version.
+            EtcdAway: etcd does not reply, or refuses.
+            NotOwner: It is large, changes all the time, and has an owner to be used instead.
+            JournalError: Its contents can't be read by this version.
         """
         return await self._read_shard(shard)
 
@@ -153,9 +149,9 @@ class RemoteReader:
             raise EtcdAway from error
 
     async def readers(self, wanted: Collection[int], shards: int) -> dict[int, RunReader]:
-        """Several of all `shards` shards: in one request, where most did not change.
+        """Return readers of several of all `shards` shards: with one request, if most did not change.
 
-        Nobody is sent to an owner: who wants them all would be sent on by that one, for the shards of others, and on.
+        The caller is never redirected to an owner: that one would redirect it for the shards of others, and so on.
 
         Raises:
             EtcdAway, JournalError: As `reader`.
@@ -164,7 +160,7 @@ class RemoteReader:
         try:
             heads = await self._heads.read()
         except EtcdError:
-            heads = {}  # one attempt at one member; each shard of its own has more
+            heads = {}  # one attempt at one member; the read of each shard makes more
         found = {
             shard: kept.reader
             for shard in wanted
@@ -174,7 +170,7 @@ class RemoteReader:
 
         async def read(shard: int) -> None:
             async with room:
-                # In one step with asking: it is the read that we share which takes note of it.
+                # No await between the mark and joining the read: the shared read takes the mark as it begins.
                 self._not_refused.add(shard)
                 found[shard] = await self._read_shard(shard)
 
@@ -182,7 +178,7 @@ class RemoteReader:
         return found
 
     async def _read_heads(self) -> Mapping[int, int]:
-        """The revision of every shard's head that there is; 0 where there is none."""
+        """Return the revision of every shard's head; 0 if there is none."""
         found: dict[int, int] = {}
         for first in range(0, self._shards, _HEADS):
             batch = range(first, min(first + _HEADS, self._shards))
@@ -197,8 +193,7 @@ class RemoteReader:
         self._not_refused.discard(shard)
         space = self._keys.space(shard)
         kept = self._kept.get(shard)
-        # Read of etcd's leader, after whoever asks has asked: if it says that nothing was committed since, what we have
-        # is the present.
+        # Read from etcd's leader, after the caller's request: if there was no commit since, the cache is up to date.
         if kept is not None:
             if await head_revision(self._client, space) == kept.revision:
                 self._kept.move_to_end(shard)
@@ -207,14 +202,14 @@ class RemoteReader:
                 self._refuse(shard)
         began = self._clock()
         pairs = await read_pairs(self._client, space)
-        kept = await self._slices.carry_out(self._keeping(shard, pairs, self._clock() - began))
+        kept = await self._runner.carry_out(self._keeping(shard, pairs, self._clock() - began))
         self._kept[shard] = kept
         self._kept.move_to_end(shard)
         self._keep_within()
         return kept.reader
 
     def _keeping(self, shard: int, pairs: Sequence[KeyValue], reading: float) -> Work[_Kept]:
-        """What is kept of a shard whose keys took so many seconds to come."""
+        """Build the cache entry of a shard whose keys took so many seconds to arrive."""
         began = self._clock()
         size = 0
         for pair in pairs:
@@ -234,28 +229,26 @@ class RemoteReader:
 
 
 class ReplicatedLocator:
-    """The runs of all replicas, as one of them sees them. A Home."""
+    """Locates the runs of all replicas, as seen by one of them. A RunLocator."""
 
-    def __init__(
-        self, replica: Replica, elsewhere: RemoteReader, full: Callable[[], str] = lambda: ""
-    ) -> None:
-        """See with the eyes of `replica`.
+    def __init__(self, replica: Replica, remote: RemoteReader, full: Callable[[], str] = lambda: "") -> None:
+        """Locate runs for `replica`.
 
         Args:
-            replica: What is here.
-            elsewhere: Reads what is not.
-            full: Why etcd takes no writes; empty as long as it does.
+            replica: This replica.
+            remote: Reads the shards of other replicas.
+            full: Returns the reason why etcd accepts no writes; empty if it does.
         """
         self._replica = replica
-        self._remote = elsewhere
+        self._remote = remote
         self._full = full
 
     def shard(self, run_id: str) -> Shard:
-        """The shard of a run, if this replica serves it.
+        """Return the shard of a run, if this replica serves it.
 
         Raises:
-            NotOwner: It does not; with the address of the one that does, if any does.
-            EtcdAway: Who does is not known here, for there is no etcd.
+            NotOwner: It does not; with the address of the owner, if there is one.
+            EtcdAway: The owner is unknown, since there is no session with etcd.
         """
         replica = self._replica
         if replica.shard_manager is None or replica.cluster is None:
@@ -267,7 +260,7 @@ class ReplicatedLocator:
         raise NotOwner(run_id, replica.owner_address(number), replica.shard_manager.obstacle(number))
 
     def writer(self, run_id: str) -> Shard:
-        """The same, for what writes.
+        """Return the same for a write.
 
         Raises:
             NotOwner, EtcdAway: As of `shard`.
@@ -279,54 +272,50 @@ class ReplicatedLocator:
         return shard
 
     async def reader(self, run_id: str) -> RunReader:
-        """Who answers reads of a run: its shard if that is here, otherwise what etcd has of it.
+        """Return a reader of a run: its shard if this replica serves it, otherwise one of the data in etcd.
 
-        So too where etcd is full: what the shard has under way may not be settled before somebody makes room.
+        The latter also while etcd is full: commits in flight of the shard may not end before an operator makes room.
 
         Raises:
-            EtcdAway: There is no etcd just now.
-            NotOwner: It is better read where it is.
+            EtcdAway: There is no session with etcd at the moment.
+            NotOwner: The run is better read from its owner.
         """
         if self._replica.cluster is None:
-            raise EtcdAway  # at once: others may have one
+            raise EtcdAway  # at once: other replicas may have a session
         number = shard_of(run_id, self._replica.shards)
-        hosting = self._replica.shard_manager
-        shard = hosting.serving.get(number) if hosting is not None else None
+        manager = self._replica.shard_manager
+        shard = manager.serving.get(number) if manager is not None else None
         if shard is not None and not self._full():
-            # Others may have read of etcd what it does not know yet to be durable.
+            # Other replicas may have read commits from etcd that this one does not yet know to be durable.
             await shard.settled()
             return shard
         try:
             return await self._remote.reader(number)
-        except NotOwner as elsewhere:
-            raise NotOwner(run_id, elsewhere.owner) from None
+        except NotOwner as refusal:
+            raise NotOwner(run_id, refusal.owner) from None
 
     async def readers(self) -> Sequence[RunReader]:
-        """Those of all shards.
-
-        Raises:
-            EtcdAway: There is no etcd just now.
-        """
+        """Return readers of all shards; raise EtcdAway if there is no session with etcd."""
         if self._replica.cluster is None:
-            raise EtcdAway  # at once: others may have one
+            raise EtcdAway  # at once: other replicas may have a session
         here = dict(self._replica.shard_manager.serving) if self._replica.shard_manager is not None else {}
         shards = self._replica.shards
-        elsewhere = await self._remote.readers([each for each in range(shards) if each not in here], shards)
-        return [*here.values(), *elsewhere.values()]
+        remote = await self._remote.readers([each for each in range(shards) if each not in here], shards)
+        return [*here.values(), *remote.values()]
 
     def shards(self) -> Sequence[Shard]:
-        """All that have not ended here."""
+        """Return all shards that have not ended here."""
         return self._replica.shard_manager.shards() if self._replica.shard_manager is not None else []
 
 
-# ---- ListReplicas: who serves what, as one replica knows it.
+# ---- ListReplicas: the replicas and their shards, as one replica knows them.
 
 
 def list_replicas(replica: Replica, run_id: str) -> pb.ListReplicasResponse:
-    """What a replica knows of all of them, and of who owns a run; "": of no run.
+    """Return all known replicas, and the owner of a run; `run_id` "": of no run.
 
     Raises:
-        EtcdAway: It knows nothing: there is no etcd just now.
+        EtcdAway: Nothing is known: there is no session with etcd at the moment.
     """
     cluster = replica.cluster
     if cluster is None:

@@ -1,8 +1,8 @@
-"""Which shards a replica should claim, hand over or let go of. Nothing here waits, or talks to anybody.
+"""Decide which shards a replica claims, hands over or releases. Pure: no waiting, no I/O.
 
-That two replicas never own a shard at the same time is not decided here but by etcd: a claim puts the owner key only
-where there is none, and every commit compares its create_revision. What is decided here is only that each shard is
-soon owned by somebody, mostly by the one that everybody prefers, and that shards move seldom.
+etcd, not this module, ensures that two replicas never own a shard at the same time: a claim writes the owner key only
+if there is none, and every commit compares its create_revision. The decisions here only ensure that each shard soon has
+an owner, mostly the replica preferred by all, and that shards seldom move.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
 
-# ---- Which shard a run is in, and which replica a shard belongs to: the same answer from everybody, for ever.
+# ---- The shard of a run, and the preferred replica of a shard: the same on every replica, for ever.
 
 
 def shard_of(run_id: str, shards: int) -> int:
-    """The shard of a run, from 0 to `shards` - 1.
+    """Return the shard of a run, from 0 to `shards` - 1.
 
-    What is written under a prefix of etcd is found by this again, so it never changes.
+    Never changes: data under a prefix of etcd is found again by this.
     """
     return _number(run_id.encode()) % shards
 
 
 def by_preference(shard: int, replicas: Iterable[str]) -> list[str]:
-    """Names of replicas in the order in which they should own a shard.
+    """Return names of replicas in the order in which they should own a shard.
 
-    Rendezvous hashing (Thaler and Ravishankar, 1996): every replica scores every shard, and the highest score has it.
-    A replica that comes or goes moves only the shards that it gets or had, and whoever sees the same names sees the
-    same order: nobody needs to tell anybody.
+    Rendezvous hashing (Thaler and Ravishankar, 1996): every replica scores every shard, and the highest score has it. A
+    replica that comes or goes moves only the shards that it gets or had, and replicas that see the same names compute
+    the same order, without any messages.
     """
     return sorted(replicas, key=lambda name: (_number(shard.to_bytes(4) + name.encode()), name), reverse=True)
 
@@ -41,53 +41,53 @@ def _number(content: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MoveSettings:
-    """How fast shards move; times in seconds."""
+    """Speed of moving shards; times in seconds."""
 
-    # For so long the replicas must have been the same before a shard is handed over to a replica that is merely
-    # preferred. Longer than a replica takes to restart: a rolling restart then moves each shard once per restart, not
-    # to and fro. Longer leaves shards unevenly spread for longer, and nothing else.
+    # The replicas must be unchanged for this time before a shard is handed over to a replica that is only preferred.
+    # Longer than a restart of a replica: a rolling restart then moves each shard once per restart, not to and fro. A
+    # longer time only leaves shards unevenly spread for longer.
     settle: float = 10.0
-    # A free shard is claimed by the one that is preferred at once, by the next one so much later, and so on: the
-    # one before may be alive and unable to. Some times what a claim takes (milliseconds; more if the shard is large).
+    # A free shard is claimed by the preferred replica at once, by the next one this much later, and so on: the one
+    # before may be alive and unable to. Several times the duration of a claim (milliseconds; more for a large shard).
     claim_interval: float = 3.0
-    # Claims under way at a time: each reads a whole shard.
+    # Claims in flight at a time: each reads a whole shard.
     claims: int = 16
-    # Shards that are handed over at a time, so that only so many are unavailable for the blink that it takes: to
-    # spread them evenly, and when draining, where a supervisor waits to kill.
+    # Shards handed over at a time, which limits how many are unavailable for that moment: to spread them evenly, and
+    # when draining, while a supervisor waits to kill the process.
     balancing: int = 2
     draining: int = 16
-    # A shard that came back (the preferred one didn't take it) is offered again after so long; twice as long
-    # each time, up to the second figure.
+    # A shard that came back (the preferred replica didn't take it) is offered again after this time; twice as long each
+    # time, up to the second value.
     declined: float = 30.0
     most_declined: float = 3_600.0
 
 
 class MoveReason(Enum):
-    """Why a shard is claimed, handed over or let go of; for logs and tests."""
+    """Reason for a claim, hand-over or release of a shard; for logs and tests."""
 
-    PREFERRED = "it is ours by preference"
-    NOBODY_CAME = "those preferred did not claim it in their time"
+    PREFERRED = "this replica is preferred"
+    NOT_CLAIMED = "the preferred replicas did not claim it in time"
     BALANCE = "another replica is preferred"
-    DRAIN = "this replica is going away"
-    STRAY = "we own it and do not serve it"
+    DRAIN = "this replica drains"
+    STRAY = "owned, but not served"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What one replica knows; times are seconds of its own clock.
+    """The knowledge of one replica; times are seconds of its own clock.
 
     Attributes:
         name: Its name.
-        live: Names of all replicas that are registered, its own included unless it drains.
-        live_since: When `live` last changed.
-        free: Shards that nobody owns, and since when that is known here.
+        live: Names of all registered replicas, its own included unless it drains.
+        live_since: Time of the last change of `live`.
+        free: Shards without an owner, and since when this replica knows it.
         owned: Shards whose owner key is this replica's.
-        serving: Those that it serves.
-        claiming: Those that it is claiming.
-        leaving: Those that it is handing over, or letting go of.
-        not_before: Shards that it could not claim, and when it may try again.
-        declined: Shards that others did not take, and when they may be offered again.
-        draining: Whether it is going away.
+        serving: Shards that it serves.
+        claiming: Shards that it is claiming.
+        leaving: Shards that it is handing over or releasing.
+        not_before: Shards that it could not claim, with the time of the next attempt.
+        declined: Shards that others did not take, with the time of the next offer.
+        draining: True if it drains.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Stop serving a shard, so that `to` claims it; None: nobody is there who could."""
+    """Stop serving a shard, so that `to` claims it; None: there is no other replica."""
 
     shard: int
     to: str | None
@@ -130,18 +130,18 @@ class DeleteOwnerKey:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to begin now, and when to decide again even if nothing happens; None: only then."""
+    """Actions to begin now, and the time of the next decision if nothing happens; None: none needed."""
 
     actions: Sequence[Claim | HandOver | DeleteOwnerKey]
     decide_again_at: float | None
 
 
 def decide(standing: ReplicaState, now: float, moves: MoveSettings) -> Decision:
-    """What a replica does about shards. What it began already counts as done: it is not begun twice."""
+    """Return the actions of a replica on its shards. Actions in flight count as done: they are not begun twice."""
     actions: list[Claim | HandOver | DeleteOwnerKey] = []
     later: list[float] = []
     under_way = {*standing.claiming, *standing.leaving}
-    # The end of a claim that failed halfway, or of a journal that broke: while the key stands, nobody can claim.
+    # Left by a claim that failed halfway, or a journal that broke: while the key exists, no replica can claim.
     actions += [
         DeleteOwnerKey(shard) for shard in sorted({*standing.owned} - {*standing.serving} - under_way)
     ]
@@ -155,7 +155,7 @@ def decide(standing: ReplicaState, now: float, moves: MoveSettings) -> Decision:
 
 
 class _Order:
-    """The preferences among those who are live."""
+    """The preferences among the live replicas."""
 
     def __init__(self, live: Collection[str]) -> None:
         self._live = frozenset(live)
@@ -166,7 +166,7 @@ class _Order:
 
 @lru_cache(maxsize=16_384)
 def _preference(shard: int, live: frozenset[str]) -> Sequence[str]:
-    """As by_preference. Who is live changes seldom, and decisions are made with every change of an owner."""
+    """Cache of by_preference: the live replicas seldom change, and every change of an owner needs a decision."""
     return by_preference(shard, live)
 
 
@@ -175,19 +175,20 @@ def _claims(
 ) -> Sequence[Claim]:
     claims: list[Claim] = []
     if standing.name not in standing.live:
-        return claims  # nobody counts with us yet
+        return claims  # this replica is not registered yet
     room = moves.claims - len(standing.claiming)
     for shard in sorted(standing.free):
         if shard in standing.serving or shard in standing.claiming or shard in standing.leaving:
             continue
         turn = order.of(shard).index(standing.name)
-        # Who is live may have changed after the shard was free: those before us have had their time only since.
+        # `live` may have changed after the shard became free: the replicas before us have had their time only since
+        # then.
         begin = standing.free[shard] if turn == 0 else max(standing.free[shard], standing.live_since)
         due = max(begin + turn * moves.claim_interval, standing.not_before.get(shard, now))
         if due > now:
             later.append(due)
         elif len(claims) < room:
-            claims.append(Claim(shard, MoveReason.NOBODY_CAME if turn else MoveReason.PREFERRED))
+            claims.append(Claim(shard, MoveReason.NOT_CLAIMED if turn else MoveReason.PREFERRED))
     return claims
 
 
@@ -219,5 +220,5 @@ def _drain(standing: ReplicaState, moves: MoveSettings) -> Sequence[HandOver]:
 
 
 def declined_until(times: int, now: float, moves: MoveSettings) -> float:
-    """When a shard is offered again that was declined so many times in a row, at least once."""
+    """Return the time at which a shard is offered again that was declined so many times in a row, at least once."""
     return now + min(moves.declined * 2.0 ** min(times - 1, 32), moves.most_declined)

@@ -1,4 +1,4 @@
-"""Getting a replica's name, and giving it up."""
+"""Register the name of a replica, and withdraw it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 
-# What etcd takes at most to end a lease whose time is over, seconds.
+# Longest time that etcd takes to end an expired lease, seconds.
 _ENDING = 5.0
-# Whoever sees a deadline so much too late was paused, seconds.
+# Seconds; a process that sees a deadline this much too late was paused.
 _LATE = 1.0
 
 
@@ -27,11 +27,11 @@ class NameTaken(EtcdError):
 
 
 async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration: ReplicaRegistration) -> None:
-    """Return when no other process is registered under a name: that of a dead one goes with its lease.
+    """Return when no other process is registered under a name: a dead one's registration expires with its lease.
 
     Raises:
         SettingError: Another replica of this name is alive; one line.
-        EtcdError: etcd did not answer, or refused.
+        EtcdError: etcd did not reply, or refused.
     """
     key = keys.replica(name)
     waited_for: tuple[str, int] | None = None
@@ -44,7 +44,7 @@ async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration:
         )
         if there.instance == registration.instance:
             return
-        # A leader that is elected meanwhile gives the lease of a dead one its full time anew.
+        # A leader elected meanwhile gives the lease of a dead replica its full time again.
         found = (there.instance, await client.term())
         if found == waited_for:
             raise SettingError(
@@ -52,12 +52,12 @@ async def wait_for_name(client: EtcdClient, keys: Keys, name: str, registration:
                 "this one another name"
             )
         if waited_for is None:
-            _log.info("waiting for the replica of the same name to be gone", name=name, address=there.address)
+            _log.info("waiting for another replica of this name to end", name=name, address=there.address)
         waited_for = found if await _outlasted(client, key, snapshot.revision, there) else None
 
 
 async def _outlasted(client: EtcdClient, key: bytes, revision: int, there: ReplicaRegistration) -> bool:
-    """Whether a registration stood for longer than the lease of a dead one could; as soon as it is gone, or else."""
+    """Return True if a registration outlived the longest lease of a dead replica; False once it is deleted."""
     now = asyncio.get_running_loop().time
     deadline = now() + there.lease_ttl + _ENDING
     try:
@@ -65,7 +65,7 @@ async def _outlasted(client: EtcdClient, key: bytes, revision: int, there: Repli
             await _until_deleted(client, key, revision)
         return False
     except TimeoutError:
-        # Were we paused ourselves, then what we were told meanwhile is still to be heard.
+        # If this process was paused, the events of that time are still unread.
         return now() < deadline + _LATE
 
 
@@ -79,11 +79,11 @@ async def _until_deleted(client: EtcdClient, key: bytes, revision: int) -> None:
 async def register(
     client: EtcdClient, session: Session, keys: Keys, name: str, registration: ReplicaRegistration
 ) -> None:
-    """Count among the replicas that are alive, for as long as the session's lease.
+    """Register as a live replica, for the time of the session's lease.
 
     Raises:
         NameTaken: Another process was quicker.
-        EtcdError: etcd did not answer, or refused.
+        EtcdError: etcd did not reply, or refused.
     """
     key = keys.replica(name)
     ours = Put(key, registration.encode(), session.lease)
@@ -93,16 +93,16 @@ async def register(
         there = ReplicaRegistration.decode(found.value) if found is not None else None
         if found is not None and (there is None or there.instance != registration.instance):
             raise NameTaken(f"another replica has registered as {name!r}")
-        # Our own: of the session before, or of an attempt at this one whose answer was lost. Or gone by now.
+        # Our own: from an earlier session, or an attempt in this one whose reply was lost. Or deleted by now.
         condition = ModRevision(key, found.mod_revision) if found is not None else CreateRevision(key, 0)
         answer = await client.transact(Txn([condition], [ours], [Get(key)]))
 
 
 async def withdraw(client: EtcdClient, keys: Keys, name: str, registration: ReplicaRegistration) -> None:
-    """Count no more among the replicas that are alive.
+    """Delete the registration.
 
     Raises:
-        EtcdError: Whether it did is unknown; it goes with the session's lease in any case.
+        EtcdError: It is unknown if it was deleted; it expires with the session's lease in any case.
     """
     key = keys.replica(name)
     snapshot = await client.get(key)

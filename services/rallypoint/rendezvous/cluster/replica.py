@@ -1,4 +1,4 @@
-"""One replica: a session with etcd for as long as there is one, and in it its share of the shards."""
+"""One replica: sessions with etcd, one after another, and in each its share of the shards."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rallypoint.rpc.pace import Pace
 
 _log = get_logger(__name__)
 
-# Between two attempts at a session: drawn from 0 to this at most, seconds. An outage of etcd lasts that much longer.
+# Longest random delay between two attempts at a session, seconds. It prolongs an outage of etcd by as much.
 _LONGEST_BACKOFF = 2.0
-# What a replica that goes away may take to hand its shards over, seconds; what is left then is freed with its lease.
+# Seconds that a draining replica may take to hand its shards over; the rest becomes free with its lease.
 _DRAIN_WITHIN = 15.0
 
-# What trying again can't mend, and a person can.
+# Errors that only a person can fix, not a retry.
 _HOPELESS = frozenset({Reason.PERMISSION_DENIED, Reason.UNAUTHENTICATED, Reason.NOT_ETCD, Reason.INVALID})
 
 ClaimShard = Callable[[Session, int, Callable[[BaseException], None]], Awaitable[Shard]]
@@ -40,16 +40,16 @@ ClaimShard = Callable[[Session, int, Callable[[BaseException], None]], Awaitable
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What is asked of a set of replicas.
+    """Settings of a set of replicas.
 
     Attributes:
-        lease_ttl: Seconds after which a replica that died, or that etcd can't hear, has lost its shards. Shorter
-            takes over sooner, and takes a pause of that length for death.
-        shards: How many a new prefix gets; None: the default, or what the prefix has.
-        moves: How fast shards move.
-        keeps_etcd: Whether who reads this replica's log is who looks after the etcd, and is warned of what is off with
-            its members; otherwise that is told at info.
-        keys_end: Whether all keys of the prefix end with a lease, but for those that hold a `HighWater`.
+        lease_ttl: Seconds after which a replica that died or can't reach etcd has lost its shards. A shorter time makes
+            take-over faster, but a pause of that length counts as death.
+        shards: Number of shards of a new prefix; None: the default, or the prefix's present number.
+        moves: Speed of moving shards.
+        keeps_etcd: True if the readers of this replica's log operate the etcd: problems of its members are warnings;
+            otherwise they are logged at info.
+        keys_end: True if all keys of the prefix expire with a lease, except those that hold a `HighWater`.
     """
 
     lease_ttl: float = 10.0
@@ -59,25 +59,25 @@ class Replicas:
     keys_end: bool = False
 
 
-Tell = Callable[[bool], Awaitable[None]]
-"""Told whether a replica answers for runs."""
+OnReady = Callable[[bool], Awaitable[None]]
+"""Called with True when a replica begins to serve runs, with False when it ceases to."""
 
 
 async def ignore_ready(ready: bool) -> None:
-    """Nobody wants to know."""
+    """Ignore the change."""
 
 
 class Replica:
-    """Serves its share of the shards of a prefix, for as long as `serve` runs.
+    """Serves its share of the shards of a prefix while `serve` runs.
 
     Attributes:
-        keys: Of the prefix.
+        keys: Keys of the prefix.
         name: Its name; empty before it serves.
-        registration: What it says of itself.
-        shards: How many the prefix has; 0: not known yet.
-        cluster: Who is alive and owns what; None while there is no session.
-        hosting: What is served here; None while there is no session.
-        draining: Whether it is going away.
+        registration: Its registration in etcd.
+        shards: Number of shards of the prefix; 0: not known yet.
+        cluster: The live replicas and the owners of shards; None while there is no session.
+        shard_manager: The shards served here; None while there is no session.
+        draining: True if it drains.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class Replica:
         clock: Callable[[], float],
         lease_clock: Callable[[], float] = boot_time,
         pace: Pace | None = None,
-        on_ready: Tell = ignore_ready,
+        on_ready: OnReady = ignore_ready,
     ) -> None:
         """Set up; `serve` makes it work.
 
         Args:
-            client: Of the etcd; its address names the prefix.
-            claim: How a shard is claimed.
-            instance: Drawn by this process, unlike any other's.
-            wanted: What is asked of all replicas.
+            client: Client of the etcd; its address has the prefix.
+            claim: Claims a shard.
+            instance: Random id of this process, different from any other's.
+            wanted: Settings of all replicas.
             clock: Monotonic seconds.
-            lease_clock: Seconds that count on while the machine is suspended.
-            pace: How time passes between attempts.
-            on_ready: Told when it has come to answer for runs, and when it has ceased to.
+            lease_clock: Seconds that continue while the machine is suspended.
+            pace: Delays between attempts.
+            on_ready: Called with True when this replica begins to serve runs, with False when it ceases to.
         """
         self._client = client
         self.keys = Keys(client.address.prefix)
@@ -125,7 +125,7 @@ class Replica:
 
     @property
     def _counted(self) -> bool:
-        """Whether we are among the live ones, as far as is known here."""
+        """True if this replica is registered, as far as known here."""
         there = self.cluster.live.get(self.name) if self.cluster is not None else None
         return there is not None and there.instance == self.registration.instance
 
@@ -135,31 +135,31 @@ class Replica:
         return Owner(self.name, self.registration.address, self.registration.instance)
 
     def owner_address(self, shard: int) -> str | None:
-        """Where the owner of a shard is reached; None if that is nobody, or this replica, or not known."""
+        """Return the address of a shard's owner; None if there is none, or it is this replica, or unknown."""
         if self.cluster is None or (owned := self.cluster.owned.get(shard)) is None:
             return None
-        # Ours, and somebody asks: it is being claimed or handed over. To name ourselves would send clients in a circle.
+        # A request for our own shard: it is being claimed or handed over, and our address would be a circle.
         return None if owned.owner.instance == self.registration.instance else owned.owner.address
 
     def refuse_if_not_owner(self, shard: int) -> None:
-        """Raises NotOwner if another replica is known to own a shard."""
+        """Raise NotOwner if another replica is known to own a shard."""
         if (address := self.owner_address(shard)) is not None:
             raise NotOwner("", address)
 
     async def serve(self, name: str, address: str, since: float) -> None:
-        """Serve until cancelled or drained: begin anew, with nothing kept, whenever the session is lost.
+        """Serve until cancelled or drained: start again, with nothing kept, whenever the session is lost.
 
         Args:
-            name: Of this replica: no two that are alive have one name.
-            address: How clients reach it.
+            name: Name of this replica: no two live ones have the same.
+            address: Its address for clients.
             since: Unix seconds, for people.
 
         Raises:
-            SettingError: It can't, and trying again would not help; one line.
+            SettingError: It can't serve, and a retry would not help; one line.
         """
         self.name = name
         self.registration = replace(self.registration, address=address, since=since)
-        backoff, said = self._pace.backoff(_LONGEST_BACKOFF), ""
+        backoff, logged = self._pace.backoff(_LONGEST_BACKOFF), ""
         while not self.draining:
             began, sessions = self._clock(), self._sessions
             try:
@@ -168,52 +168,52 @@ class Replica:
                 if not self._sessions and isinstance(error, EtcdRefused) and error.reason in _HOPELESS:
                     remedy = f"; {REMEDIES[error.reason]}" if error.reason in REMEDIES else ""
                     raise SettingError(f"{self._client.address} refuses us: {error}{remedy}") from error
-                # Once, not at each attempt: an outage may last. What refuses us is another matter than an outage.
-                # The end of a session was told when it came.
-                if self._sessions == sessions and said != type(error).__name__:
+                # Once, not at each attempt: an outage may last. A refusal is logged apart from an outage. The end of a
+                # session was logged when it came.
+                if self._sessions == sessions and logged != type(error).__name__:
                     _log.warning("no session with etcd: runs wait until there is one", error=str(error))
-                said = type(error).__name__ if self._sessions == sessions else ""
+                logged = type(error).__name__ if self._sessions == sessions else ""
             if self._sessions > sessions and self._clock() - began > self._wanted.lease_ttl:
                 backoff.reset()
             await self._pace.sleep(backoff.next())
 
     async def drain(self, *, finished: bool = False) -> None:
-        """Go away in good order: no more counted among the live ones, then hand over every shard. Bounded.
+        """Withdraw the registration, then hand over every shard. Bounded.
 
         Reads are answered until the end; streams of a shard end when its next owner is known.
 
         Args:
-            finished: The runs of this replica are over. Do not wait for another one to claim their shards.
+            finished: The runs of this replica are over: do not wait for another replica to claim their shards.
         """
         self.draining = True
         await self._on_ready(False)
-        if (hosting := self.shard_manager) is None:
+        if (manager := self.shard_manager) is None:
             return
         try:
             async with asyncio.timeout(_DRAIN_WITHIN):
-                with suppress(EtcdError):  # it goes with the lease in any case
+                with suppress(EtcdError):  # it is deleted with the lease in any case
                     await withdraw(self._client, self.keys, self.name, self.registration)
-                    # What is known then includes everybody who came before: to them our shards go, not to nobody.
-                    await self._changes.until(lambda: not self._counted or self.shard_manager is not hosting)
-                hosting.finished = finished
-                hosting.draining = True
+                    # The view then has all replicas that came before, so our shards go to one of them if there is any.
+                    await self._changes.until(lambda: not self._counted or self.shard_manager is not manager)
+                manager.finished = finished
+                manager.draining = True
                 self._changes.notify()
-                await self._changes.until(lambda: hosting.empty or self.shard_manager is not hosting)
+                await self._changes.until(lambda: manager.empty or self.shard_manager is not manager)
         except TimeoutError:
             _log.warning("not every shard was handed over in time", within=_DRAIN_WITHIN)
-        hosting.flush_log()
+        manager.flush_log()
 
     async def _one_session(self) -> None:
-        """From a new lease to its end.
+        """Open a session and serve in it until it ends.
 
         Raises:
-            EtcdError: There is none, or it was lost.
-            SettingError: Nothing that trying again could mend.
+            EtcdError: There is no session, or it was lost.
+            SettingError: A retry would not help.
         """
         if not self._sessions:
             await self._read_cluster()
         if not self.draining:
-            # Before there is a lease to keep: it takes the time of another one.
+            # Before there is a lease to keep: this waits as long as another replica's lease lasts.
             await wait_for_name(self._client, self.keys, self.name, self.registration)
         session = await Session.open(
             self._client, self._wanted.lease_ttl, clock=self._lease_clock, pace=self._pace
@@ -225,37 +225,37 @@ class Replica:
             cluster = Cluster(self.keys, shards)
             snapshot = await self._client.get(*self.keys.watched)
             cluster.read(snapshot.pairs, self._clock())
-            await self._stand(session, cluster, snapshot.revision)
+            await self._run_session(session, cluster, snapshot.revision)
         finally:
             await session.close()
 
     async def _read_cluster(self) -> None:
-        """Say what an operator should know of etcd's members."""
+        """Log advice on etcd's members for operators."""
         try:
             for advice in await check_versions(self._client):
                 if advice not in self._advised:
                     self._advised.add(advice)
-                    say = _log.warning if self._wanted.keeps_etcd else _log.info
-                    say("etcd", advice=advice)
+                    log = _log.warning if self._wanted.keeps_etcd else _log.info
+                    log("etcd", advice=advice)
         except EtcdRefused as error:
-            if error.reason is not Reason.PERMISSION_DENIED:  # nobody needs the right to ask this
+            if error.reason is not Reason.PERMISSION_DENIED:  # the permission to read this is optional
                 raise
 
-    async def _stand(self, session: Session, cluster: Cluster, revision: int) -> None:
+    async def _run_session(self, session: Session, cluster: Cluster, revision: int) -> None:
         async def claim(shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
             return await self._claim(session, shard, on_failure)
 
-        hosting = ShardManager(
+        manager = ShardManager(
             cluster,
             self.me,
             open_shard=claim,
             release=self._release,
-            news=self._changes,
+            changes=self._changes,
             moves=self._wanted.moves,
             clock=self._clock,
         )
-        hosting.draining = self.draining
-        self.shards, self.cluster, self.shard_manager = cluster.shards, cluster, hosting
+        manager.draining = self.draining
+        self.shards, self.cluster, self.shard_manager = cluster.shards, cluster, manager
         self._sessions += 1
         if not self.draining:
             await self._on_ready(True)
@@ -264,20 +264,20 @@ class Replica:
         parts = [
             asyncio.create_task(session.lost()),
             asyncio.create_task(self._follow(session, cluster, revision)),
-            asyncio.create_task(self._act(hosting)),
+            asyncio.create_task(self._act(manager)),
         ]
         lost = False
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             lost = True
         finally:
-            # All of this at once, before anything that takes time: the shards may be another's by now.
-            dropped = [shard.engine.run_count for shard in hosting.serving.values()]
-            hosting.halt()
+            # All of this at once, before anything slow: other replicas may own the shards by now.
+            dropped = [shard.engine.run_count for shard in manager.serving.values()]
+            manager.halt()
             self.cluster = self.shard_manager = None
             if lost:
                 self._lost_at = self._clock()
-                error = _why_over(session, parts)
+                error = _end_reason(session, parts)
                 _log.warning(
                     "session with etcd lost, all shards dropped",
                     shards=len(dropped),
@@ -286,14 +286,14 @@ class Replica:
                 )
             await self._on_ready(False)
             await _end(parts)
-            await hosting.ended()
+            await manager.ended()
         for part in parts:
             if not part.cancelled():
-                part.result()  # raises what ended the watch, or a decision that failed
+                part.result()  # raises the error that ended the watch or a decision
         session.check()
 
     async def _follow(self, session: Session, cluster: Cluster, revision: int) -> None:
-        """Keep the cluster up to date, and ourselves in it."""
+        """Keep the cluster up to date, and this replica registered in it."""
         while True:
             try:
                 async with aclosing(self._client.watch(*self.keys.watched, revision + 1)) as watching:
@@ -311,16 +311,16 @@ class Replica:
             self.shard_manager.drop_lost_shards()
         self._changes.notify()
         if not self.draining and self.name not in cluster.live:
-            _log.warning("this replica's registration was deleted; registering anew")
+            _log.warning("this replica's registration was deleted; registering again")
             await register(self._client, session, self.keys, self.name, self.registration)
 
-    async def _act(self, hosting: ShardManager) -> None:
+    async def _act(self, manager: ShardManager) -> None:
         while True:
             seen = self._changes.count
             now = self._clock()
-            decision = decide(hosting.state(), now, self._wanted.moves)
+            decision = decide(manager.state(), now, self._wanted.moves)
             for action in decision.actions:
-                hosting.begin(action)
+                manager.begin(action)
             look = decision.decide_again_at
             await self._changes.since(seen, None if look is None else max(0.0, look - now))
 
@@ -329,8 +329,8 @@ class Replica:
         await self._client.transact(Txn([CreateRevision(key, fence)], [Delete(key)]))
 
 
-def _why_over(session: Session, parts: Sequence[asyncio.Task[None]]) -> str:
-    """Why a session is over, for people."""
+def _end_reason(session: Session, parts: Sequence[asyncio.Task[None]]) -> str:
+    """Return the reason for the end of a session, for people."""
     for part in parts:
         if part.done() and not part.cancelled() and (error := part.exception()) is not None:
             return str(error)

@@ -1,4 +1,4 @@
-"""A replica put together: etcd, journals, shards, and what a server serves of them."""
+"""A complete replica: etcd, journals, shards, and the gRPC services of a server over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rallypoint.rendezvous.base.cooperative import CooperativeRunner, Work
 from rallypoint.rendezvous.base.errors import NotOwner
 from rallypoint.rendezvous.base.limits import RendezvousLimits, SharedTotals, StoreLimits, on_etcd
 from rallypoint.rendezvous.cluster.lookup import RemoteReader, ReplicatedLocator, list_replicas
-from rallypoint.rendezvous.cluster.replica import Replica, Replicas, Tell, ignore_ready
+from rallypoint.rendezvous.cluster.replica import OnReady, Replica, Replicas, ignore_ready
 from rallypoint.rendezvous.journal.etcd.journal import CommitPool, EtcdJournal, JournalLocation
 from rallypoint.rendezvous.journal.journal import Recovered
 from rallypoint.rendezvous.shard.reader import ReadOnlyRuns, RunReader
@@ -29,48 +29,48 @@ from rallypoint.rpc.pace import Pace
 from rallypoint.serving.server import Registration
 
 _INSTANCE_BYTES = 8
-# A state lives on by its use, which its owner counts. Replicas have no way to each other, so of the reads that another
-# one could answer, one in this part of a state's time to live is sent to the owner. More often keeps unused states for
-# less beyond their time; it costs clients that many detours.
+# The use of a state keeps it alive, and its owner counts the uses. Replicas have no connection to each other, so of the
+# reads that another replica could answer, one per this part of a state's time to live is sent to the owner. A smaller
+# part keeps unused states for less beyond their time, and redirects clients more often.
 _USE_SAMPLED = 1 / 16
 
 
 class ReplicatedServices:
-    """What a server serves of a replica, and the replica behind it.
+    """The gRPC services of a replica, and the replica behind them.
 
     Attributes:
         registrations: For the server.
-        home: Where runs are.
+        locator: Finds the shard of a run.
         replica: Once begun, it serves its share of the shards.
     """
 
-    def __init__(self, registered: list[Registration], home: ReplicatedLocator, replica: Replica) -> None:
+    def __init__(self, registered: list[Registration], locator: ReplicatedLocator, replica: Replica) -> None:
         """See `replicated_services`."""
         self.registrations = registered
-        self.locator = home
+        self.locator = locator
         self.replica = replica
         self._serving: asyncio.Task[None] | None = None
 
     def begin(self, name: str, address: str, on_failure: Callable[[BaseException], None]) -> None:
-        """Begin to serve, once it is known where.
+        """Begin to serve, once the address is known.
 
         Args:
-            name: Of this replica.
-            address: How clients reach it.
-            on_failure: Called if it can't, and trying again would not help, with a SettingError.
+            name: Name of this replica.
+            address: Its address for clients.
+            on_failure: Called with a SettingError if it can't serve and a retry would not help.
         """
         self._serving = asyncio.create_task(self.replica.serve(name, address, time.time()))
         self._serving.add_done_callback(partial(_report, on_failure))
 
     async def drain(self, *, finished: bool = False) -> None:
-        """Hand all shards over, and be counted no more. Bounded; to be called before the server drains.
+        """Hand all shards over and withdraw the registration. Bounded; call it before the server drains.
 
         `finished`: see `Replica.drain`.
         """
         await self.replica.drain(finished=finished)
 
     async def end(self) -> None:
-        """Give up what is left."""
+        """Stop serving."""
         if self._serving is not None:
             self._serving.cancel()
             with suppress(asyncio.CancelledError, Exception):  # a failure was reported when it happened
@@ -95,40 +95,39 @@ async def replicated_services(
     store_limits: StoreLimits | None = None,
     state_limits: StateLimits | None = None,
     state_ttl: float = DEFAULT_TTL,
-    on_ready: Tell = ignore_ready,
+    on_ready: OnReady = ignore_ready,
     connect: Callable[..., EtcdClient] = EtcdClient,
 ) -> AsyncIterator[ReplicatedServices]:
-    """One replica of the rendezvous service, for as long as the context lasts.
+    """Run one replica of the rendezvous service while the context lasts.
 
     Args:
-        address: Of the etcd, and of the prefix that the replicas share.
-        wanted: What is asked of all replicas.
-        clock: Monotonic seconds that count on while the machine is suspended: then, too, streams break.
+        address: Address of the etcd, and the prefix that the replicas share.
+        wanted: Settings of all replicas.
+        clock: Monotonic seconds that continue while the machine is suspended: streams break then too.
         wall_clock: Unix seconds.
-        draw: So many random bytes.
-        pace: How time passes between attempts.
-        limits: What this replica, and each run, may use.
-        store_limits: What the store of each run may use.
-        state_limits: What fenced states may use.
-        state_ttl: How long a fenced state is kept that nobody reads, sets or watches, seconds; here, up to a
-            sixteenth longer.
-        on_ready: Told when it has come to answer for runs, and when it has ceased to.
-        connect: Makes the client of the etcd, of `address` and `pace`.
+        draw: Returns so many random bytes.
+        pace: Delays between attempts.
+        limits: Limits of this replica, and of each run.
+        store_limits: Limits of the store of each run.
+        state_limits: Limits of fenced states.
+        state_ttl: Seconds that a fenced state is kept without a read, a set or a watch; here, up to a sixteenth longer.
+        on_ready: Called with True when this replica begins to serve runs, with False when it ceases to.
+        connect: Makes the etcd client from `address` and `pace`.
 
     Raises:
         TLSFileError: A TLS file of the etcd's URL is missing or unusable.
     """
     totals = SharedTotals()
-    slices = CooperativeRunner(clock)
+    runner = CooperativeRunner(clock)
     pace = pace or Pace()
     async with connect(address, pace=pace) as client:
         pool = CommitPool(client, clock)
 
         async def claim(session: Session, shard: int, on_failure: Callable[[BaseException], None]) -> Shard:
-            place = JournalLocation(replica.keys.owner(shard), replica.keys.space(shard))
+            location = JournalLocation(replica.keys.owner(shard), replica.keys.space(shard))
             return await open_shard(
                 EtcdJournal(
-                    client, session, place, replica.me, pool=pool, pace=pace, draw=draw, slices=slices
+                    client, session, location, replica.me, pool=pool, pace=pace, draw=draw, runner=runner
                 ),
                 clock=clock,
                 wall_clock=wall_clock,
@@ -136,12 +135,12 @@ async def replicated_services(
                 limits=limits,
                 store_limits=on_etcd(store_limits or StoreLimits()),
                 state_limits=state_limits,
-                # The last use may have come so long after the last that was counted.
+                # The real last use may be this much later than the last counted one.
                 state_ttl=state_ttl * (1 + _USE_SAMPLED),
                 totals=totals,
                 guard=session.check,
                 least_lease=LEAST_TERM_AFTER_TAKEOVER,
-                slices=slices,
+                slices=runner,
                 high_water=wanted.keys_end,
                 on_failure=on_failure,
             )
@@ -165,12 +164,12 @@ async def replicated_services(
 
         instance = draw(_INSTANCE_BYTES).hex()
         replica = Replica(client, claim, instance, wanted=wanted, clock=clock, pace=pace, on_ready=on_ready)
-        elsewhere = RemoteReader(
-            client, replica.keys, read, refuse=replica.refuse_if_not_owner, clock=clock, slices=slices
+        remote = RemoteReader(
+            client, replica.keys, read, refuse=replica.refuse_if_not_owner, clock=clock, runner=runner
         )
-        home = ReplicatedLocator(replica, elsewhere, lambda: pool.full)
+        locator = ReplicatedLocator(replica, remote, lambda: pool.full)
         services = ReplicatedServices(
-            registrations(home, limits, partial(list_replicas, replica)), home, replica
+            registrations(locator, limits, partial(list_replicas, replica)), locator, replica
         )
         try:
             yield services
@@ -179,5 +178,5 @@ async def replicated_services(
 
 
 def _not_here(replica: Replica, shard: int, run_id: str) -> NotOwner:
-    """The refusal of what can't be had of a shard by reading it."""
+    """Return the refusal of a request that can't be served by reading a shard."""
     return NotOwner(run_id, replica.owner_address(shard))

@@ -1,4 +1,4 @@
-"""The shards that a replica serves in one session with etcd: claimed, handed over, let go of, or dropped."""
+"""The shards that a replica serves in one session with etcd: claimed, handed over, released or dropped."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 
-# After a claim that failed, seconds: the first, twice as long each time, up to the second.
+# Seconds until the retry of a failed claim: the first, doubled each time, up to the second.
 _RETRY = 1.0
 _LONGEST_RETRY = 30.0
-# After so long the same trouble is worth another line in the log, seconds.
-_SAY_AGAIN = 30.0
-# What a hand-over may take, seconds: the step under way and the last commit; and the claim of whoever comes next. Past
-# the first the shard is dropped, which loses nothing that anybody was told; past the second its clients look for the
-# owner themselves.
+# Seconds after which the same error is logged as a warning again.
+_LOG_AGAIN_AFTER = 30.0
+# Limits of a hand-over, seconds: for the step in flight and the last commit; and for the claim of the next owner. Past
+# the first the shard is dropped, which loses nothing that was acknowledged or published; past the second its clients
+# look for the owner themselves.
 _RETIRE_WITHIN = 5.0
 _SUCCESSOR_WITHIN = 3.0
 
@@ -44,11 +44,11 @@ class OpenShard(Protocol):
     """Becomes the owner of a shard."""
 
     def __call__(self, shard: int, on_failure: Callable[[BaseException], None], /) -> Awaitable[Shard]:
-        """Claim a shard and read it; `on_failure` is told once its journal breaks.
+        """Claim a shard and read it; `on_failure` is called if its journal breaks.
 
         Raises:
-            OwnedElsewhere: Somebody has it.
-            JournalError, EtcdError: It can't be had now.
+            OwnedElsewhere: Another process owns it.
+            JournalError, EtcdError: It can't be claimed now.
         """
 
 
@@ -56,16 +56,12 @@ class ReleaseShard(Protocol):
     """Deletes an owner key of ours."""
 
     def __call__(self, shard: int, fence: int, /) -> Awaitable[None]:
-        """Delete it if it is still the one with this create_revision.
-
-        Raises:
-            EtcdError: Whether it was deleted is unknown, or it was refused.
-        """
+        """Delete the key if it still has this create_revision. After an EtcdError it is unknown if it was deleted."""
 
 
 @dataclass(slots=True)
 class _Trouble:
-    """What a shard has been through in a row: failed claims, or offers that were declined."""
+    """Consecutive problems of a shard: failed claims, or declined offers."""
 
     times: int
     until: float
@@ -73,7 +69,7 @@ class _Trouble:
 
 
 class ShardManager:
-    """The shards of one session. What it is told to begin it carries out on its own, and tells `news` of each end."""
+    """The shards of one session. Runs each action it is given in a task, and notifies `changes` at the end of each."""
 
     def __init__(
         self,
@@ -82,33 +78,33 @@ class ShardManager:
         *,
         open_shard: OpenShard,
         release: ReleaseShard,
-        news: ChangeNotifier,
+        changes: ChangeNotifier,
         moves: MoveSettings,
         clock: Callable[[], float],
     ) -> None:
         """Serve nothing yet.
 
         Args:
-            cluster: What is known of all replicas.
+            cluster: The known state of all replicas.
             me: This replica.
-            open_shard: How a shard is claimed.
-            release: How an owner key is deleted.
-            news: Told of every change of what is served; whoever changes the cluster tells it too.
-            moves: How fast shards move.
+            open_shard: Claims a shard.
+            release: Deletes an owner key.
+            changes: Notified of every change of the served shards, and by the caller of changes of the cluster.
+            moves: Speed of moving shards.
             clock: Monotonic seconds.
         """
         self._cluster = cluster
         self._me = me
         self._open_shard = open_shard
         self._release = release
-        self._changes = news
+        self._changes = changes
         self._moves = moves
         self._clock = clock
         self.serving: dict[int, Shard] = {}
         self._claiming: set[int] = set()
-        # With the shard that still has to be ended, if there is one.
+        # With the shard that must still be ended, if there is one.
         self._leaving: dict[int, Shard | None] = {}
-        # Of what is served or claimed, the fencing token that etcd was seen to have given us.
+        # Fencing tokens of served and claimed shards, as seen in etcd.
         self._fences: dict[int, int] = {}
         self._failed: dict[int, _Trouble] = {}
         self._broken_early: dict[int, BaseException] = {}
@@ -118,14 +114,14 @@ class ShardManager:
         self._log_again_at: dict[str, float] = {}
         self._rebalance_log = RebalanceLog()
         self.draining = False
-        # Whether the runs here are over, so that no other replica is needed for their shards.
+        # True if the runs here are over, so that no other replica is needed for their shards.
         self.finished = False
         self._over = False
 
     def state(self) -> ReplicaState:
-        """What is known now, for a decision."""
+        """Return the present state, for a decision."""
         if self._declined_by != self._cluster.live_since:
-            # Others are there now, who may take what was declined before.
+            # There are other replicas now, which may take shards that were declined before.
             self._declined_by = self._cluster.live_since
             self._declined.clear()
         return ReplicaState(
@@ -147,21 +143,21 @@ class ShardManager:
         )
 
     def obstacle(self, number: int) -> str:
-        """Why a shard that nobody owns can't be claimed here, for people; empty: nothing is known of that."""
+        """Return why a shard without an owner can't be claimed here, for people; empty: unknown."""
         trouble = self._failed.get(number)
         return trouble.cause if trouble is not None and number in self._cluster.free else ""
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is served, and nothing under way."""
+        """True if nothing is served and no action is in flight."""
         return not self.serving and not self._claiming and not self._leaving
 
     def shards(self) -> list[Shard]:
-        """All that have not ended, those included whose streams only are open still."""
+        """Return all shards that have not ended, with those of which only streams are still open."""
         return [*self.serving.values(), *(shard for shard in self._leaving.values() if shard is not None)]
 
     def begin(self, action: Claim | HandOver | DeleteOwnerKey) -> None:
-        """Begin what was decided."""
+        """Begin an action."""
         match action:
             case Claim(shard):
                 self._claiming.add(shard)
@@ -172,13 +168,13 @@ class ShardManager:
                 self._start(self._hand_over(action, leaving))
             case DeleteOwnerKey(shard):
                 self._leaving[shard] = None
-                self._start(self._let_go(shard))
+                self._start(self._delete_owner_key(shard))
 
     def drop_lost_shards(self) -> None:
-        """Drop at once what somebody took from us in etcd: to be called whenever the cluster has changed.
+        """Drop at once the shards whose owner keys are gone from etcd: call it after every change of the cluster.
 
-        While the session is held, nobody can but an operator who deletes our owner keys. From then on another replica
-        may claim the shard. Our next commit would find out; but what is only read is answered without one.
+        While the session is held, only an operator can take a shard, by deleting our owner key. From then on another
+        replica may claim it. Our next commit would detect that; but reads are answered without a commit.
         """
         dropped = []
         for number in [*self.serving, *self._claiming]:
@@ -193,14 +189,14 @@ class ShardManager:
                 self._leaving[number] = shard
                 self._start(self._abandon(number, shard))
         if dropped:
-            _log.warning("somebody deleted owner keys in etcd; their shards were dropped", shards=dropped)
+            _log.warning("owner keys were deleted by another etcd client; shards dropped", shards=dropped)
 
     def flush_log(self) -> None:
-        """Log what moved and was not told yet, since more might follow."""
+        """Log moves that were held back because more might follow."""
         self._rebalance_log.end()
 
     def halt(self) -> None:
-        """End everything at once: the session is lost, or over. Never raises; nothing can be begun any more."""
+        """End everything at once: the session is lost, or over. Never raises; no action can begin any more."""
         self._over = True
         self._rebalance_log.end()
         for task in self._tasks:
@@ -232,11 +228,11 @@ class ShardManager:
         try:
             shard = await self._open_shard(number, partial(self._broke, number))
         except OwnedElsewhere:
-            # Somebody was quicker; the watch will tell who. Should it not, the claim is repeated.
+            # Another replica was quicker; the watch will show which. If it does not, the claim is repeated.
             self._failed[number] = _Trouble(0, self._clock() + _RETRY)
         except (JournalError, EtcdError) as error:
             self._fail(number, error, "a shard can't be claimed")
-        except Exception as error:  # a bug: it must not be tried again and again without a pause
+        except Exception as error:  # a bug: it must not be retried again and again without a pause
             self._fail(number, error, "a shard can't be claimed")
             raise
         else:
@@ -252,7 +248,7 @@ class ShardManager:
             self._broken_early.pop(number, None)
 
     def _broke(self, number: int, error: BaseException) -> None:
-        """A shard's journal takes no more: what it held is read anew, by whoever claims it next."""
+        """Give up a shard whose journal is broken: the replica that claims it next reads it again."""
         if number in self._claiming and number not in self.serving:
             self._broken_early[number] = error
         shard = self.serving.pop(number, None)
@@ -270,17 +266,17 @@ class ShardManager:
 
     def _fail(self, number: int, error: BaseException, event: str) -> None:
         before = self._failed.get(number)
-        # A claim that succeeds is no cure: the journal may break with the first thing that is written.
+        # A successful claim does not reset this: the journal may break with the first write.
         in_a_row = before is not None and self._clock() <= before.until + _LONGEST_RETRY
         times = before.times + 1 if before is not None and in_a_row else 1
         delay = min(_RETRY * 2.0 ** min(times - 1, 16), _LONGEST_RETRY)
         self._failed[number] = _Trouble(times, self._clock() + delay, str(error))
-        # What stops one shard mostly stops them all, and goes on doing so: it is said now and then.
-        say = _log.debug
+        # An error of one shard mostly concerns them all, and lasts: it is a warning only now and then.
+        log = _log.debug
         if self._log_again_at.get(event, -math.inf) <= self._clock():
-            self._log_again_at[event] = self._clock() + _SAY_AGAIN
-            say = _log.warning
-        say(event, shard=number, error=str(error), retry_after=delay)
+            self._log_again_at[event] = self._clock() + _LOG_AGAIN_AFTER
+            log = _log.warning
+        log(event, shard=number, error=str(error), retry_after=delay)
 
     async def _hand_over(self, move: HandOver, shard: Shard) -> None:
         number = move.shard
@@ -288,7 +284,7 @@ class ShardManager:
         try:
             await self._retire(number, shard)
             owner = await self._successor(number) if move.to is not None else None
-            shard.end_streams(_gone_to(owner))
+            shard.end_streams(_redirect_to(owner))
             _log.debug(
                 "shard handed over", shard=number, to=owner.replica if owner else None, why=move.why.value
             )
@@ -317,28 +313,28 @@ class ShardManager:
             await shard.drop(NotOwner)
 
     async def _successor(self, number: int) -> Owner | None:
-        """Who owns a shard that we gave up; None if nobody does in time, or nobody is left who could."""
+        """Return the new owner of a released shard; None if none claims it in time, or no other replica is left."""
 
         def taken() -> bool:
             owned = self._cluster.owned.get(number)
             return owned is not None and owned.owner.instance != self._me.instance
 
-        # At the end of a job its replicas leave together: the one that was to have the shard may have gone meanwhile.
+        # At the end of a job its replicas leave together: the preferred one may be gone by now.
         await self._changes.until(lambda: taken() or not self._others(), _SUCCESSOR_WITHIN)
         return self._cluster.owned[number].owner if taken() else None
 
     def _others(self) -> bool:
-        """Whether other replicas are there that could claim what we give up."""
+        """True if there are other replicas that could claim a released shard."""
         return any(name != self._me.replica for name in self._cluster.live)
 
-    async def _let_go(self, number: int) -> None:
+    async def _delete_owner_key(self, number: int) -> None:
         try:
             owned = self._cluster.owned.get(number)
             if owned is None or owned.owner.instance != self._me.instance:
-                return  # it went between the decision and this
+                return  # it was deleted since the decision
             await self._release(number, owned.fence)
 
-            # Until the watch tells of it, it would look as if it were still to be done.
+            # Until the watch reports the deletion, it would seem not yet done.
             def gone() -> bool:
                 now = self._cluster.owned.get(number)
                 return now is None or now.fence != owned.fence
@@ -350,6 +346,6 @@ class ShardManager:
             del self._leaving[number]
 
 
-def _gone_to(owner: Owner | None) -> Refusal:
+def _redirect_to(owner: Owner | None) -> Refusal:
     address = owner.address if owner is not None else None
     return lambda run_id: NotOwner(run_id, address)

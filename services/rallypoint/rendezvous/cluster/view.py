@@ -1,4 +1,4 @@
-"""Who is alive and who owns which shard, as etcd tells it: kept up to date by one watch."""
+"""The live replicas and the owners of shards, as stored in etcd: kept up to date by one watch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rallypoint.etcd.values import Change, KeyValue
 from rallypoint.rendezvous.cluster.keys import Keys
 from rallypoint.rendezvous.journal.etcd.keys import Owner
 
-# ---- What a replica says of itself to the others.
+# ---- The registration of a replica, read by the others.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRegistration:
-    """One replica that is alive.
+    """One live replica.
 
     Attributes:
-        address: How clients reach it: host:port.
-        instance: Drawn anew by each process: tells a replica from the one of its name before.
+        address: Its address for clients: host:port.
+        instance: Random id of the process: distinguishes a replica from an earlier one of the same name.
         since: When the process began to serve, unix seconds; for people.
-        lease_ttl: Seconds after which it is gone from etcd if it dies.
+        lease_ttl: Seconds until it is gone from etcd if it dies.
     """
 
     address: str
@@ -31,12 +31,12 @@ class ReplicaRegistration:
     lease_ttl: float
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> ReplicaRegistration | None:
-        """From JSON; None if it is none. Fields that a newer version adds are left alone."""
+        """Decode from JSON; None if it is not a registration. Fields of newer versions are ignored."""
         try:
             fields = json.loads(content)
             return cls(
@@ -51,7 +51,7 @@ class ReplicaRegistration:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Who owns a shard, and since which revision: the shard's fencing token."""
+    """The owner of a shard, and the create_revision of its key: the shard's fencing token."""
 
     owner: Owner
     fence: int
@@ -59,7 +59,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class PreviousOwner:
-    """Who owned a shard that is free, or was; `ended`: its lease did, so that it is gone or was cut off from etcd."""
+    """The last owner of a free shard; `ended`: its lease ended, so it has died or was cut off from etcd."""
 
     owner: Owner
     ended: bool
@@ -69,16 +69,16 @@ class Cluster:
     """Registrations and owner keys. It may be behind etcd, and is never ahead of it.
 
     Attributes:
-        live: Replicas that are registered, by name.
-        live_since: When their instances last changed, seconds of the clock that `now` is of.
-        owned: Shards that somebody owns.
-        free: The other ones, and since when that is known.
-        before: Of shards that were seen to become free, who had them; for people.
-        shards: How many there are.
+        live: Registered replicas, by name.
+        live_since: When their instances last changed, seconds of the clock of `now`.
+        owned: Shards with an owner.
+        free: The other ones, and since when this is known.
+        before: Last owners of shards that became free; for people.
+        shards: Number of shards.
     """
 
     def __init__(self, keys: Keys, shards: int) -> None:
-        """Know nothing: nobody is alive, and no shard is known to be free."""
+        """Start empty: no live replica, and no shard known to be free."""
         self._keys = keys
         self.shards = shards
         self.live: dict[str, ReplicaRegistration] = {}
@@ -88,7 +88,7 @@ class Cluster:
         self.before: dict[int, PreviousOwner] = {}
 
     def read(self, pairs: Iterable[KeyValue], now: float) -> None:
-        """Begin anew with all that there is."""
+        """Replace everything with a snapshot."""
         live, free = self.live, self.free
         self.live, self.owned = {}, {}
         for pair in pairs:
@@ -98,9 +98,9 @@ class Cluster:
             self.live_since = now
 
     def apply(self, changes: Sequence[Change], now: float) -> None:
-        """Take in what changed."""
+        """Apply changes."""
         live = dict(self.live)
-        # What a lease took with it went in one revision; who hands a shard over deletes its key and nothing else.
+        # Keys deleted with a lease go in one revision; a hand-over deletes the owner key and nothing else.
         ended = {
             change.revision
             for change in changes
@@ -133,14 +133,14 @@ class Cluster:
             self.before[shard] = PreviousOwner(owned.owner, ended)
 
 
-# ---- Waiting until something that changes has changed as wanted.
+# ---- Waiting for a condition on shared state.
 
 
 class ChangeNotifier:
-    """Tells whoever waits that something changed; each looks for itself at what.
+    """Wakes waiting tasks when something has changed; each checks its own condition.
 
     Attributes:
-        count: How often there was news.
+        count: Number of notifications.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class ChangeNotifier:
         self.count = 0
 
     def notify(self) -> None:
-        """Have everybody look who waits."""
+        """Wake all waiting tasks."""
         self.count += 1
         for each in self._waiting:
             if not each.done():
@@ -165,7 +165,7 @@ class ChangeNotifier:
         return True
 
     async def since(self, seen: int, timeout: float | None) -> None:
-        """Return when there has been news after the `seen`-th, or after `timeout` seconds."""
+        """Return when there was a notification after the `seen`-th, or after `timeout` seconds."""
         await self.until(lambda: self.count > seen, timeout)
 
     async def _next(self) -> None:

@@ -1,1 +1,1 @@
-"""Journals: where what happened to runs, and what their stores hold, outlives the process."""
+"""Journals: the facts of runs and the contents of their stores, so that both outlive the process."""

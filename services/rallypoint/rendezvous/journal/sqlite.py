@@ -29,19 +29,19 @@ from rallypoint.rpc.logs import get_logger
 
 
 class LockFile:
-    """A file that is locked for as long as it is held, and holds a number.
+    """A file that is locked while it is held, and that stores a number.
 
-    The number is written without a sync: it survives the process, and may be an older one after loss of power.
+    The number is written without a sync: it survives the process, but after a loss of power it may be an older one.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the file; made where it is missing, and never removed.
+        """`path`: the file; created if it is missing, and never removed.
 
-        To unlink it would let a third process lock a file that is no longer there.
+        Unlinking it would let a third process lock a file that no longer has a name.
 
         Raises:
             BlockingIOError: Another process holds it.
-            OSError: It can't be made.
+            OSError: It can't be created.
         """
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -51,21 +51,17 @@ class LockFile:
             raise
 
     def read(self) -> int:
-        """The number; 0 where there is none, or none that can be trusted."""
+        """Return the number; 0 if there is none, or if its checksum is wrong."""
         content = os.pread(self._file, 64, 0)
         number = content[:20]
         return int(number) if number.isdigit() and content == _content(int(number)) else 0
 
     def write(self, number: int) -> None:
-        """Put the number in place of the one before.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Replace the number; raise OSError if that fails."""
         os.pwrite(self._file, _content(number), 0)
 
     def release(self) -> None:
-        """Let the next process have it."""
+        """Unlock the file for the next process."""
         os.close(self._file)
 
 
@@ -79,39 +75,40 @@ def _content(number: int) -> bytes:
 
 _log = get_logger(__name__)
 
-# The write-ahead log is carried over into the file when about so much is in it. More makes that rarer, and the log
-# and the next recovery longer. It is an estimate, since SQLite counts the pages of a log but does not tell: the rows
-# of a run are neighbours, and new ones change the page they come to and, when it overflows, those next to it.
+# The write-ahead log is copied into the file (a checkpoint) when it holds about this much. A larger value makes that
+# rarer, and the log and the next recovery longer. The size is an estimate, since SQLite counts the pages of a log but
+# does not report them: the rows of a run are neighbours, and new ones change the page they are put on and, when it
+# overflows, the adjacent ones.
 _LOG_BYTES = 16 << 20
 _PAGE_BYTES = 4 << 10
 _PAGES_PER_RUN = 3
 _ROW_BYTES = 256
-# What a very large commit made of the log is given back to the file system down to this.
+# A log made long by a very large commit is truncated to this size.
 _LOG_LIMIT = 32 << 20
 
 
 class JournalFile:
-    """A SQLite file in write-ahead mode with synchronous=FULL: what is committed is on the disk.
+    """A SQLite file in write-ahead mode with synchronous=FULL: committed entries are on the disk.
 
-    (NORMAL could lose acknowledged commits with the power, and for a round number that means giving it out twice.)
-    One connection only, since SQLite before 3.51.3 can corrupt a log that two connections reset: a lock file keeps
-    other servers away, and exclusive locking everybody else, whose reading could also keep the log from ever
+    (NORMAL could lose acknowledged commits when the power fails, and a round number would then be given out twice.) One
+    connection only, since SQLite before 3.51.3 can corrupt a log that two connections reset. A lock file keeps other
+    servers out, and exclusive locking keeps out all other programs, whose reading could also keep the log from ever
     starting over.
 
-    SQLite takes a damaged log for one that ends where the damage is, and a log that was removed for an empty one:
-    acknowledged commits would be gone and nobody would know. So commits are counted, in the file and, once they
-    are on the disk, in the lock file. The latter may lag behind, after loss of power, but is never ahead.
+    SQLite treats a damaged log as one that ends at the damage, and a removed log as an empty one: acknowledged commits
+    would be lost without any error. So commits are counted, in the file and, once they are on the disk, in the lock
+    file. After a loss of power the latter may lag behind, but it is never ahead.
 
-    Why what is read at the start is on the disk. The log that a process left behind may hold commits that are in the
-    memory of the kernel only: it was killed before it synced them, or a sync failed. After a failed sync Linux takes
-    the pages for written, so another sync succeeds and writes nothing. Therefore the log is written again, with the
-    bytes that it has, and synced, before a byte of it is believed (`write_again`). The file needs none of this: what
-    a checkpoint wrote into it is in the log too until the file was synced, and each process that finds a log writes all
-    of it into the file again.
+    Why everything read at the start is on the disk. The log left by an earlier process may hold commits that are only
+    in the kernel's memory: the process was killed before it synced them, or a sync failed. After a failed sync Linux
+    marks the pages as written, so another sync succeeds and writes nothing. Therefore the log is rewritten with the
+    bytes it has, and synced, before any byte of it is trusted (`write_again`). The file needs none of this: anything a
+    checkpoint wrote into it stays in the log until the file was synced, and each process that finds a log writes all of
+    it into the file again.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the file; it and its folder are made where they are missing."""
+        """`path`: the file; it and its folder are created if they are missing."""
         self._path = path
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock: LockFile | None = None
@@ -122,20 +119,16 @@ class JournalFile:
 
     @property
     def has_leftovers(self) -> bool:
-        """Whether there may be something to delete: each commit, also of nothing, deletes some of it."""
+        """True if there may be rows to delete: each commit, even an empty one, deletes some."""
         return bool(self._sweep)
 
     @property
     def log_is_long(self) -> bool:
-        """Whether `shorten_log` is due."""
+        """True if `shorten_log` is due."""
         return self._logged >= _LOG_BYTES
 
     def open(self) -> Recovered:
-        """Take the lock, check the file, read it, bring it up to date.
-
-        Raises:
-            JournalError: See `Journal.open`.
-        """
+        """Take the lock, check the file, read it, bring it up to date; raises as `Journal.open`."""
         try:
             _make_folder(self._path.parent)
             self._take_lock()
@@ -147,7 +140,7 @@ class JournalFile:
                 self._check_nothing_lost(0 if found is None else found.commits)
             self._contents = found or self._contents
             self._connection = self._connect(None if found is None else found.version)
-            # Otherwise servers that are killed before they shorten it would make it, and each start, longer and longer.
+            # Otherwise servers killed before they shorten the log would make it, and each start, longer and longer.
             self._logged = log.stat().st_size if log.exists() else 0
             self._sweep = RowSweep(self._contents.spans)
             self._sweep.add(self._contents.leftovers)
@@ -156,7 +149,7 @@ class JournalFile:
         except (OSError, sqlite3.Error, ValueError) as error:
             self.close()
             raise JournalError(
-                f"can't open the journal {self._path}: {_reason(error)}; mend that, or choose another file with "
+                f"can't open the journal {self._path}: {_reason(error)}; fix that, or choose another file with "
                 "--journal"
             ) from error
         except JournalError:
@@ -176,9 +169,9 @@ class JournalFile:
         assert self._lock is not None
         if commits < (acknowledged := self._lock.read()):
             raise JournalError(
-                f"the journal {self._path} has lost commits that were acknowledged: it holds {commits}, where "
+                f"the journal {self._path} has lost commits that were acknowledged: it holds {commits}, but "
                 f"{self._lock_path.name} counts {acknowledged}; its log {self._path.name}-wal is damaged or was "
-                "removed, and nothing was touched; bring it back, or, to go on from what there is, for example from a "
+                "removed; nothing was changed; restore the log, or, to continue without it, for example from a "
                 f"backup, remove {self._lock_path.name}"
             )
 
@@ -192,10 +185,9 @@ class JournalFile:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute(f"PRAGMA journal_size_limit = {_LOG_LIMIT}")
-            # Debian's SQLite overwrites with zeros what is deleted, by way of the log: 256 MiB to forget as much.
+            # Debian's SQLite overwrites deleted rows with zeros, through the log: 256 MiB to delete as much.
             connection.execute("PRAGMA secure_delete = OFF")
-            # By itself, SQLite would carry the log over before it says that a commit is done, and say nothing where
-            # that fails.
+            # By itself, SQLite would checkpoint the log before it reports a commit, and would hide a failure of that.
             connection.execute("PRAGMA wal_autocheckpoint = 0")
             if version is None:
                 connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -209,11 +201,7 @@ class JournalFile:
         return connection
 
     def commit(self, calls: Sequence[Sequence[Entry]]) -> None:
-        """Write all entries as one transaction; returns when it is on the disk.
-
-        Raises:
-            JournalError: Whether it is on the disk is unknown.
-        """
+        """Commit all entries as one transaction. After a JournalError it is unknown if they are on the disk."""
         assert self._connection is not None
         assert self._lock is not None
         connection = self._connection
@@ -237,11 +225,7 @@ class JournalFile:
             raise self._unwritable(error) from error
 
     def shorten_log(self) -> None:
-        """Carry the log over into the file, so that it starts over.
-
-        Raises:
-            JournalError: It failed; what was acknowledged is still in the log.
-        """
+        """Start the log over: copy it into the file. A JournalError leaves all acknowledged commits in the log."""
         assert self._connection is not None
         try:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -251,12 +235,12 @@ class JournalFile:
 
     def _unwritable(self, error: Exception) -> JournalError:
         return JournalError(
-            f"can't write the journal {self._path}: {_reason(error)}; what of the last commit reached the disk is "
-            "unknown, so the service must start again and read it"
+            f"can't write the journal {self._path}: {_reason(error)}; it is unknown how much of the last commit "
+            "reached the disk, so the service must start again and read it"
         )
 
     def close(self) -> None:
-        """Close the file and give the lock up."""
+        """Close the file and release the lock."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -266,7 +250,7 @@ class JournalFile:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder that lasts: what a folder lists is on the disk only once it was synced itself."""
+    """Make a folder durably: a folder's entries are on the disk only once it was synced itself."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
@@ -284,14 +268,14 @@ _T = TypeVar("_T")
 
 
 class SqliteJournal:
-    """Keeps entries in a SQLite file; see `JournalFile` for what makes them last.
+    """Stores entries in a SQLite file; `JournalFile` makes them durable.
 
-    All that touches the file runs on a thread of its own. What arrives during one commit makes up the next, so a
-    slow disk makes larger groups, not a longer queue of commits.
+    All access to the file runs on one extra thread. Entries that arrive during one commit make up the next, so a slow
+    disk makes larger groups, not a longer queue of commits.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: the file; it and its folder are made where they are missing."""
+        """`path`: the file; it and its folder are created if they are missing."""
         self._file = JournalFile(path)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._pending: list[tuple[Sequence[Entry], asyncio.Future[None]]] = []
@@ -307,7 +291,7 @@ class SqliteJournal:
         return recovered
 
     async def append(self, entries: Sequence[Entry]) -> None:
-        """Commit entries, together with whatever else is being appended; see `Journal.append`."""
+        """Commit entries, together with those of concurrent calls; see `Journal.append`."""
         if self._broken is not None:
             raise self._broken
         durable = asyncio.get_running_loop().create_future()
@@ -316,7 +300,7 @@ class SqliteJournal:
         await durable
 
     async def close(self) -> None:
-        """Commit what is pending, close the file, give the lock up."""
+        """Commit pending entries, close the file, release the lock."""
         self._closing = True
         while self._committing is not None:
             await self._committing
@@ -331,11 +315,11 @@ class SqliteJournal:
     def _has_work(self) -> bool:
         if self._pending:
             return True
-        # Left-overs can wait for the next opening, but not for a next append, which may never come.
+        # Left-overs can wait for the next start, but must not wait for the next append, which may never come.
         return self._file.has_leftovers and not self._closing and self._broken is None
 
     async def _work(self) -> None:
-        """Commit until nothing is pending, and nothing left to sweep."""
+        """Commit until nothing is pending and nothing is left to sweep."""
         try:
             while self._has_work():
                 group, self._pending = self._pending, []

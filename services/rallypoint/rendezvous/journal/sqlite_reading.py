@@ -1,4 +1,4 @@
-"""What a SQLite journal holds, read without changing a byte of it."""
+"""Read the contents of a SQLite journal without changing a byte of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rallypoint.rendezvous.journal.journal import (
 from rallypoint.rendezvous.journal.sqlite_rows import SCHEMA, SCHEMA_VERSION, checksum
 
 _HEADER = b"SQLite format 3\x00"
-# What SQLite says of the disk and the rights, not of the file; the low byte of its extended codes.
+# Errors of the disk and of permissions, not of the file; low byte of the extended codes.
 _OUTSIDE = {
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_FULL,
@@ -32,7 +32,7 @@ _OUTSIDE = {
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_READONLY,
 }
-# By schema version. In version 1 there were neither checkpoints nor eras.
+# By schema version. Version 1 had neither checkpoints nor eras.
 _RECORDS = {
     1: "SELECT checksum, run_id, revision, record FROM record ORDER BY run_id, revision",
     2: "SELECT checksum, run_id, revision, content FROM record ORDER BY run_id, revision",
@@ -46,14 +46,14 @@ _STORE = {
 
 @dataclass(slots=True)
 class FileContents:
-    """What is in a journal's file.
+    """The contents of a journal's file.
 
     Attributes:
-        version: Of its schema.
-        recovered: What is kept.
-        spans: Which records are kept, by run.
-        leftovers: Runs of which there is more in the file than is kept.
-        commits: How many made it; 0 where they were not counted yet.
+        version: Version of its schema.
+        recovered: All that is kept.
+        spans: The kept records, by run.
+        leftovers: Runs with rows in the file that are no longer kept.
+        commits: Number of commits; 0 if they were not counted yet.
     """
 
     version: int = SCHEMA_VERSION
@@ -64,7 +64,7 @@ class FileContents:
 
 
 def damaged(path: Path, what: str) -> JournalError:
-    """The refusal of a file that can't be trusted."""
+    """Return the error for a file that can't be trusted."""
     return JournalError(
         f"the journal {path} is damaged ({' '.join(what.split())}) and was not touched; restore it from a backup, or "
         "move it away to start without its runs"
@@ -72,7 +72,7 @@ def damaged(path: Path, what: str) -> JournalError:
 
 
 def read_untouched(path: Path) -> FileContents | None:
-    """Check and read a journal without the right to change it; None where nothing was ever kept.
+    """Check and read a journal without write access; return None if it is empty.
 
     Raises:
         JournalError: It is damaged, or of another version, or no journal at all.
@@ -95,11 +95,11 @@ def read_untouched(path: Path) -> FileContents | None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that leaves the file and its folder as they are, for whoever holds the lock file."""
+    """Open a connection that leaves the file and its folder unchanged, for the holder of the lock file."""
     log = path.with_name(path.name + "-wal")
-    # Reading a log takes an index of it. Under exclusive locking that is kept in memory, where it needs no file in the
-    # folder, and no room on a full disk. Who may only read can't lock; nor is there need to. Where no log was left
-    # behind, `immutable` keeps SQLite from making one.
+    # Reading a log needs an index of it. With exclusive locking SQLite keeps the index in memory, without a file in the
+    # folder or room on a full disk. A reader without write permission can't lock, and need not: hence `unix-none`. If
+    # there is no log, `immutable` keeps SQLite from creating one.
     mode = "vfs=unix-none" if log.exists() and log.stat().st_size > 0 else "immutable=1"
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&{mode}", uri=True)
     try:
@@ -110,7 +110,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _check(path: Path, connection: sqlite3.Connection) -> int:
-    """The schema version of a file that can be trusted; 0 where it was made and nothing was ever committed to it."""
+    """Return the schema version of a file that can be trusted; 0 if nothing was ever committed to it."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if version == 0 and tables == 0:
@@ -120,14 +120,14 @@ def _check(path: Path, connection: sqlite3.Connection) -> int:
             f"the journal {path} has schema version {version}, this program knows {SCHEMA_VERSION} and older; use the "
             "version of Rallypoint that wrote it, or choose another file with --journal"
         )
-    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if verdict != "ok":
-        raise damaged(path, verdict)
+    (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if result != "ok":
+        raise damaged(path, result)
     return int(version)
 
 
 class _FileReader:
-    """Reads what a connection shows; every row must be what was written, and every run without a gap."""
+    """Reads the rows of a connection; every row must match its checksum, and every run must be without a gap."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, version: int) -> None:
         self._path = path
@@ -184,12 +184,12 @@ class _FileReader:
                 self._contents.leftovers[run_id] = None
 
 
-# ---- A SQLite journal of an older version is brought up to date, and a copy of it is kept.
+# ---- Migration of a SQLite journal of an older version, with a copy of the old file.
 
 
 _CHUNK = 1 << 20
 
-# A record is kept as it was. What is in the key of a store entry is in its checksum, so that is made anew.
+# A record is kept as it was. The checksum of a store entry covers its key, which changes, so it is computed again.
 _FROM_1 = f"""
 BEGIN IMMEDIATE;
 ALTER TABLE record RENAME TO old_record;
@@ -206,13 +206,13 @@ COMMIT;
 
 
 def keep_copy(path: Path, version: int) -> Path:
-    """Copy a journal to beside itself, for whoever must go back to the version that wrote it.
+    """Copy a journal to a file beside it, for going back to the version that wrote it.
 
-    The migration itself needs no copy: it is one transaction. A copy of that name is replaced; it was made by a
-    migration that did not come about, or of what was gone back to since.
+    The migration itself needs no copy: it is one transaction. An existing copy is replaced; it is from a migration that
+    failed, or from a file that was restored since.
 
     Raises:
-        OSError, sqlite3.Error: There is no room, or no right.
+        OSError, sqlite3.Error: No room, or no permission.
     """
     copy = path.with_name(f"{path.name}.v{version}")
     part = path.with_name(f"{path.name}.v{version}.part")
@@ -226,23 +226,20 @@ def keep_copy(path: Path, version: int) -> Path:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a journal of version 1 up to date, all or nothing.
-
-    Raises:
-        sqlite3.Error: It is as it was.
-    """
+    """Migrate a journal of version 1 to the present one, all or nothing (sqlite3.Error: it is unchanged)."""
     connection.create_function("entry_checksum", 5, checksum, deterministic=True)
     connection.executescript(_FROM_1)
 
 
 def write_again(path: Path) -> None:
-    """Put on the disk what a file shows, if there is one, and that its folder lists it; see `JournalFile`.
+    """Force the visible contents of a file, and its folder's entry for it, onto the disk; see `JournalFile`.
 
-    In place, so that it takes no room. If the power goes meanwhile, each sector has the bytes that it had on the disk
-    or those that the file showed. Those of an acknowledged commit are the same in both.
+    Does nothing if there is no such file. Writes in place, so it takes no room. If the power fails meanwhile, each
+    sector has either the bytes it had on the disk or those the file showed. For an acknowledged commit the two are the
+    same.
 
     Raises:
-        OSError: It may be on the disk or not.
+        OSError: The contents may be on the disk or not.
     """
     if not path.exists():
         return
@@ -258,7 +255,7 @@ def write_again(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """See to it that a file, or what a folder lists, is on the disk."""
+    """Sync a file, or the entries of a folder, to the disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -13,10 +13,10 @@ from rallypoint.rendezvous.journal.journal import Checkpoint, Dropped, Entry, Fo
 
 SCHEMA_VERSION = 2
 
-# SQLite checks how its pages hang together, not what is in them; the checksums do that.
+# SQLite checks the structure of its pages, not their contents; the checksums cover those.
 #
-# What is no longer kept need not be deleted at once: records before their checkpoint's `keep_from`, and store
-# entries of an earlier era than their run's, count as gone wherever they are met (see `sqlite_sweep`).
+# Rows that are no longer kept need not be deleted at once: records before their checkpoint's `keep_from`, and store
+# entries of an earlier era than their run's, are ignored by every reader (see `RowSweep`).
 SCHEMA = """
 CREATE TABLE record (
     run_id TEXT NOT NULL,
@@ -48,38 +48,34 @@ INSERT INTO commits VALUES (0);
 
 Row: TypeAlias = tuple[object, ...]
 
-# Python gives up its global lock several times for every statement that it runs, and each time may wait 5 ms for a busy
-# event loop until it has it back. So as many rows as possible go into one statement: powers of two, of which there are
-# few enough for SQLite's statements to be prepared once.
+# Python releases its global lock several times for every statement it runs, and each time may wait 5 ms until a busy
+# event loop returns it. So as many rows as possible go into one statement, in powers of two: few enough variants for
+# SQLite to prepare each statement once.
 _MOST_ROWS_AT_ONCE = 1024
 
 
 def checksum(*row: object) -> int:
-    """A checksum of a row's columns, the last of them bytes."""
+    """Return a checksum of a row's columns, the last of them bytes."""
     *names, content = row
     assert isinstance(content, bytes)
     return crc32(content, crc32(repr(names).encode()))
 
 
 class Rows:
-    """What a group of entries comes to in each table, where their order no longer matters."""
+    """Converts a group of entries to rows of each table; their order no longer matters."""
 
     def __init__(self, spans: dict[str, Span]) -> None:
-        """`spans`: what is kept of each run; brought up to date with every entry."""
+        """`spans`: the kept records of each run; updated with every entry."""
         self._spans = spans
         self._records: list[Row] = []
         self._checkpoints: dict[str, Row] = {}
         self._values: dict[tuple[str, int, int, str], bytes | None] = {}
         self.runs: set[str] = set()
-        self.dropped: list[str] = []  # runs of which something is no longer kept
-        self.size = 0  # bytes of what is written
+        self.dropped: list[str] = []  # runs that have rows which are no longer kept
+        self.size = 0  # bytes to write
 
     def add(self, entry: Entry) -> None:
-        """Take an entry.
-
-        Raises:
-            OutOfSequenceError: It does not go on from what is kept of its run.
-        """
+        """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
         span = self._spans.setdefault(entry.run_id, Span())
         self.runs.add(entry.run_id)
         if isinstance(entry, Record):
@@ -97,7 +93,7 @@ class Rows:
             self.dropped.append(entry.run_id)
             self.size += len(entry.content)
         elif isinstance(entry, Dropped):
-            # Its rows go with the sweep, and the row of its checkpoint last: by that they are known for left-overs.
+            # The sweep deletes its rows, the row of its checkpoint last: that row marks the others as left-overs.
             span.drop(entry)
             self.dropped.append(entry.run_id)
         elif isinstance(entry, StoreChange):
@@ -105,7 +101,7 @@ class Rows:
             self.size += len(entry.value or b"")
 
     def write(self, connection: sqlite3.Connection) -> None:
-        """Write all of it into the transaction that is open."""
+        """Write all rows in the open transaction."""
         _write(connection, "INSERT INTO record VALUES", self._records)
         _write(connection, "REPLACE INTO checkpoint VALUES", list(self._checkpoints.values()))
         values: list[Row] = []
@@ -116,7 +112,7 @@ class Rows:
             else:
                 values.append((*key, value, checksum(*key, value)))
         _write(connection, "REPLACE INTO store VALUES", values)
-        # Row by row: SQLite looks rows of several columns up in the index one at a time only, and else reads the table.
+        # Row by row: SQLite looks up keys of several columns in the index only one at a time; else it scans the table.
         connection.executemany(
             "DELETE FROM store WHERE run_id = ? AND era = ? AND round = ? AND key = ?", deleted
         )
@@ -141,16 +137,16 @@ def _statement(head: str, rows: int, columns: int) -> str:
     return f"{head} {', '.join([row] * rows)}"
 
 
-# ---- What the SQLite journal no longer keeps is deleted bit by bit, so that no commit waits for all of it.
+# ---- Rows that the SQLite journal no longer keeps are deleted step by step, so that no commit waits for all of it.
 
 
-# One step goes along with one commit and makes it later, by a millisecond or two. It looks at so many runs at most, and
-# deletes so many rows and bytes, give or take the last row.
+# One step runs within one commit and delays it by a millisecond or two. Limits of a step: runs looked at, rows deleted,
+# and bytes deleted (exceeded by at most the last row).
 RUNS_PER_STEP = 16
 ROWS_PER_STEP = 256
 BYTES_PER_STEP = 1 << 20
 
-# How many of the first rows are to be deleted to stay within the bytes, and their bytes.
+# How many of the first rows can be deleted within the limit of bytes, and their bytes.
 _MEASURE = """
 SELECT count(*), total(size) FROM (
     SELECT size, sum(size) OVER (ROWS UNBOUNDED PRECEDING) - size AS before FROM (
@@ -167,34 +163,34 @@ _RECORD = {"table": "record", "key": "run_id, revision", "column": "revision", "
 _STORE = {"table": "store", "key": "run_id, era, round, key", "column": "era", "content": "value"}
 _MEASURE_RECORDS, _DELETE_RECORDS = _MEASURE.format(**_RECORD), _DELETE.format(**_RECORD)
 _MEASURE_STORE, _DELETE_STORE = _MEASURE.format(**_STORE), _DELETE.format(**_STORE)
-# Not where it has store entries of the present era: without this row they would not be known for that.
+# Not if it has store entries of the present era: only this row distinguishes them from left-overs.
 _DELETE_DROPPED = """
 DELETE FROM checkpoint WHERE run_id = ? AND NOT EXISTS (SELECT 1 FROM store WHERE run_id = ?)
 """
 
 
 class RowSweep:
-    """Deletes records before those that are kept, and store entries of earlier eras.
+    """Deletes records before the first kept one, and store entries of earlier eras.
 
-    The pages they leave are used again, but the file does not shrink: it stays as large as the most that was ever
-    in it, which the service's limits bound. To shrink it, pages would have to be moved about while commits wait.
+    SQLite reuses the freed pages, but the file does not shrink: it stays at its largest size so far, which the
+    service's limits bound. Shrinking it would mean moving pages about while commits wait.
     """
 
     def __init__(self, spans: dict[str, Span]) -> None:
-        """`spans`: what is kept of each run; a run that was dropped is taken out with the last of it."""
+        """`spans`: the kept records of each run; a dropped run is removed from it together with its last row."""
         self._spans = spans
-        self._runs: dict[str, None] = {}  # an ordered set: those that may have left-overs
+        self._runs: dict[str, None] = {}  # an ordered set: runs that may have left-overs
 
     def __bool__(self) -> bool:
-        """Whether there may be something left to delete."""
+        """True if there may be something left to delete."""
         return bool(self._runs)
 
     def add(self, run_ids: Iterable[str]) -> None:
-        """Note runs of which something is no longer kept."""
+        """Add runs that have rows which are no longer kept."""
         self._runs.update(dict.fromkeys(run_ids))
 
     def step(self, connection: sqlite3.Connection) -> None:
-        """Delete some, in the transaction that is open."""
+        """Delete some rows, in the open transaction."""
         rows, size = ROWS_PER_STEP, BYTES_PER_STEP
         for run_id in list(self._runs)[:RUNS_PER_STEP]:
             span = self._spans[run_id]
@@ -209,7 +205,7 @@ class RowSweep:
                 rows, size = rows - count, size - int(taken)
                 if rows <= 0 or size <= 0:
                     return
-            # There was room for more, and no more came.
+            # The limits were not reached, so there are no more rows to delete.
             del self._runs[run_id]
             if span.dropped and connection.execute(_DELETE_DROPPED, (run_id, run_id)).rowcount:
                 del self._spans[run_id]

@@ -1,1 +1,1 @@
-"""The fenced state of a run: whoever would replace it must know it, and nobody replaces it unseen."""
+"""The fenced state of a run: a writer must know the current state to replace it, and sees every replacement."""

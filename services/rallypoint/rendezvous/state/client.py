@@ -1,4 +1,4 @@
-"""Client of the fenced states: calls that go on over a restart of the service, and sets that take effect once."""
+"""Client of the fenced states: calls that survive a restart of the service, and sets that take effect once."""
 
 from __future__ import annotations
 
@@ -23,36 +23,25 @@ from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import Where, replica_client
 from rallypoint.serving.requests import name
 
-# ---- Requests of the fenced state: what is well formed, and what it asks for.
+# ---- Requests of the fenced state: check them and extract their fields.
 
 
 def check_run_id(run_id: str) -> None:
-    """Check the name of a run.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the name of a run. Raises ServiceError (INVALID_ARGUMENT)."""
     name("run_id", run_id)
 
 
 def check_state(state: bytes) -> None:
-    """Check the size of a state.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the size of a state. Raises ServiceError (INVALID_ARGUMENT)."""
     if len(state) > MAX_VALUE_BYTES:
         raise invalid(
-            "state", f"has {len(state):,} bytes; at most {MAX_VALUE_BYTES:,} fit, keep large data elsewhere"
+            "state",
+            f"has {len(state):,} bytes; at most {MAX_VALUE_BYTES:,} fit, keep large data in other storage",
         )
 
 
 def set_state(request: pb.SetStateRequest) -> SetState:
-    """Return what is asked for.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Return the decoded request. Raises ServiceError (INVALID_ARGUMENT)."""
     check_run_id(request.run_id)
     check_state(request.state)
     return SetState(
@@ -64,7 +53,7 @@ def set_state(request: pb.SetStateRequest) -> SetState:
     )
 
 
-# Long enough for a service to be restarted by hand. Seconds.
+# Seconds; long enough to restart a service by hand.
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -72,11 +61,11 @@ class FencedStateClient:
     """The fenced state of one run.
 
     Every call is repeated while the service can't be reached, until its timeout. A set takes effect at most once
-    however often it is repeated, over restarts of the service too, and is told whether it did. One that is
-    cancelled or times out leaves its outcome unknown.
+    however often it is repeated, also across restarts of the service, and `has_set` of its result shows if it did. A
+    set that is cancelled or times out leaves its outcome unknown.
 
-    All methods raise ServiceError with a reason of the contract (state_service.proto), or with STATE_UNAVAILABLE if
-    the service could not be reached in time. Times are in seconds.
+    All methods raise ServiceError with a reason of the contract (state_service.proto), or with STATE_UNAVAILABLE if the
+    service could not be reached in time. Times are in seconds.
     """
 
     def __init__(
@@ -90,10 +79,10 @@ class FencedStateClient:
         """Make a client.
 
         Args:
-            where: Where the service is: a switchboard, or a channel; stays the caller's to close.
+            where: A ReplicaClient, or a channel, to the service; the caller closes it.
             run_id: Name of the run.
-            client_id: A name that no other client, also none of an earlier process, has; by default drawn.
-            pace: How time passes.
+            client_id: A name that no other client, also none of an earlier process, has; by default random.
+            pace: Clock and delays.
 
         Raises:
             ServiceError: INVALID_ARGUMENT: the run can't have that name.
@@ -118,7 +107,7 @@ class FencedStateClient:
         writer: Writer | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> SetOutcome:
-        """Replace the state that `token` stands for; None: set the first. To have lost is no error.
+        """Replace the state with this token; None: set the first state. A set that loses is no error.
 
         With a `writer`, its lease must be held when the state is set.
         """
@@ -134,26 +123,28 @@ class FencedStateClient:
     async def watch(
         self, token: bytes | None = None, *, timeout: float = DEFAULT_TIMEOUT
     ) -> AsyncIterator[FencedState | None]:
-        """Yield the current state, unless `token` is its token, and then each that takes its place; None: none.
+        """Yield the current state, unless `token` is its token, and then each that replaces it; None: there is none.
 
-        Goes on until it is closed; whoever is slow skips states. `timeout` bounds how long the service may be away
-        at a time.
+        Runs until it is closed; a slow reader skips states. `timeout` is the longest outage of the service that the
+        watch tolerates.
         """
         attempts = self._calls.attempts(timeout)
         while True:
             stood = False
             try:
-                line = await attempts.connection()
+                connection = await attempts.connection()
             except ServiceError as no_connection:
                 error = no_connection
             else:
                 request = pb.WatchStateRequest(run_id=self._run_id, token=token)
-                call = line.stub(rpc.StateServiceStub).WatchState(request, wait_for_ready=line.alone)
+                call = connection.stub(rpc.StateServiceStub).WatchState(
+                    request, wait_for_ready=connection.alone
+                )
                 try:
-                    async with asyncio.timeout(min(attempts.remaining(), line.timeout)):
+                    async with asyncio.timeout(min(attempts.remaining(), connection.timeout)):
                         await call.initial_metadata()
                     if stood := not call.done():
-                        line.answered()
+                        connection.answered()
                     while isinstance(response := await call.read(), pb.WatchStateResponse):
                         current = _current(response)
                         token = None if current is None else current.token
@@ -165,8 +156,8 @@ class FencedStateClient:
                     error = decode(failure)
                 finally:
                     call.cancel()
-                    line.hang_up()
-                line.failed(error)
+                    connection.hang_up()
+                connection.failed(error)
             if stood:
                 attempts = self._calls.attempts(timeout)
             await attempts.failed(error)

@@ -1,7 +1,7 @@
-"""Fenced states, and how a batch of changes to them is decided. Pure: no clock, no randomness, no I/O.
+"""Fenced states, and decisions on a batch of changes to them. Pure: no clock, no randomness, no I/O.
 
-Changes are decided in batches against a `StatesDraft`, a view of the states as they will be. The caller makes the
-draft's entries durable and only then applies it, so what readers see is durable at any time.
+Changes are decided in batches against a `StatesDraft`, a view of the states after the batch. The caller makes the
+draft's entries durable and only then applies it, so readers see durable state at any time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rallypoint.rendezvous.base.entries import (
 )
 from rallypoint.rendezvous.base.refusals import StatesFull, TooManyStates
 
-# ---- Fencing tokens: what stands for one state of one run, and never for another. Pure.
+# ---- Fencing tokens: each identifies one state of one run, and never another. Pure.
 #
-# A token is a number, which grows by one with each state that replaces another, and a nonce drawn for this state
-# alone. The number orders the states of a run. The nonce is what fences: whatever happens to the numbers (the
-# state is dropped and set again, a journal in memory dies with its process, an old backup is restored), a token
-# that was given out once is not given out again.
+# A token is a number, which grows by one with each state that replaces another, and a nonce drawn for this state alone.
+# The number orders the states of a run. The nonce fences: in all cases that reset the numbers (the state is dropped and
+# set again, a journal in memory dies with its process, an old backup is restored), a token that was given out once is
+# not given out again.
 
 
 NONCE_BYTES = 16
@@ -36,7 +36,7 @@ TOKEN_BYTES = _NUMBER_BYTES + NONCE_BYTES
 
 
 def next_token(before: bytes | None, nonce: bytes) -> bytes:
-    """Return the token of a state that replaces the one of the token `before`; None: it is the first.
+    """Return the token of a state that replaces the one with the token `before`; None: it is the first.
 
     Args:
         before: A token of this module.
@@ -53,15 +53,15 @@ def number_of(token: bytes) -> int:
     return int.from_bytes(token[:_NUMBER_BYTES])
 
 
-# The space of a journal that is ours: a run's own is 0, and rounds have positive numbers.
+# The journal space of the fenced states: a run's own is 0, and rounds have positive numbers.
 SPACE = -1
 STATE_KEY = "state"
 
-# What a run's state costs on top of its bytes, and what each remembered operation costs: the objects that hold them.
+# Memory of a run's state besides its bytes, and of each recorded operation: their Python objects.
 STATE_OVERHEAD_BYTES = 512
 OPERATION_BYTES = 384
 
-# First byte of a state's journal entry: how the rest is laid out. 1: a token, then the state.
+# First byte of a state's journal entry: the layout of the rest. 1: a token, then the state.
 _LAYOUT = b"\x01"
 
 
@@ -71,13 +71,13 @@ class StateLimits:
 
     Attributes:
         states: Most runs that have a state. Default 10,000.
-        state_bytes: Most bytes of all states, `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
-            remembered operation included. Default 1 GiB. All of it is held in memory, and once more in the journal.
-        operations: Most (client, slot) pairs of one run whose last set is remembered, so that repeating it is
-            harmless. Default 4,096: more nodes than are likely to set the state of one run between an attempt and
-            its repetition. Each set of a run copies that many references.
-        queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest
-            states. More of it lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
+        state_bytes: Most bytes of all states, with `STATE_OVERHEAD_BYTES` for each and `OPERATION_BYTES` for each
+            recorded operation. Default 1 GiB. All of it is held in memory, and once more in the journal.
+        operations: Most (client, slot) pairs of one run whose last set is recorded, so that repeating it is harmless.
+            Default 4,096: more nodes than are likely to set the state of one run between an attempt and its repetition.
+            Each set of a run copies this many references.
+        queued_bytes: Most bytes of sets that wait for a commit to begin. Default 64 MiB: sixteen of the largest states.
+            More lets a slow disk hold more memory; less refuses bursts (STATE_BUSY).
         watchers: Most open watches. Default 10,000. Each costs a stream, about 40 KB.
     """
 
@@ -90,11 +90,11 @@ class StateLimits:
 
 @dataclass(frozen=True, slots=True)
 class FencedState:
-    """A state and what stands for it.
+    """A state and its token.
 
     Attributes:
         state: Opaque bytes.
-        token: Its fencing token (see `tokens`).
+        token: Its fencing token.
     """
 
     state: bytes
@@ -108,9 +108,9 @@ class SetState:
     Attributes:
         run_id: Name of the run.
         state: The state.
-        token: Of the state that it is to replace; None: set only if there is none.
+        token: Token of the state to replace; None: set only if there is none.
         operation: The client's name for the request; None: a repetition is a new request.
-        writer: Whose lease must be held; None: nobody's.
+        writer: The node whose lease must be held; None: no lease is checked.
     """
 
     run_id: str
@@ -125,7 +125,7 @@ class SetState:
         return len(self.state) + len(self.token or b"") + STATE_OVERHEAD_BYTES
 
     def fingerprint(self) -> int:
-        """Return a checksum of what is asked."""
+        """Return a checksum of the request."""
         # The length keeps a token and a state apart; -1 keeps no token and an empty one apart.
         checksum = crc32(b"%d " % (-1 if self.token is None else len(self.token)))
         return crc32(self.state, crc32(self.token or b"", checksum))
@@ -133,11 +133,11 @@ class SetState:
 
 @dataclass(frozen=True, slots=True)
 class SetOutcome:
-    """How a set went.
+    """The result of a set.
 
     Attributes:
-        current: What is there now: the request's own state if it was set; None: nothing, and none was set.
-        has_set: Whether the request's state was set.
+        current: The present state: the request's own state if it was set; None: there is none, and none was set.
+        has_set: True if the request's state was set.
     """
 
     current: FencedState | None
@@ -146,11 +146,11 @@ class SetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """What is kept of one run.
+    """The entries of one run.
 
     Attributes:
         current: The state.
-        operations: Last set of each slot by its record key, the one used longest ago first.
+        operations: Last set of each slot by its record key, the least recently used first.
     """
 
     current: FencedState
@@ -163,7 +163,7 @@ class HeldState:
 
 
 class States:
-    """The states of all runs as they are durable."""
+    """The durable states of all runs."""
 
     def __init__(self) -> None:
         self._held: dict[str, HeldState] = {}
@@ -171,18 +171,16 @@ class States:
 
     @classmethod
     def restore(cls, entries: Iterable[StoreChange]) -> Generator[None, None, States]:
-        """Build the states from a journal's entries, one per key; gradually (see `gradual.Work`).
+        """Build the states from a journal's entries, one per key; in small steps (see `cooperative.Work`).
 
         Raises:
-            ValueError: An entry is not one of ours, or of a newer version.
+            ValueError: An entry is not a fenced state, or of a newer version.
         """
         current: dict[str, FencedState] = {}
         operations: dict[str, dict[str, OperationRecord]] = {}
         for entry in entries:
             if entry.value is None:
-                raise ValueError(
-                    f"a deletion of {entry.key!r} of run {entry.run_id!r} is no entry that stands"
-                )
+                raise ValueError(f"the entry {entry.key!r} of run {entry.run_id!r} is a deletion")
             if entry.key == STATE_KEY:
                 current[entry.run_id] = _decode(entry.run_id, entry.value)
             elif entry.key.startswith(RESERVED):
@@ -195,7 +193,7 @@ class States:
             yield
         states = cls()
         for run_id, state in current.items():
-            # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
+            # A journal that keeps one row per key does not keep the order of use; the stamps do.
             records = sorted(operations.get(run_id, {}).items(), key=lambda item: item[1].stamp)
             states.apply(run_id, HeldState(state, dict(records)))
             yield
@@ -209,11 +207,11 @@ class States:
         return list(self._held)
 
     def held(self, run_id: str) -> HeldState | None:
-        """Return what is kept of a run; None: it has no state."""
+        """Return the state and operations of a run; None: it has no state."""
         return self._held.get(run_id)
 
     def apply(self, run_id: str, held: HeldState | None) -> None:
-        """Take over what is durable."""
+        """Apply a durable change."""
         before = self._held.pop(run_id, None)
         self.used_bytes -= 0 if before is None else before.used_bytes
         if held is not None:
@@ -222,7 +220,7 @@ class States:
 
 
 class StatesDraft:
-    """The states as a batch of changes will leave them."""
+    """The states after a batch of changes."""
 
     def __init__(
         self, states: States, limits: StateLimits, other_states: int = 0, other_bytes: int = 0
@@ -230,10 +228,10 @@ class StatesDraft:
         """Begin with no changes.
 
         Args:
-            states: What there is.
+            states: The present states.
             limits: Bounds of the service.
-            other_states: How many states the service has besides.
-            other_bytes: How many bytes these have.
+            other_states: Number of states in other shards of the service.
+            other_bytes: Bytes of these.
         """
         self._states = states
         self._limits = limits
@@ -245,30 +243,30 @@ class StatesDraft:
         self.changed: dict[str, HeldState | None] = {}
 
     def held(self, run_id: str) -> HeldState | None:
-        """Return what is kept of a run after the changes decided so far."""
+        """Return the state and operations of a run after the changes decided so far."""
         return self.changed[run_id] if run_id in self.changed else self._states.held(run_id)
 
     @property
     def count(self) -> int:
-        """How many states there will be."""
+        """Number of states after the batch."""
         return self._count
 
     @property
     def used_bytes(self) -> int:
-        """How many bytes they will have."""
+        """Bytes of the states after the batch."""
         return self._used_bytes
 
     @property
     def entry_count(self) -> int:
-        """How many entries are to be made durable."""
+        """Number of entries to be made durable."""
         return len(self._entries)
 
     def entries(self) -> list[StoreChange]:
-        """Return what is to be made durable, each key once."""
+        """Return the entries to be made durable, each key once."""
         return [StoreChange(run_id, SPACE, key, value) for (run_id, key), value in self._entries.items()]
 
     def repetition(self, request: SetState) -> SetOutcome | None:
-        """Return what a request that was carried out before was answered; None: it was not.
+        """Return the result of an earlier copy of a request; None: there was none.
 
         Raises:
             Refused: Its operation comes too late, or belongs to another request.
@@ -283,18 +281,18 @@ class StatesDraft:
         return SetOutcome(FencedState(request.state, token), has_set=True)
 
     def set(self, request: SetState, nonce: bytes) -> SetOutcome:
-        """Set a state, if its token allows.
+        """Set a state, if its token is the current one.
 
         Args:
-            request: One that is no repetition.
-            nonce: Random bytes, drawn for this call (see `tokens`).
+            request: A request that is not a repetition.
+            nonce: Random bytes, drawn for this call.
 
         Raises:
-            Refused: There is no room for it, and the draft is as it was.
+            Refused: There is no room for it; the draft is unchanged.
         """
         held = self.held(request.run_id)
         current = None if held is None else held.current
-        # None means "there is none" on both sides; any bytes match nothing where nothing is.
+        # None means "there is none" on both sides; bytes, even empty ones, match nothing if there is no state.
         if request.token != (None if current is None else current.token):
             return SetOutcome(current, has_set=False)
         token = next_token(request.token, nonce)
@@ -331,7 +329,7 @@ class StatesDraft:
         count = self._count + (held is not None) - (before is not None)
         used = self._used_bytes
         used += (0 if held is None else held.used_bytes) - (0 if before is None else before.used_bytes)
-        # What makes it no worse is always allowed: a service whose limits were lowered must still serve.
+        # A change that adds nothing is always allowed: a service whose limits were lowered must still serve.
         if count > max(self._limits.states - self._other_states, self._count):
             raise TooManyStates(self._limits.states)
         if used > max(self._limits.state_bytes - self._other_bytes, self._used_bytes):
@@ -347,23 +345,23 @@ def _decode(run_id: str, value: bytes) -> FencedState:
     return FencedState(state=value[head + TOKEN_BYTES :], token=value[head : head + TOKEN_BYTES])
 
 
-# ---- When names were used, and which were not for so long that they are dropped. Pure.
+# ---- Times of last use, to drop names that are unused for long. Pure.
 
 
 class LastUsed:
-    """Names in the order of their last use; all live equally long after it."""
+    """Names in the order of their last use; all have the same time to live after it."""
 
     def __init__(self, ttl: float) -> None:
         """Start with no names.
 
         Args:
-            ttl: How long a name lives after its last use, seconds.
+            ttl: Time that a name lives after its last use, seconds.
         """
         self._ttl = ttl
-        self._used: dict[str, float] = {}  # the one used longest ago first
+        self._used: dict[str, float] = {}  # the least recently used first
 
     def touch(self, name: str, now: float) -> None:
-        """Note a use."""
+        """Record a use."""
         self._used.pop(name, None)  # the latest used goes to the end
         self._used[name] = now
 
@@ -372,32 +370,32 @@ class LastUsed:
         self._used.pop(name, None)
 
     def next_deadline(self) -> float | None:
-        """Return when the next name is due unless it is used before; None: there is none."""
+        """Return the time at which the next name expires unless it is used before; None: there is none."""
         return next((used + self._ttl for used in self._used.values()), None)
 
     def due(self, now: float) -> Iterator[str]:
-        """Yield the names whose time is over, the one used longest ago first. Touch or discard each."""
+        """Yield the expired names, the least recently used first. Touch or discard each."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             yield next(iter(self._used))
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a name is known; it may be due."""
+        """Return True if a name is known; it may be due."""
         return name in self._used
 
 
 class SampledUse:
-    """Uses that are seen in one place and counted in another: one in each period is passed on there."""
+    """Samples uses that are counted at another place: forwards one use per name and period."""
 
     def __init__(self, period: float) -> None:
-        """Pass on the next use of every name.
+        """Forward the next use of every name.
 
         Args:
-            period: Seconds. Those who count must let names live for so much longer.
+            period: Seconds. The receiver must let names live longer by this time.
         """
         self._passed_on = LastUsed(period)
 
     def pass_on(self, name: str, now: float) -> bool:
-        """Note a use; return whether it is to be passed on."""
+        """Record a use; return True if it must be forwarded."""
         for old in self._passed_on.due(now):
             self._passed_on.discard(old)
         if name in self._passed_on:

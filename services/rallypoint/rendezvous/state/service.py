@@ -1,4 +1,4 @@
-"""The fenced states of all runs: set one batch at a time, and nothing told before it is durable."""
+"""The fenced states of all runs: set in batches, one at a time; nothing is published before it is durable."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from rallypoint.rendezvous.state.core import (
 )
 from rallypoint.rpc.logs import get_logger
 
-# As long as torch's etcd rendezvous keeps its state. Shorter frees memory sooner; a job whose nodes are silent for
-# longer than this must begin anew. Seconds.
+# Seconds; as long as torch's etcd rendezvous keeps its state. A shorter time frees memory sooner, but a job whose nodes
+# are silent for longer loses its state and must start again.
 DEFAULT_TTL = 7_200.0
 
-# Deletions of expired states go to the journal so many at a time: they must not hold up a set.
+# Deletions of expired states go to the journal in portions of this size, so that they do not delay a set.
 _SWEEP = 1_000
 
 _log = get_logger(__name__)
@@ -46,7 +46,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """What a watcher is told.
+    """The state sent to a watcher.
 
     Attributes:
         current: The state; None: there is none.
@@ -66,8 +66,8 @@ class _PendingSet:
 class FencedStateService:
     """The fenced states of all runs of one journal.
 
-    One task changes them: it takes all requests that wait, decides them on what is durable, commits what comes of
-    it as one group, and only then answers, tells watchers, and takes the next. Readers see what is durable.
+    One task changes them: it takes all waiting requests, decides them on durable state, commits the changes as one
+    group, and only then replies, notifies watchers, and takes the next. Readers see durable state only.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class FencedStateService:
         totals: SharedTotals | None = None,
         ttl: float = DEFAULT_TTL,
     ) -> None:
-        """Build the states from what their journal holds, at once; `serve` makes the service work.
+        """Build the states from their journal's entries, at once; `serve` makes the service work.
 
         Args:
-            journal: Where states become durable.
-            entries: What the journal holds in the space `core.SPACE`. Where that may be much, see `restoring`.
+            journal: Makes states durable.
+            entries: The journal's entries in the space `core.SPACE`. If there may be many, see `restoring`.
             clock: Monotonic seconds.
-            draw: Returns so many random bytes, never the same ones again: the fence stands on it.
-            check_lease: Refuses a node that doesn't hold its lease. Asked when a set that names a writer is decided.
-            settled: Returns when what a lease was refused for is durable: nobody is told of it before.
+            draw: Returns so many random bytes, never the same ones twice: fencing depends on it.
+            check_lease: Refuses a node that doesn't hold its lease. Called to decide a set that names a writer.
+            settled: Returns when the facts behind a refused lease are durable: no refusal is sent before.
             check_owned: Raises NotOwner once the states may be another process's.
             limits: Bounds of the service.
-            totals: What all shards of the service count in; None: there is no other.
-            ttl: How long a state is kept that nobody reads, sets or watches, seconds.
+            totals: Totals shared by all shards of the service; None: there is one shard.
+            ttl: Seconds that a state is kept without a read, a set or a watch.
 
         Raises:
             JournalError: An entry can't be read by this version.
@@ -125,9 +125,9 @@ class FencedStateService:
         finish(self.restoring(entries))
 
     def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
-        """Build the states from what their journal holds, gradually. Every state gets a full new time to live.
+        """Build the states from their journal's entries, in small steps. Every state gets its full time to live again.
 
-        To be finished before anything is asked of the service. It counts nothing before its end.
+        Must end before the first request. The states are added to the totals only at its end.
 
         Raises:
             JournalError: An entry can't be read by this version.
@@ -144,15 +144,14 @@ class FencedStateService:
 
     @property
     def watcher_count(self) -> int:
-        """How many watch a state."""
+        """Number of open watches."""
         return self._watching.own
 
     async def serve(self) -> None:
-        """Set states and drop what expired, until retired or cancelled.
+        """Set states and drop expired ones, until retired or cancelled.
 
         Raises:
-            Exception: What the journal raised: it takes no more, so what is served must be built anew from what is
-                durable.
+            Exception: The journal's error: it accepts no more, so the service must be rebuilt from the durable entries.
         """
         try:
             while True:
@@ -163,7 +162,7 @@ class FencedStateService:
                 await self._commit(self._under_way)
                 self._under_way = ()
         except BaseException as error:
-            # Whatever it is: nobody may wait for an answer that can't come any more.
+            # After any error: no caller may wait for a result that can't come any more.
             self._break(error)
             raise
 
@@ -183,7 +182,7 @@ class FencedStateService:
             settle(pending.reply, refusal(pending.request.run_id))
 
     def retire(self, refusal: Refusal) -> None:
-        """Refuse what waits and what comes; `serve` returns once the commit under way is done. Watches go on."""
+        """Refuse waiting and later requests; `serve` returns after the commit in flight. Watches stay open."""
         self._closed = refusal
         self._retired = True
         for pending in self._take_queue():
@@ -191,7 +190,7 @@ class FencedStateService:
         self._wake.set()
 
     def halt(self, refusal: Refusal) -> None:
-        """End everything at once; nothing is told any more. Whoever calls it cancels `serve`."""
+        """End everything at once; publish nothing more. The caller cancels `serve`."""
         self.retire(refusal)
         for pending in self._under_way:
             settle(pending.reply, of_unknown_outcome(refusal(pending.request.run_id)))
@@ -200,21 +199,17 @@ class FencedStateService:
                 slot.cut(refusal(run_id))
 
     def release(self) -> None:
-        """Give back what was counted in the totals of the service; watches do so as they end."""
+        """Subtract this service's share from the totals; watches do so as they end."""
         self._count.release()
         self._bytes.release()
 
     def get(self, run_id: str) -> FencedState | None:
-        """Return the current state of a run; None: there is none.
-
-        Raises:
-            Refused: The service has ended, or the state is another process's.
-        """
+        """Return the current state of a run, or None. Raise Refused if the service has ended or is not the owner."""
         self._check_open(run_id)
         return self._read(run_id)
 
     async def set(self, request: SetState) -> SetOutcome:
-        """Set a state if its token allows; return when it, or the state it lost against, is durable.
+        """Set a state if its token is the current one; return when it, or the state it lost against, is durable.
 
         Cancelling the caller leaves the outcome unknown.
 
@@ -238,9 +233,9 @@ class FencedStateService:
             raise
 
     def watch(self, run_id: str, token: bytes | None) -> LatestValue[StateView]:
-        """Return a slot that gets the state of a run: now, unless `token` is its token, and after every change.
+        """Return a LatestValue with the state of a run: now, unless `token` is its token, and after every change.
 
-        Give it back with `unwatch`.
+        Return it with `unwatch`.
 
         Raises:
             Refused: There are too many watchers, or the service has ended.
@@ -257,21 +252,21 @@ class FencedStateService:
         return slot
 
     def unwatch(self, run_id: str, slot: LatestValue[StateView]) -> None:
-        """Take a slot back."""
+        """End a watch."""
         watchers = self._watchers[run_id]
         watchers.remove(slot)
         self._watching.add(-1)
         if not watchers:
             del self._watchers[run_id]
-            self._read(run_id)  # its time begins with the end of the watch
+            self._read(run_id)  # its time to live begins with the end of the watch
 
     def forget_run(self, run_id: str) -> None:
-        """Drop the state of a run, if it has one; sets that wait already find none."""
+        """Drop the state of a run, if it has one; sets already waiting find none."""
         self._forgotten.add(run_id)
         self._wake.set()
 
     async def drain(self) -> None:
-        """Take no more requests, end all watches with Draining, and return when what was taken is answered."""
+        """Accept no more requests, end all watches with Draining, and return when accepted requests are answered."""
         self._close(draining_error)
         if self._unanswered:
             await asyncio.wait(self._unanswered)
@@ -286,7 +281,7 @@ class FencedStateService:
         self.end_streams(refusal)
 
     def end_streams(self, refusal: Refusal) -> None:
-        """End every watch, each with a refusal, after the state that waits to be told on it."""
+        """End every watch, each with a refusal, after the state that still waits to be sent on it."""
         for run_id, slots in self._watchers.items():
             for slot in slots:
                 slot.end(refusal(run_id))
@@ -311,12 +306,12 @@ class FencedStateService:
         forgotten, self._forgotten = self._forgotten, set()
         for run_id in forgotten:
             draft.drop(run_id)
-        # A set whose caller has gone is left out: its outcome is unknown to the caller anyway.
+        # Skip a set whose caller is gone: its outcome is unknown to the caller anyway.
         decided = [
             (pending, self._decide(draft, pending.request)) for pending in batch if not pending.reply.done()
         ]
         self._drop_expired(draft)
-        # Counted before it is durable: meanwhile other shards must not take the same room.
+        # Counted before it is durable, so that other shards do not take the same room meanwhile.
         self._count.add(draft.count - self._count.own)
         self._bytes.add(draft.used_bytes - self._bytes.own)
         if entries := draft.entries():
@@ -330,7 +325,7 @@ class FencedStateService:
             settle(pending.reply, outcome)
 
     def _if_owned(self, pending: _PendingSet, outcome: SetOutcome | Refused) -> SetOutcome | Refused:
-        """The outcome, of which nothing is durable that was not before."""
+        """Return the outcome of a set that made nothing durable, or a refusal if we are not the owner."""
         try:
             self._check_owned(pending.request.run_id)
         except NotOwner as refusal:
@@ -338,9 +333,9 @@ class FencedStateService:
         return outcome
 
     def _decide(self, draft: StatesDraft, request: SetState) -> SetOutcome | Refused:
-        """Return how a set goes, or why it is refused."""
+        """Return the outcome of a set, or its refusal."""
         try:
-            # A repetition is told what happened, whoever holds the lease by now.
+            # A repetition gets its old result, even if another node holds the lease now.
             if (repeated := draft.repetition(request)) is not None:
                 return repeated
             if request.writer is not None:
@@ -349,11 +344,11 @@ class FencedStateService:
         except Refused as refusal:
             return refusal
         except Exception as error:
-            # A mistake of ours, with this state: nothing of it was changed, and others go on.
+            # A bug of ours, with this state: nothing of it was changed, and others go on.
             _log.exception("state.set_failed", error=error, run_id=request.run_id)
             return RunBroken(request.run_id, type(error).__name__)
         finally:
-            self._read(request.run_id)  # who tried to set it has use for it
+            self._read(request.run_id)  # an attempt to set it is a use
 
     def _drop_expired(self, draft: StatesDraft) -> None:
         now = self._clock()
@@ -362,13 +357,13 @@ class FencedStateService:
                 self._used.touch(run_id, now)
                 continue
             if draft.entry_count >= _SWEEP:
-                return  # the rest is due at once
+                return  # the rest follows at once
             self._used.discard(run_id)
             draft.drop(run_id)
             _log.info("state expired", run_id=run_id)
 
     def _publish(self, run_id: str) -> None:
-        """Tell watchers what has become durable."""
+        """Send durable changes to the watchers."""
         current = self._read(run_id)
         if current is None:
             self._used.discard(run_id)

@@ -1,1 +1,1 @@
-"""The key-value store of a run: spaces of runs and rounds, durable before anyone is told."""
+"""The key-value store of a run: spaces of runs and rounds; every change is durable before it is published."""

@@ -1,4 +1,4 @@
-"""Client of the store: calls that go on over a restart of the service, and writes that take effect once."""
+"""Client of the store: calls that survive a restart of the service, and writes that take effect once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from rallypoint.rpc.replica_client import Where, replica_client
 
 __all__ = ["StoreClient", "Writer"]
 
-# Long enough for a service to be restarted by hand; torch's stores wait as long. Seconds.
+# Seconds; long enough to restart a service by hand, and the default of torch's stores.
 DEFAULT_TIMEOUT = 300.0
-# How much later than the end of a wait the call itself is given up: time for the service to name the keys that
-# were missing. Seconds.
+# Seconds between the end of a wait and the end of its call: time for the service to name the missing keys.
 ANSWER_MARGIN = 5.0
 _Response = TypeVar("_Response")
 _Pick: TypeAlias = "Callable[[rpc.StoreServiceAsyncStub], Callable[..., Awaitable[_Response]]]"
@@ -48,9 +47,9 @@ class OperationSlots:
 
     @contextmanager
     def operation(self) -> Iterator[pb.StoreOperation]:
-        """Name one write, for as long as it is under way, in the lowest slot that is free.
+        """Name one write, while it is in flight, in the lowest free slot.
 
-        Or in the slot of a write that failed, which may be under way still: so it can't take effect after this one.
+        Or in the slot of a failed write, which may still be in flight: so that one can't take effect after this one.
         """
         if self._abandoned:
             slot = self._abandoned.popleft()
@@ -71,14 +70,14 @@ class OperationSlots:
 class StoreClient:
     """The store of one run.
 
-    Every call is repeated while the service can't be reached, until its timeout. A write takes effect at most
-    once however often it is repeated, over restarts of the service too. A call that is cancelled or times out
-    leaves the outcome of its write unknown. It takes no effect after the next write of this client that changes
-    something, whichever space that is for; where several are given up at once, each after one of the next so many.
+    Every call is repeated while the service can't be reached, until its timeout. A write takes effect at most once
+    however often it is repeated, also across restarts of the service. A call that is cancelled or times out leaves the
+    outcome of its write unknown. That write takes no effect after the next write of this client that changes something,
+    in any space; if several are given up at once, each is covered by one of the next so many writes.
 
-    All methods raise ServiceError with a reason of the contract (store_service.proto), or with
-    STORE_UNAVAILABLE if the service could not be reached in time. `round` names the space: 0 for the run's own.
-    `writer_round` is the round that the writer is a worker of, 0 for none. Times are in seconds.
+    All methods raise ServiceError with a reason of the contract (store_service.proto), or with STORE_UNAVAILABLE if the
+    service could not be reached in time. `round` names the space: 0 for the run's own. `writer_round` is the round
+    whose worker the writer is, 0 for none. Times are in seconds.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class StoreClient:
         """Make a client.
 
         Args:
-            where: Where the service is: a switchboard, or a channel; stays the caller's to close.
+            where: A ReplicaClient, or a channel, to the service; the caller closes it.
             run_id: Name of the run.
-            client_id: A name that no other client, also none of an earlier process, has; by default drawn.
-            writer: The node that writes, and its lease; asked at each write. None: nobody's lease is looked at.
-            pace: How time passes.
+            client_id: A name that no other client, also none of an earlier process, has; by default random.
+            writer: Returns the node that writes, and its lease; called for each write. None: no lease is checked.
+            pace: Clock and delays.
         """
         self._run_id = run_id
         self._slots = OperationSlots(client_id or secrets.token_hex(16))
@@ -157,7 +156,7 @@ class StoreClient:
         writer_round: int = 0,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> int:
-        """Add bytes to the end of a value, of nothing if the key is absent; return its length."""
+        """Add bytes to the end of a value, empty if the key is absent; return its length."""
         check_key(key)
         check_value("value", [value])
         request = pb.AppendRequest(
@@ -225,7 +224,7 @@ class StoreClient:
         await self._wait(lambda stub: stub.Wait, request, timeout)
 
     async def check(self, keys: Sequence[str], *, round: int = 0, timeout: float = DEFAULT_TIMEOUT) -> bool:
-        """Return whether all keys are there."""
+        """Return True if all keys are there."""
         request = pb.CheckRequest(run_id=self._run_id, round=round, keys=check_keys(keys))
         response: pb.CheckResponse = await self._calls.call(lambda stub: stub.Check, request, timeout)
         return response.present
@@ -233,7 +232,7 @@ class StoreClient:
     async def delete(
         self, key: str, *, round: int = 0, writer_round: int = 0, timeout: float = DEFAULT_TIMEOUT
     ) -> bool:
-        """Remove a key; return whether it was there."""
+        """Remove a key; return True if it was there."""
         check_key(key)
         request = pb.DeleteRequest(run_id=self._run_id, round=round, key=key, writer_round=writer_round)
         response: pb.DeleteResponse = await self._write(lambda stub: stub.Delete, request, timeout)
@@ -242,13 +241,13 @@ class StoreClient:
     async def list_keys(
         self, prefix: str = "", page_token: str = "", *, round: int = 0, timeout: float = DEFAULT_TIMEOUT
     ) -> tuple[list[str], str]:
-        """Return a page of the keys that begin with `prefix`, and the token of the next; empty: the last."""
+        """Return a page of the keys that begin with `prefix`, and the token of the next page; empty: the last."""
         request = pb.ListKeysRequest(run_id=self._run_id, round=round, prefix=prefix, page_token=page_token)
         response: pb.ListKeysResponse = await self._calls.call(lambda stub: stub.ListKeys, request, timeout)
         return list(response.keys), response.next_page_token
 
     async def _write(self, pick: _Pick[_Response], request: WriteRequest, timeout: float) -> _Response:
-        # Asked once: a repetition of what a node began under an older lease must be refused.
+        # Once per write: a repetition of a write that a node began under an older lease must be refused.
         if (writer := self._writer()) is not None:
             request.writer.node_id, request.writer.lease = writer.node_id, writer.lease
         with self._slots.operation() as operation:
@@ -263,10 +262,10 @@ class StoreClient:
     ) -> _Response:
         end = self._pace.clock() + timeout
 
-        def ask_for_the_rest() -> None:
+        def set_remaining_time() -> None:
             request.timeout.CopyFrom(_duration(max(0.0, end - self._pace.clock())))
 
-        return await self._calls.call(pick, request, timeout + ANSWER_MARGIN, ask_for_the_rest, waits=True)
+        return await self._calls.call(pick, request, timeout + ANSWER_MARGIN, set_remaining_time, waits=True)
 
 
 def _duration(seconds: float) -> Duration:

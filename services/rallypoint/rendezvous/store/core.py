@@ -1,8 +1,8 @@
-"""State of one run's spaces, and how a batch of writes is decided. Pure: no clock, no I/O.
+"""State of one run's spaces, and decisions on a batch of writes. Pure: no clock, no I/O.
 
-Writes are decided in batches against a `RunDraft`, a view of the spaces as they will be. The caller makes the
-draft's entries durable and only then applies its steps, so what readers see is durable at any time; if the
-journal fails, the draft is thrown away and nothing has happened.
+Writes are decided in batches against a `RunDraft`, a view of the spaces after the batch. The caller makes the draft's
+entries durable and only then applies its steps, so readers see durable state at any time; if the journal fails, the
+draft is dropped without effect.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rallypoint.rendezvous.base.refusals import RoundNotBegun, RoundOver, RunSto
 # ---- Keys in order, so that a page of them costs the page and not all keys.
 
 
-# Moving this many pointers takes well under a microsecond, and a million keys have no more than so many parts.
+# Moving this many pointers takes well under a microsecond, and a million keys have at most this many parts.
 _PART = 1_000
 
 
 class SortedKeys:
     """A set of keys in the order of their Unicode code points.
 
-    It is kept in parts of bounded length. Kept in one list, each key that comes would move all that are behind
-    it; sorted when they are asked for, a million keys would hold up the process for a second.
+    Kept in parts of bounded length. In a single list, each new key would move all that follow it; sorting on request
+    would block the process for a second with a million keys.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
@@ -40,7 +40,7 @@ class SortedKeys:
             yield from part
 
     def add(self, key: str) -> None:
-        """Take a key in that is not there."""
+        """Add a key that is not in the set."""
         if not self._parts:
             self._parts.append([key])
             self._lasts.append(key)
@@ -54,7 +54,7 @@ class SortedKeys:
             self._lasts.insert(index, part[_PART - 1])
 
     def remove(self, key: str) -> None:
-        """Take a key out that is there."""
+        """Remove a key that is in the set."""
         index = bisect_left(self._lasts, key)
         part = self._parts[index]
         del part[bisect_left(part, key)]
@@ -65,7 +65,7 @@ class SortedKeys:
 
     def page(self, prefix: str, after: str, count: int) -> list[str]:
         """Return the first `count` keys that begin with `prefix` and come after `after`."""
-        # Keys with one prefix stand together, behind whatever is smaller than the prefix itself.
+        # Keys with one prefix are neighbours, after everything smaller than the prefix itself.
         candidates = self._from(after, bisect_right) if after >= prefix else self._from(prefix, bisect_left)
         return list(islice(takewhile(lambda key: key.startswith(prefix), candidates), count))
 
@@ -76,7 +76,7 @@ class SortedKeys:
             yield from islice(part, bisect(part, start) if index == first else 0, None)
 
 
-# What an entry costs on top of its bytes: the objects and the dict's slot that hold it.
+# Memory of an entry besides its bytes: its objects and its slot in the dict.
 ENTRY_OVERHEAD_BYTES = 128
 
 
@@ -87,8 +87,8 @@ class RoundSpace:
     Attributes:
         values: Values by key.
         keys: The keys of `values` in order.
-        used_bytes: Bytes of `values`, overhead included. Records of operations don't count: they are bounded by
-            number, and a full store must still be able to delete.
+        used_bytes: Bytes of `values`, with overhead. Records of operations don't count: their number is bounded,
+            and a full store must still accept deletions.
     """
 
     values: dict[str, bytes] = field(default_factory=dict)
@@ -108,9 +108,9 @@ class RoundSpace:
             self.keys.remove(key)
 
     def names(self) -> Iterator[str]:
-        """Empty the space, step by step; yield the keys of what was in it.
+        """Empty the space, step by step; yield its former keys.
 
-        To let go of a million entries takes a good part of a second, if it is done at once.
+        Releasing a million entries at once takes a good part of a second.
         """
         self.keys = SortedKeys()
         while self.values:
@@ -118,7 +118,7 @@ class RoundSpace:
 
 
 def entry_bytes(key: str, value: bytes | None) -> int:
-    """Return what an entry counts; an absent one counts nothing."""
+    """Return the size of an entry for the limits; 0 if it is absent."""
     if value is None:
         return 0
     key_bytes = len(key) if key.isascii() else len(key.encode())
@@ -126,11 +126,11 @@ def entry_bytes(key: str, value: bytes | None) -> int:
 
 
 class RunSpaces:
-    """The spaces of one run as they are durable, and the last write of each slot.
+    """The durable spaces of one run, and the last write of each slot.
 
-    A record is kept in the journal beside the write itself, in the space that it changed, and each slot has one. It
-    belongs to the run, not to the space. It outlives the space, so that a write that is repeated after the end of its
-    round has its answer; and it refuses a write that comes late, whichever space it or the later one is for.
+    A record is kept in the journal beside the write itself, in the space that the write changed; each slot has one. It
+    belongs to the run and outlives the space, so that a write repeated after the end of its round gets its result; and
+    it refuses a late write, for any space.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -138,17 +138,17 @@ class RunSpaces:
         self.oldest_round = 0
         self.stamp = 0
         self._spaces: dict[int, RoundSpace] = {}
-        # By record key, the one used longest ago first.
+        # By record key, the least recently used first.
         self._operations: dict[str, OperationRecord] = {}
-        # Records of slots that have a later one elsewhere: versions before kept one for each space.
+        # Records of slots with a later record in another space: earlier versions kept one for each space.
         self._outdated: list[StoreChange] = []
 
     @classmethod
     def restore(cls, run_id: str, entries: Iterable[StoreChange]) -> Generator[None, None, RunSpaces]:
         """Build the spaces from a journal's entries, in the order of appending or one per key.
 
-        Gradually (see `gradual.Work`), but for the sorting of keys: of a million that come in order, as most journals
-        have them, that takes some 50 ms.
+        In small steps (see `cooperative.Work`), except for the sorting of keys: for a million keys in order, as most
+        journals return them, that takes some 50 ms.
 
         Raises:
             ValueError: An entry can't be read by this version.
@@ -171,7 +171,7 @@ class RunSpaces:
         for space in run._spaces.values():
             space.keys = SortedKeys(space.values)
             yield
-        # A journal that keeps one row per key doesn't keep the order of use; the stamps do.
+        # A journal that keeps one row per key does not keep the order of use; the stamps do.
         run._operations = dict(sorted(run._operations.items(), key=lambda item: item[1].stamp))
         run.stamp = max((record.stamp for record in run._operations.values()), default=0)
         return run
@@ -179,13 +179,13 @@ class RunSpaces:
     def _restore_record(self, key: str, record: OperationRecord) -> None:
         other = self._operations.get(key)
         if other is not None:
-            # The later write is the one that counts, as if the slot had moved on from the other's space.
+            # The later write counts, as if the slot had moved on from the other's space.
             earlier, record = sorted((other, record), key=lambda each: (each.sequence, each.stamp))
             self._outdated.append(StoreChange(self.run_id, earlier.round, key, None))
         self._operations[key] = record
 
     def outdated(self) -> list[StoreChange]:
-        """Return, once, what deletes from a journal the records that `restore` found and that no longer count."""
+        """Return, once, the deletions of records that `restore` found and that no longer count."""
         outdated, self._outdated = self._outdated, []
         return outdated
 
@@ -201,7 +201,7 @@ class RunSpaces:
 
     @property
     def rounds(self) -> list[int]:
-        """The spaces that hold something, by round."""
+        """The rounds whose spaces are not empty."""
         return sorted(self._spaces)
 
     def value(self, round: int, key: str) -> bytes | None:
@@ -225,7 +225,7 @@ class RunSpaces:
         return self._operations
 
     def check_round(self, round: int, current_round: int) -> None:
-        """Check that a round may be worked in; 0, the run's own space, always may.
+        """Check that a round is the current one; 0, the run's own space, is always valid.
 
         Raises:
             RoundOver: It has ended.
@@ -233,7 +233,7 @@ class RunSpaces:
         """
         if round == 0:
             return
-        # What was dropped is over even if the caller of this is behind the caller of `forget_rounds_before`.
+        # A dropped round is over even if this caller is behind the caller of `forget_rounds_before`.
         current = max(current_round, self.oldest_round)
         if round < current:
             raise RoundOver(self.run_id, round, current)
@@ -241,7 +241,7 @@ class RunSpaces:
             raise RoundNotBegun(self.run_id, round, current)
 
     def apply(self, change: StoreChange) -> None:
-        """Take over a change that is durable. A value of a space that was dropped meanwhile is lost with it."""
+        """Apply a durable change. A value of a space that was dropped meanwhile is lost with it."""
         if change.key.startswith(RESERVED):
             self._apply_record(change)
             return
@@ -258,7 +258,7 @@ class RunSpaces:
 
     def _apply_record(self, change: StoreChange) -> None:
         if change.value is not None:
-            self._operations.pop(change.key, None)  # and not just replaced: the latest used goes to the end
+            self._operations.pop(change.key, None)  # not just replaced: the latest used goes to the end
             record = self._operations[change.key] = OperationRecord.decode(change.value, change.round)
             self.stamp = max(self.stamp, record.stamp)
         elif self._has_record(change.round, change.key):
@@ -269,11 +269,11 @@ class RunSpaces:
         return record is not None and record.round == round
 
     def holds(self, round: int, key: str) -> bool:
-        """Return whether there is an entry, be it a value or a record."""
+        """Return True if there is an entry, a value or a record."""
         return self.value(round, key) is not None or self._has_record(round, key)
 
     def forget_rounds_before(self, round: int) -> Iterator[StoreChange]:
-        """Drop the spaces of all rounds before `round`; return what deletes them from a journal, one by one.
+        """Drop the spaces of all rounds before `round`; return the deletions for the journal, one by one.
 
         Records stay: their writes may be repeated.
         """
@@ -282,7 +282,7 @@ class RunSpaces:
         return self._emptied({old: self._spaces.pop(old) for old in rounds})
 
     def forget(self) -> Iterator[StoreChange]:
-        """Drop all spaces and records; return what deletes them from a journal, one by one."""
+        """Drop all spaces and records; return the deletions for the journal, one by one."""
         spaces, self._spaces = self._spaces, {}
         operations, self._operations = self._operations, {}
         return self._emptied(spaces, operations)
@@ -299,11 +299,11 @@ class RunSpaces:
 
 
 class RunDraft:
-    """A run's spaces as a batch of writes will leave them.
+    """A run's spaces after a batch of writes.
 
     Attributes:
-        changed_entries: How many entries the writes decided so far have set or deleted.
-        changed_bytes: Bytes of these, overhead included; of an entry that was set twice, both times.
+        changed_entries: Number of entries set or deleted by the writes decided so far.
+        changed_bytes: Bytes of these, with overhead; an entry that was set twice counts twice.
     """
 
     def __init__(self, run: RunSpaces, limits: StoreLimits) -> None:
@@ -320,7 +320,7 @@ class RunDraft:
 
     @property
     def run(self) -> RunSpaces:
-        """The spaces as they are now."""
+        """The present spaces."""
         return self._run
 
     def value(self, round: int, key: str) -> bytes | None:
@@ -329,10 +329,10 @@ class RunDraft:
         return self._run.value(round, key) if drafted is None else drafted.value
 
     def put(self, round: int, values: Mapping[str, bytes | None]) -> None:
-        """Set keys, or delete them with None: all of them, or none when this raises.
+        """Set keys, or delete them with None: all of them, or none if this raises.
 
         Raises:
-            RunStoreFull, TooManyKeys: The run would grow past its limit. What doesn't grow is never refused.
+            RunStoreFull, TooManyKeys: The run would exceed its limit. A write that doesn't grow it is never refused.
         """
         run_id, limits = self._run.run_id, self._limits
         more_bytes = more_keys = changed_bytes = 0
@@ -360,27 +360,27 @@ class RunDraft:
         return self._records.get(key) or self._run.operations.get(key)
 
     def remember(self, round: int, operation: Operation, fingerprint: int, result: int) -> None:
-        """Record a write, in the place of the one before in its slot."""
+        """Record a write, replacing the previous one of its slot."""
         self._stamp += 1
         record = OperationRecord(operation.sequence, self._stamp, fingerprint, result, round)
         self._records.pop(operation.record_key, None)  # the latest used goes to the end
         self._records[operation.record_key] = record
 
     def steps(self) -> list[Sequence[StoreChange]]:
-        """Return the changes of values write by write: what waiters are told. A write is seen as one."""
+        """Return the changes of values write by write, for the waiting requests: a write becomes visible as a whole."""
         return self._steps
 
     def values(self) -> list[StoreChange]:
-        """Return the values as they are in the end, each key once: what is to be made durable."""
+        """Return the final values, each key once, to be made durable."""
         return list(self._values.values())
 
     def records(self) -> list[StoreChange]:
-        """Return the records of the batch, and the end of those that they replace: to be made durable as well."""
+        """Return the records of the batch, and deletions of those they replace, also to be made durable."""
         run_id, kept = self._run.run_id, self._run.operations
         new = [
             StoreChange(run_id, record.round, key, record.encode()) for key, record in self._records.items()
         ]
-        # A slot that went on in another space has its record there.
+        # A slot that moved on to another space has its record there.
         moved = [
             (key, kept[key].round)
             for key, record in self._records.items()

@@ -1,4 +1,7 @@
-"""Requests of the store: what is well formed, and what it asks for."""
+"""Requests of the store: check them and extract their fields.
+
+Every function raises ServiceError (INVALID_ARGUMENT) if the request is not valid.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from rallypoint.rpc.errors import invalid
 from rallypoint.serving.requests import name
 
 DEFAULT_PAGE_SIZE = 1_000
-# Longer than anybody should wait in one call, and short enough that no timer overflows. Seconds.
+# Seconds; longer than any useful wait in one call, and short enough that no timer overflows.
 MAX_WAIT = 24 * 3600.0
 MAX_SLOT = 65_535
 
@@ -43,11 +46,7 @@ _CLIENT_ID = re.compile(r"[!-.0-~]{1,64}")
 
 
 def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
-    """Check the fields that say where a request goes, and on whose behalf.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the fields that name the space of a request and the round of its writer."""
     name("run_id", run_id)
     if round < 0:
         raise invalid("round", f"is {round}; expected 0 for the run's own space, or the number of a round")
@@ -56,11 +55,7 @@ def check_space(run_id: str, round: int, writer_round: int = 0) -> None:
 
 
 def check_key(key: str, field: str = "key") -> None:
-    """Check a key.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check a key."""
     if not key:
         raise invalid(field, f"is empty; expected 1 to {MAX_KEY_BYTES} bytes of UTF-8")
     try:
@@ -74,11 +69,7 @@ def check_key(key: str, field: str = "key") -> None:
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
-    """Check the keys of a request that reads; return each of them once, in their order.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the keys of a read; return each of them once, in their order."""
     if not 1 <= len(keys) <= MAX_KEYS:
         raise invalid("keys", f"has {len(keys):,} keys; expected 1 to {MAX_KEYS:,}")
     for index, key in enumerate(keys):
@@ -88,15 +79,12 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 
 
 def check_value(field: str, values: Iterable[bytes], besides: str = "") -> None:
-    """Check the size of what is to be stored.
+    """Check the size of a value to be stored.
 
     Args:
-        field: Whose value it is.
-        values: What counts together.
+        field: Name of the value's field.
+        values: The values that count together.
         besides: The field whose value is counted with it, if any.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
     """
     if (size := sum(map(len, values))) > MAX_VALUE_BYTES:
         counted = f"together with {besides} has" if besides else "has"
@@ -106,11 +94,7 @@ def check_value(field: str, values: Iterable[bytes], besides: str = "") -> None:
 
 
 def check_entries(entries: Sequence[pb.StoreEntry]) -> dict[str, bytes]:
-    """Check the entries of a MultiSet; return them by key, of a key that comes twice the last.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Check the entries of a MultiSet; return them by key; for a repeated key, the last one."""
     if not 1 <= len(entries) <= MAX_KEYS:
         raise invalid("entries", f"has {len(entries):,} entries; expected 1 to {MAX_KEYS:,}")
     checked: dict[str, bytes] = {}
@@ -135,11 +119,7 @@ def _check_multi(field: str, size: int) -> None:
 
 
 def wait_seconds(timeout: Duration) -> float:
-    """Return how long to wait, in seconds.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Return the time to wait, in seconds."""
     seconds = timeout.seconds + timeout.nanos / 1e9
     if not (0 <= seconds <= MAX_WAIT and abs(timeout.nanos) < 1_000_000_000):
         raise invalid("timeout", f"is {seconds:g} s; expected 0 to {MAX_WAIT:,.0f} s")
@@ -147,22 +127,14 @@ def wait_seconds(timeout: Duration) -> float:
 
 
 def page(request: pb.ListKeysRequest) -> int:
-    """Return how many keys to list.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Return the number of keys to list."""
     if not 0 <= request.page_size <= MAX_PAGE_SIZE:
         raise invalid("page_size", f"is {request.page_size}; expected 0 to {MAX_PAGE_SIZE:,}")
     return request.page_size or DEFAULT_PAGE_SIZE
 
 
 def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None:
-    """Return the node that a write is done for; None: none.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Return the node on whose behalf a write is done; None: none."""
     if not request.HasField("writer"):
         return None
     writer = request.writer
@@ -173,11 +145,7 @@ def writer_of(request: WriteRequest | state_pb.SetStateRequest) -> Writer | None
 
 
 def operation_of(request: WriteRequest | state_pb.SetStateRequest) -> Operation | None:
-    """Return the client's name for a write; None: it gave none.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT.
-    """
+    """Return the client's name for a write; None: it has none."""
     if not request.HasField("operation"):
         return None
     operation = request.operation

@@ -32,7 +32,7 @@ T = TypeVar("T")
 class StoreService:
     """The store of all runs.
 
-    Readers see what is durable. Whoever waits is told by the write that ends the waiting.
+    Readers see durable state only. A waiting request is ended by the write that completes it.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class StoreService:
         check_owned: CheckOwned = always_owned,
         on_journal_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Build the store from what its journal holds, at once; to be called in the event loop that it is served by.
+        """Build the store from its journal's entries, at once; to be called in the event loop that serves it.
 
         Args:
-            journal: Where writes become durable.
-            current_round: The one round of a run whose workers may write, as it is durable, 0 before the first; None:
-                there is no such run. Reads are judged by it.
-            entries: What the journal holds; see `begin`. Where that may be much, see `restoring`.
+            journal: Makes writes durable.
+            current_round: Returns the only round of a run whose workers may write, as durable, 0 before the first;
+                None: there is no such run. Reads are judged by it.
+            entries: The journal's entries; see `begin`. If there may be many, see `restoring`.
             latest_round: The same by the latest facts, durable or not, that were appended to the same journal. Writes
-                are judged by it. None: nothing is ever on its way to be durable.
+                are judged by it. None: every fact is durable at once.
             limits: Bounds of each run.
-            check_lease: Refuses a node that may not write: it doesn't hold the lease. Asked when a write is decided.
-            settled: Returns when what a lease or a round was refused for is durable: no answer is given before.
+            check_lease: Refuses a node that may not write, since it doesn't hold the lease. Called to decide a write.
+            settled: Returns when the facts behind a refused lease or round are durable: no refusal is sent before.
             check_owned: Raises NotOwner once the runs may be another process's.
-            on_journal_failure: Told what the journal raised: it takes no more, so the process must start again.
+            on_journal_failure: Called with the journal's error: it accepts no more, so the process must start again.
 
         Raises:
             JournalError: An entry can't be read by this version.
@@ -85,11 +85,7 @@ class StoreService:
         self.begin()
 
     def restoring(self, entries: Iterable[StoreChange]) -> Work[None]:
-        """Build the store from what its journal holds, gradually; `begin` is to follow before anything is asked of it.
-
-        Raises:
-            JournalError: An entry can't be read by this version.
-        """
+        """Build the store in small steps; call `begin` before the first request. Raises JournalError as `__init__`."""
         by_run: dict[str, list[StoreChange]] = {}
         for entry in entries:
             by_run.setdefault(entry.run_id, []).append(entry)
@@ -102,16 +98,16 @@ class StoreService:
             self._runs[run_id] = self._open_run(spaces)
 
     def begin(self) -> None:
-        """Begin to delete from the journal what is over: of rounds that have ended, and of runs that there are not.
+        """Begin to delete obsolete entries from the journal: of ended rounds, and of runs that no longer exist.
 
-        A store that was killed may have left that behind. Once begun, the store must be retired or halted.
+        A killed store may have left them. Once begun, the store must be retired or halted.
         """
         for run_id, run in [*self._runs.items()]:
             run.sweep(run.spaces.outdated())
             try:
                 current_round = self._current_round(run_id)
             except Refused:
-                continue  # nothing is known of it, and nothing deleted
+                continue  # the run is unknown, so nothing is deleted
             if current_round is None:
                 run.sweep(run.spaces.forget())
                 self._drop_when_idle(run_id, run)
@@ -119,9 +115,9 @@ class StoreService:
                 run.forget_rounds_before(current_round)
 
     async def write(self, run_id: str, write: Write[T]) -> T:
-        """Carry a write out; return its answer when it, and what it was judged by, is durable.
+        """Carry a write out; return its result when it, and the facts it was judged by, are durable.
 
-        A write of a round is answered with success before the end of that round is announced, or not at all, unless it
+        A write of a round gets a successful reply before the end of that round is announced, or never, unless it
         repeats one that was carried out (see StoreOperation in the contract). Cancelling the caller leaves the outcome
         unknown.
 
@@ -133,7 +129,7 @@ class StoreService:
         except (*LEASE_REFUSALS, RoundOver, RoundNotBegun):
             await self._settled()
             raise
-        # What was appended is durable after what it was judged by. But a write that changed nothing was not appended.
+        # An appended write is durable after the facts it was judged by. A write that changed nothing was not appended.
         if max(write.round, write.writer_round) > (self._current_round(run_id) or 0):
             await self._settled()
         return answer
@@ -177,11 +173,11 @@ class StoreService:
         try:
             return await run.waits.until_present(run.spaces, round, keys, timeout, wanted)
         except KeyWaitTimedOut:
-            self._check_owned(run.spaces.run_id)  # elsewhere they may have been set meanwhile
+            self._check_owned(run.spaces.run_id)  # the new owner may have set them meanwhile
             raise
 
     def check(self, run_id: str, round: int, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
+        """Return True if all keys are there."""
         return not self._reading(run_id, round).spaces.missing(round, keys)
 
     def list_keys(self, run_id: str, round: int, prefix: str, after: str, count: int) -> list[str]:
@@ -189,18 +185,18 @@ class StoreService:
         return self._reading(run_id, round).spaces.keys(round, prefix, after, count)
 
     def forget_rounds_before(self, run_id: str, round: int) -> None:
-        """Drop all rounds before `round`, which is durably final; end who waits in them."""
+        """Drop all rounds before `round`, which is durably final; end the waits in them."""
         run = self._runs.get(run_id)
         if run is not None:
             run.forget_rounds_before(round)
 
     def forget_run(self, run_id: str) -> None:
-        """Drop a run that has been forgotten; who waits in it, or writes to it, is told RunNotFound.
+        """Drop a run that has been forgotten; its waiting requests and writes fail with RunNotFound.
 
-        To be called when the journal has dropped the run's entries, in the same step of the event loop as the
-        answer to that: what the journal committed later is then still under way here. `current_round` of the
-        run is None from then on, until the run comes again. A commit that is under way is undone in the
-        journal; should the process be killed before that, its next start does it, as long as there is no run.
+        Call it when the journal has dropped the run's entries, in the same step of the event loop in which that append
+        returns: later commits of the journal are then still in flight here. `current_round` of the run is None from
+        then on, until the run comes again. A commit in flight is undone in the journal; if the process is killed before
+        that, its next start does it, as long as there is no run.
         """
         run = self._runs.get(run_id)
         if run is not None:
@@ -208,32 +204,32 @@ class StoreService:
             self._drop_when_idle(run_id, run)
 
     def stop_run(self, refusal: RunBroken) -> None:
-        """Refuse who waits in a run, or writes to it, and whoever comes later; the journal keeps what it has."""
+        """Refuse waiting, pending and later requests of a run; the journal keeps its entries."""
         run = self._runs.get(refusal.run_id)
         if run is not None:
             run.stop(refusal)
 
     async def drain(self) -> None:
-        """Take no more requests, end all waiting with Draining, and return when what was taken is durable."""
+        """Accept no more requests, end all waits with Draining, and return when accepted writes are durable."""
         self._closed = draining_error
         for run in self._runs.values():
             run.waits.end(run.waits.rounds, Draining)
         if committing := self.committing():
-            # Not cancelled with its caller, whose grace may be over: what becomes durable is to be told as such.
+            # Not cancelled with the caller, whose grace may be over: durable writes must be reported as such.
             await asyncio.wait(committing)
 
     def committing(self) -> list[asyncio.Task[None]]:
-        """What ends when nothing is left to write."""
+        """The committing tasks; each ends when nothing is left to write."""
         return [run.committing for run in self._runs.values() if run.committing is not None]
 
     def retire(self, refusal: Refusal) -> None:
-        """Refuse what waits and what comes; what is being committed is the last, see `committing`."""
+        """Refuse waiting and later requests; the batches in flight are the last, see `committing`."""
         self._closed = refusal
         for run in self._runs.values():
             run.retire(refusal)
 
     def halt(self, refusal: Refusal) -> None:
-        """End everything at once; nothing is told any more. Whoever calls it cancels what is `committing`."""
+        """End everything at once; publish nothing more. The caller cancels the tasks in `committing`."""
         self._closed = refusal
         for run in self._runs.values():
             run.halt(refusal)
@@ -256,7 +252,7 @@ class StoreService:
         return run
 
     def _drop_when_idle(self, run_id: str, run: RunStore) -> None:
-        """Let go of a run that there is not, once nothing of it is left to write; it may come again before."""
+        """Drop a run that does not exist, once nothing of it is left to write; it may come again before."""
         if run.committing is not None:
             run.committing.add_done_callback(lambda _: self._drop_when_idle(run_id, run))
         elif self._current_round(run_id) is None and self._runs.get(run_id) is run:
@@ -264,11 +260,7 @@ class StoreService:
 
 
 def check_reply_size(values: Sequence[bytes]) -> None:
-    """Check that values fit into one answer.
-
-    Raises:
-        AnswerTooLarge: They don't.
-    """
+    """Raise AnswerTooLarge if values do not fit into one response."""
     total = fitting = 0
     for value in values:
         total += len(value) + FRAME_BYTES

@@ -1,4 +1,4 @@
-"""The store of one run: writes in batches, one at a time, and nothing told before it is durable."""
+"""The store of one run: writes in batches, one batch at a time; nothing is published before it is durable."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rallypoint.rendezvous.store.waits import Waits
 from rallypoint.rendezvous.store.writes import Write, decide
 from rallypoint.rpc.logs import get_logger
 
-# ---- Entries that nobody has any more and that a journal still keeps: they go bit by bit, and never one that lives.
+# ---- Obsolete entries that a journal still keeps: deleted step by step, and never an entry in use.
 
 
 class StoreSweep:
-    """Deletions that are to be made durable some time."""
+    """Deletions that must become durable at some time."""
 
     def __init__(self) -> None:
         self._deletions: deque[Iterator[StoreChange]] = deque()
@@ -36,15 +36,15 @@ class StoreSweep:
         return bool(self._deletions)
 
     def add(self, deletions: Iterable[StoreChange]) -> None:
-        """Take deletions in; they are looked at as they are taken out."""
+        """Add deletions; they are checked when they are taken out."""
         iterator = iter(deletions)
         if (first := next(iterator, None)) is not None:
             self._deletions.append(chain((first,), iterator))
 
     def take(self, count: int, lives: Callable[[int, str], bool]) -> list[StoreChange]:
-        """Take the next `count` deletions out; return those of entries that don't live, by round and key.
+        """Remove the next `count` deletions; return those of entries that are not in use, by round and key.
 
-        What was obsolete can have been set again since: a run that was forgotten may come again under its name.
+        An obsolete entry may have been set again since: a forgotten run may come again under its name.
         """
         taken: list[StoreChange] = []
         while self._deletions and len(taken) < count:
@@ -55,7 +55,7 @@ class StoreSweep:
         return [deletion for deletion in taken if not lives(deletion.round, deletion.key)]
 
     def take_all(self) -> Iterator[StoreChange]:
-        """Take all deletions out, to be looked at as they come."""
+        """Remove all deletions; they are checked later, one by one."""
         deletions, self._deletions = self._deletions, deque()
         return chain.from_iterable(deletions)
 
@@ -64,16 +64,16 @@ T = TypeVar("T")
 
 _log = get_logger("rallypoint.rendezvous.store")
 
-# Deletions of what is over go to the journal so many at a time: they must not hold up a write, of other runs
-# neither. 250 take a few milliseconds, so a round of a million keys is gone after about ten seconds.
+# Deletions go to the journal in portions of this size, so that they do not delay writes, also of other runs. 250 take a
+# few milliseconds, so a round of a million keys is gone after about ten seconds.
 _SWEEP = 250
-# When to come back after STORE_BUSY: about the time of a few commits on a slow disk. Seconds.
+# Seconds until a retry after STORE_BUSY: about the time of a few commits on a slow disk.
 _BUSY_RETRY = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class _PendingWrite:
-    """A write that waits for its commit, and the bytes that it holds."""
+    """A write that waits for its commit, and its size in bytes."""
 
     write: Write[Any]
     size: int
@@ -83,14 +83,14 @@ class _PendingWrite:
 class RunStore:
     """The store of one run.
 
-    At most one batch is being committed; what arrives meanwhile waits for the next, or, past the bounds of a
-    batch, for a later one. So a batch is decided on what is durable and on nothing else, and one that fails
-    leaves nothing behind. Batches of several runs share the journal's commits, one batch of each.
+    At most one batch is being committed; writes that arrive meanwhile wait for the next, or, beyond the limits of a
+    batch, for a later one. So a batch is decided on durable state only, and a failed batch leaves no effect. Batches of
+    several runs share the journal's commits, one batch of each.
 
-    A run that is forgotten begins anew with empty spaces. It may come again under its name while a batch of its
-    old life is still being committed: the batch is not applied to the new spaces, its entries are deleted from
-    the journal, and a new batch begins only after it. So no entry of the old life is seen again, and no
-    deletion of one reaches an entry of the new.
+    A forgotten run starts again with empty spaces. It may come again under its name while a batch of its old life is
+    still being committed: the batch is not applied to the new spaces, its entries are deleted from the journal, and a
+    new batch begins only after it. So no entry of the old life is read again, and no deletion of one reaches an entry
+    of the new life.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RunStore:
         limits: StoreLimits,
         on_journal_failure: Callable[[Exception], None],
     ) -> None:
-        """Serve what is in `spaces`; the other arguments are those of StoreService."""
+        """Serve `spaces`; the other arguments are those of StoreService."""
         self.spaces = spaces
         self.waits = Waits(spaces.run_id, limits)
         self._journal = journal
@@ -118,26 +118,22 @@ class RunStore:
         self._queue: deque[_PendingWrite] = deque()
         self._queued_bytes = 0
         self._sweep = StoreSweep()
-        # What a run that was forgotten held. The journal drops it by itself; here it goes bit by bit.
+        # Entries of a forgotten run. The journal drops them by itself; the memory is released step by step.
         self._released: Iterator[object] = iter(())
         self._committing: asyncio.Task[None] | None = None
-        # What is being committed.
+        # The batch being committed.
         self._batch: Sequence[_PendingWrite] = ()
         self._retired = False
-        # The kind of the unexpected error that stopped it, if one has.
+        # Type of the unexpected error that stopped the store, if any.
         self._broken = ""
 
     @property
     def committing(self) -> asyncio.Task[None] | None:
-        """What ends when there is nothing left to write; None: there is nothing to write."""
+        """The committing task; it ends when nothing is left to write. None: there is nothing to write."""
         return self._committing
 
     def current_round(self) -> int:
-        """Return the one round whose workers may write, as it is durable; 0 before the first.
-
-        Raises:
-            RunNotFound: There is no such run, or no more.
-        """
+        """Return the only round whose workers may write, as durable; 0 before the first. Raise RunNotFound if none."""
         return self._known(self._current_round(self.spaces.run_id))
 
     def _known(self, round: int | None) -> int:
@@ -146,9 +142,9 @@ class RunStore:
         return round
 
     async def write(self, write: Write[T]) -> T:
-        """Carry a write out; return its answer when it is durable. See StoreService.write."""
-        # Checked again when it is decided; here, so that a hopeless write doesn't wait for a commit. Rounds are checked
-        # then only: the write may be the repetition of one that is being committed.
+        """Carry a write out; return its result when it is durable. See StoreService.write."""
+        # Checked again when the write is decided; here, so that a hopeless write doesn't wait for a commit. Rounds are
+        # checked only then: the write may repeat one that is being committed.
         self._check_writer(write)
         size = write.queued_bytes
         if self._queue and self._queued_bytes + size > self._limits.queued_bytes:
@@ -160,14 +156,14 @@ class RunStore:
         return await answer
 
     def forget_rounds_before(self, round: int) -> None:
-        """Drop all rounds before `round`, from the journal too; end who waits in them."""
+        """Drop all rounds before `round`, from the journal too; end the waits in them."""
         self.sweep(self.spaces.forget_rounds_before(round))
         for old in self.waits.rounds:
             if 0 < old < round:
                 self.waits.end([old], partial(RoundOver, self.spaces.run_id, old, round))
 
     def forget(self) -> None:
-        """Drop everything but what the journal holds; refuse who waits for it."""
+        """Drop everything except the journal's entries; refuse the waiting requests."""
         run_id = self.spaces.run_id
         self._released = chain(self._released, self._sweep.take_all(), self.spaces.forget())
         self.spaces = RunSpaces(run_id)
@@ -176,26 +172,22 @@ class RunStore:
         self._start_committing()
 
     def check_whole(self) -> None:
-        """Check that no unexpected error has stopped the store.
-
-        Raises:
-            RunBroken: One has.
-        """
+        """Raise RunBroken if an unexpected error has stopped the store."""
         if self._broken:
             raise RunBroken(self.spaces.run_id, self._broken)
 
     def stop(self, refusal: RunBroken) -> None:
-        """Refuse who waits and what comes, for good: what is here may not be what is durable."""
+        """Refuse waiting and later requests for good: the state in memory may differ from the durable one."""
         self._broken = refusal.cause
         self._refuse(lambda run_id: RunBroken(run_id, refusal.cause))
 
     def retire(self, refusal: Refusal) -> None:
-        """Refuse who waits; the batch under way is the last. What is left to delete, the next to open does."""
+        """Refuse waiting requests; the batch in flight is the last. The next owner makes the remaining deletions."""
         self._retired = True
         self._refuse(refusal)
 
     def halt(self, refusal: Refusal) -> None:
-        """Refuse who waits, and leave the batch under way to its fate; whoever calls this cancels `committing`."""
+        """Refuse waiting requests and abandon the batch in flight; the caller then cancels `committing`."""
         self.retire(refusal)
         for pending in self._batch:
             settle(pending.reply, of_unknown_outcome(refusal(self.spaces.run_id)))
@@ -209,7 +201,7 @@ class RunStore:
         self._queued_bytes = 0
 
     def sweep(self, deletions: Iterable[StoreChange]) -> None:
-        """Delete from the journal what is in no space any more."""
+        """Delete entries from the journal that are in no space any more."""
         self._sweep.add(deletions)
         if self._sweep:
             self._start_committing()
@@ -221,9 +213,9 @@ class RunStore:
         try:
             self._check_lease(run_id, writer.node_id, writer.lease)
         except NodeIsEvicted as refusal:
-            # Whoever writes for a node need not know why its lease has ended.
-            why = f"an operator took the node out ({refusal.reason})"
-            raise LeaseLost(run_id, writer.node_id, writer.lease, None, why) from refusal
+            # A writer need not know why the lease of its node has ended.
+            cause = f"an operator took the node out ({refusal.reason})"
+            raise LeaseLost(run_id, writer.node_id, writer.lease, None, cause) from refusal
 
     def _start_committing(self) -> None:
         if self._committing is None and not self._retired:
@@ -236,7 +228,7 @@ class RunStore:
             while left:
                 await self._commit_batch()
                 released = sum(1 for _ in islice(self._released, _SWEEP))
-                # A journal that never makes anyone wait must not let a long queue keep all others out.
+                # A journal that never waits must not let a long queue block everything else.
                 await asyncio.sleep(0)
                 left = bool(self._queue or self._sweep or released) and not self._retired
         finally:
@@ -249,29 +241,29 @@ class RunStore:
             outcomes = [self._decide(draft, pending.write) for pending in self._next_writes(draft, batch)]
             entries = draft.values()
             records = draft.records()
-            # First, so that what the batch sets anew is there in the end.
+            # First, so that keys that the batch sets again remain in the end.
             swept = self._sweep.take(_SWEEP, self.spaces.holds)
             failure = await self._append([*swept, *entries, *records])
             if failure is None:
-                # The batch is durable. No await until all are told: no reader sees half of it.
+                # The batch is durable. No await until all are settled: no reader sees half of it.
                 failure = self._take_over(draft, entries, records)
             for pending, outcome in zip(batch, outcomes, strict=True):
                 settle(pending.reply, failure or outcome)
         except Exception as error:
-            # A mistake of ours, in this run: others go on.
+            # A bug of ours, in this run: other runs go on.
             broken = RunBroken(self.spaces.run_id, type(error).__name__)
             _log.exception("store.run_stopped", error=error, run_id=broken.run_id)
             for pending in batch:
                 settle(pending.reply, RunBroken(broken.run_id, broken.cause))
             self.stop(broken)
         finally:
-            # Whatever went wrong here, nobody waits for ever.
+            # After any error, no caller waits for ever.
             for pending in batch:
                 pending.reply.cancel()
             self._batch = ()
 
     def _next_writes(self, draft: RunDraft, batch: list[_PendingWrite]) -> Iterator[_PendingWrite]:
-        """Move writes from the queue to the batch, one after another is decided, until it is full."""
+        """Move writes from the queue to the batch until it is full, each after the previous one is decided."""
         limits, taken_bytes = self._limits, 0
         while (
             self._queue
@@ -280,20 +272,20 @@ class RunStore:
         ):
             pending = self._queue.popleft()
             self._queued_bytes -= pending.size
-            # A write whose caller has gone is left out: its outcome is unknown to the caller anyway.
+            # Skip a write whose caller is gone: its outcome is unknown to the caller anyway.
             if not pending.reply.done():
                 taken_bytes += pending.size
                 batch.append(pending)
                 yield pending
 
     def _decide(self, draft: RunDraft, write: Write[Any]) -> object:
-        """Return the write's answer, or why it was refused."""
+        """Return the write's result, or the refusal."""
         try:
-            # By the latest facts, durable or not. No write can be decided while its round lasts, and become durable
-            # after the end of that: what is decided is appended in this very step of the event loop, the fact that ends
-            # the round in that of its own decision, and a journal makes durable in the order of appending. So a write
-            # that was decided first is durable, and answered, no later than the end of its round is; and one that comes
-            # to be decided after that, be it still under way, is refused.
+            # By the latest facts, durable or not. A write can't be decided while its round lasts and become durable
+            # after the round's end: the write is appended in this very step of the event loop, the fact that ends the
+            # round in the step of its own decision, and a journal makes entries durable in the order of appending. So a
+            # write that was decided first is durable, and answered, no later than the end of its round; a write that is
+            # decided after that fact is refused, even if the fact is still in flight.
             latest_round = self._known(self._latest_round(self.spaces.run_id))
             self._check_writer(write)
             return decide(draft, write, latest_round)
@@ -321,7 +313,7 @@ class RunStore:
     def _take_over(
         self, draft: RunDraft, entries: Sequence[StoreChange], records: Sequence[StoreChange]
     ) -> RunNotFound | None:
-        """Apply what is durable, and tell whom it concerns, in the order of the writes."""
+        """Apply durable changes and notify the waiting requests, in the order of the writes."""
         forgotten = draft.run is not self.spaces
         if not forgotten:
             for step in draft.steps():
@@ -330,7 +322,7 @@ class RunStore:
                 self.waits.settle(self.spaces, step)
             for record in records:
                 self.spaces.apply(record)
-        # What ended while it was committed: the journal mustn't keep it. Records outlive their round.
+        # Entries of rounds that ended during the commit: the journal mustn't keep them. Records outlive their round.
         oldest = self.spaces.oldest_round
         over = chain(
             entries if forgotten else (entry for entry in entries if 0 < entry.round < oldest),

@@ -1,4 +1,4 @@
-"""The requests of one run that wait for keys: told by the write that ends their waiting, or why there is none."""
+"""The requests of one run that wait for keys: each ends by a write, or by a refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.rendezvous.base.refusals import KeyWaitTimedOut, TooManyWaiters
 from rallypoint.rendezvous.core.commands import Refused
 from rallypoint.rendezvous.store.core import RunSpaces
 
-# ---- Who waits for which keys of one space. Told key by key, so nothing is ever looked through.
+# ---- Waiting requests of one space, indexed by key, so that no write searches through them.
 
 
 T = TypeVar("T")
@@ -25,8 +25,8 @@ class Waiter(Generic[T]):
 
     Attributes:
         keys: All of the keys.
-        missing: Those that are not there now.
-        told: Whom to tell; the waiting of this module knows nothing of it.
+        missing: Those that are absent now.
+        reply: The request to reply to; opaque to this class.
     """
 
     keys: frozenset[str]
@@ -47,16 +47,16 @@ class SpaceWaiters(Generic[T]):
     def __iter__(self) -> Iterator[Waiter[T]]:
         return iter(tuple(self._waiters))
 
-    def add(self, keys: Iterable[str], missing: Iterable[str], told: T) -> Waiter[T]:
-        """Begin to wait for `keys`, of which `missing`, at least one, are not there now."""
-        waiter = Waiter(frozenset(keys), set(missing), told)
+    def add(self, keys: Iterable[str], missing: Iterable[str], reply: T) -> Waiter[T]:
+        """Begin to wait for `keys`, of which `missing`, at least one, are absent now."""
+        waiter = Waiter(frozenset(keys), set(missing), reply)
         self._waiters[waiter] = None
         for key in waiter.keys:
             self._by_key.setdefault(key, {})[waiter] = None
         return waiter
 
     def discard(self, waiter: Waiter[T]) -> None:
-        """Stop waiting; one that waits no more is no error."""
+        """Stop waiting; no error if it waits no more."""
         if waiter not in self._waiters:
             return
         del self._waiters[waiter]
@@ -67,7 +67,7 @@ class SpaceWaiters(Generic[T]):
                 del self._by_key[key]
 
     def key_set(self, key: str) -> list[Waiter[T]]:
-        """Note that a key is there; return who has all it waits for, first come first. These wait no more."""
+        """Mark a key as present; return, in order of arrival, the waiters that are now complete. They wait no more."""
         complete = []
         for waiter in self._by_key.get(key, ()):
             waiter.missing.discard(key)
@@ -78,24 +78,24 @@ class SpaceWaiters(Generic[T]):
         return complete
 
     def key_deleted(self, key: str) -> None:
-        """Note that a key is gone: who waits for several waits for it again."""
+        """Mark a key as absent: waiters for several keys wait for it again."""
         for waiter in self._by_key.get(key, ()):
             waiter.missing.add(key)
 
 
-# When to come back after TOO_MANY_WAITERS: keys that many wait for come all at once, or time out. Seconds.
+# Seconds until a retry after TOO_MANY_WAITERS: keys that many wait for arrive all at once, or time out.
 _FULL_RETRY = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _WaitRequest:
-    """Whom to tell, and the values of which keys; told None, it has waited long enough."""
+    """A reply to send, and the keys whose values it holds; a result of None: the wait timed out."""
 
     reply: asyncio.Future[list[bytes] | Refused | None]
     keys: Sequence[str]
 
     def settle(self, outcome: list[bytes] | Refused | None) -> None:
-        if not self.reply.done():  # who was cancelled in this very moment is not to be told
+        if not self.reply.done():  # it may have been cancelled at this very moment
             self.reply.set_result(outcome)
 
 
@@ -114,7 +114,7 @@ class Waits:
 
     @property
     def waiters(self) -> int:
-        """How many requests wait."""
+        """Number of waiting requests."""
         return self._waiters
 
     async def until_present(
@@ -123,16 +123,16 @@ class Waits:
         """Return the values of `wanted`, some of `keys`, at a moment when all keys are there.
 
         Args:
-            spaces: Where the keys are now.
-            round: Which of the spaces.
+            spaces: The present spaces of the run.
+            round: The round of the space.
             keys: Each of them once.
-            timeout: How long to wait, seconds.
-            wanted: Keys whose values are asked for.
+            timeout: Longest wait, seconds.
+            wanted: Keys whose values are returned.
 
         Raises:
             KeyWaitTimedOut: Keys were still missing.
             TooManyWaiters: There is no room to wait.
-            Refused: What `end` was called with.
+            Refused: The refusal given to `end`.
         """
         missing = spaces.missing(round, keys)
         if not missing:
@@ -165,11 +165,11 @@ class Waits:
 
     def _has_room_for(self, keys: int) -> bool:
         if self._waiters == 0:
-            return True  # however many: else nobody could ever wait for these
+            return True  # for any number of keys: otherwise no request could ever wait for these
         return self._waiters < self._limits.waiters and self._waited_keys + keys <= self._limits.waited_keys
 
     def settle(self, spaces: RunSpaces, changes: Sequence[StoreChange]) -> None:
-        """Tell whom the changes of one write concern, now that all of them are in the spaces."""
+        """Reply to the waiting requests that the changes of one write complete, when all changes are in the spaces."""
         for change in changes:
             waiting = self._waiting.get(change.round)
             if waiting is None:
@@ -181,7 +181,7 @@ class Waits:
                 waiter.reply.settle(_values(spaces, change.round, waiter.reply.keys))
 
     def end(self, rounds: Sequence[int], refusal: Callable[[], Refused]) -> None:
-        """Tell those who wait in these rounds why there is nothing to wait for any more, each with one of its own."""
+        """Refuse the requests that wait in these rounds, each with a refusal of its own."""
         for round in rounds:
             waiting = self._waiting.pop(round, None) or SpaceWaiters()
             for waiter in waiting:
@@ -190,12 +190,13 @@ class Waits:
 
     @property
     def rounds(self) -> list[int]:
-        """The spaces that somebody waits in, by round."""
+        """The rounds with waiting requests."""
         return sorted(self._waiting)
 
 
 def _time_out(waiting: _SpaceWaiting, waiter: Waiter[_WaitRequest]) -> None:
-    waiting.discard(waiter)  # what it misses is what it misses now, also if the keys come before it is awake
+    # `missing` keeps the keys missing now, also if they arrive before the request resumes.
+    waiting.discard(waiter)
     waiter.reply.settle(None)
 
 

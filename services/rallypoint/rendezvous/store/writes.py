@@ -1,4 +1,4 @@
-"""The writes: what each of them decides. Pure."""
+"""The kinds of writes, with the decision of each. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.rendezvous.base.limits import MAX_VALUE_BYTES
 from rallypoint.rendezvous.base.refusals import IntegerOverflow, NotAnInteger, OperationReused, ValueTooLarge
 from rallypoint.rendezvous.store.core import ENTRY_OVERHEAD_BYTES, RunDraft
 
-# What a write answers.
+# The result of a write.
 T_co = TypeVar("T_co", covariant=True)
 
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
@@ -26,10 +26,10 @@ class Write(ABC, Generic[T_co]):
     """A write to one space.
 
     Attributes:
-        kind: The name that fingerprints are made with. Journals keep fingerprints: never change it.
+        kind: The name in fingerprints. Journals keep fingerprints: never change it.
         round: The space: 0 for the run's own, otherwise that of a round.
-        writer_round: The round that the writer is a worker of; 0: none.
-        writer: The node that it is done for; None: none.
+        writer_round: The round whose worker the writer is; 0: none.
+        writer: The node on whose behalf it is done; None: none.
         operation: The client's name for the write; None: a repetition is a new write.
     """
 
@@ -42,22 +42,22 @@ class Write(ABC, Generic[T_co]):
 
     @abstractmethod
     def target(self) -> str:
-        """Return the key, or what tells the keys, that are written to."""
+        """Return the key, or a text that identifies the keys, of the write."""
 
     @abstractmethod
     def content(self) -> tuple[bytes, ...]:
-        """Return what is written, as bytes."""
+        """Return the written data as bytes."""
 
     @abstractmethod
     def carry_out(self, draft: RunDraft) -> tuple[T_co, int | None]:
-        """Change the draft; return the answer, and an integer from which `repeated` makes it again.
+        """Change the draft; return the result, and an integer from which `repeated` restores it.
 
-        None in the place of the integer: nothing has changed.
+        None instead of the integer: nothing has changed.
         """
 
     @abstractmethod
     def repeated(self, result: int) -> T_co:
-        """Return the answer of a write that was carried out before."""
+        """Return the result of a write that was carried out before."""
 
     @property
     def queued_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Write(ABC, Generic[T_co]):
         return ENTRY_OVERHEAD_BYTES + len(self.target()) + sum(map(len, self.content()))
 
     def fingerprint(self) -> int:
-        """Return a checksum of what is asked. It is kept in journals: a write must go on having the same."""
+        """Return a checksum of the request. Journals keep it: it must stay the same for each write."""
         checksum = crc32(self.target().encode(), crc32(self.kind.encode()))
         for part in self.content():
             checksum = crc32(part, checksum)
@@ -107,7 +107,7 @@ class Set(KeyWrite[None]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add(KeyWrite[int]):
-    """Add to an integer; the answer is the sum."""
+    """Add to an integer; the result is the sum."""
 
     kind = "Add"
 
@@ -136,7 +136,7 @@ class Add(KeyWrite[int]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append(KeyWrite[int]):
-    """Add bytes to the end of a value, of nothing if the key is absent; the answer is the length."""
+    """Add bytes to the end of a value, empty if the key is absent; the result is the length."""
 
     kind = "Append"
 
@@ -159,10 +159,10 @@ class Append(KeyWrite[int]):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a CompareSet went.
+    """The result of a CompareSet.
 
     Attributes:
-        swapped: Whether the key was set.
+        swapped: True if the key was set.
         value: The key's value afterwards; None: it is absent.
     """
 
@@ -196,7 +196,7 @@ class CompareSet(KeyWrite[Comparison]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteKey(KeyWrite[bool]):
-    """Remove a key; the answer is whether it was there."""
+    """Remove a key; the result is True if it was there."""
 
     kind = "Delete"
 
@@ -245,14 +245,10 @@ class MultiSet(Write[None]):
 
 
 def decide(draft: RunDraft, write: Write[T_co], current_round: int) -> T_co:
-    """Carry a write out on the draft, unless it was carried out before; return its answer.
-
-    Raises:
-        Refused: It was refused, and the draft is as it was.
-    """
+    """Carry a write out on the draft, or return its earlier result. After a Refused the draft is unchanged."""
     operation = write.operation
-    # Before the rounds are looked at: what was carried out while its round lasted has its answer for ever, and was not
-    # refused because it is asked for again. It takes no effect a second time, so nothing is fenced off.
+    # Before the checks of rounds: a write that was carried out while its round lasted keeps its result for ever, so a
+    # repetition is not refused. It takes no effect a second time, so nothing needs fencing.
     record = None if operation is None else draft.record(operation)
     if operation is not None and record is not None and is_repetition(operation, write.fingerprint, record):
         if record.round != write.round:

@@ -88,7 +88,7 @@ def test_further_parts_of_one_entry_are_no_other_entry_s(run_id: str, name: str,
 )
 def test_a_key_of_nothing_is_said_to_be_so(key: bytes) -> None:
     """Somebody else's, or damage."""
-    with pytest.raises(ValueError, match="is not of a journal"):
+    with pytest.raises(ValueError, match="is not a journal key"):
         parse(key)
 
 

@@ -67,11 +67,14 @@ async def test_the_revision_of_the_head_says_whether_there_was_a_commit(shelf: E
     ("key", "why"),
     [
         (_FIRST, "where record 1 is due"),
-        (_LAST, "it has 1 packs of records, where its head counts 2"),
-        ("checkpoints/b", "it has 1 checkpoints, where its head counts 2"),
+        (_LAST, "it has 1 packs of records, but its head counts 2"),
+        ("checkpoints/b", "it has 1 checkpoints, but its head counts 2"),
         ("head", "its head is missing"),
         ("runs/run/00000000/store/1/large/0001", "is missing"),
-        ("runs/run/00000000/store/1/large", "it has 1 further parts of values, where they count 0"),
+        (
+            "runs/run/00000000/store/1/large",
+            "it has 1 further parts of values, but their first parts count 0",
+        ),
     ],
 )
 async def test_a_key_that_is_missing_is_noticed(shelf: EtcdShelf, key: str, why: str) -> None:
@@ -104,7 +107,7 @@ async def test_a_key_of_somebody_else_s_is_noticed(shelf: EtcdShelf) -> None:
     """Nobody else may write there."""
     await _fill(shelf)
     await shelf.put("mine", b"x")
-    assert "the key 'mine' is not of a journal" in await _refused(shelf)
+    assert "the key 'mine' is not a journal key" in await _refused(shelf)
 
 
 async def test_keys_of_another_era_are_noticed(shelf: EtcdShelf) -> None:

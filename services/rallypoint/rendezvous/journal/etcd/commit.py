@@ -1,4 +1,4 @@
-"""What a group of entries comes to in etcd: keys that are put, and keys that are deleted. Pure."""
+"""Convert a group of entries to changes in etcd: keys to put and keys to delete. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rallypoint.rendezvous.v1.etcd_journal_pb2 import (
     EtcdStagedPart,
 )
 
-# What a record in a pack takes besides its own bytes, at most.
+# Upper bound of a record's size in a pack besides its own bytes.
 _RECORD_OVERHEAD = 6
 
 Change = Put | Delete
@@ -44,13 +44,13 @@ Change = Put | Delete
 
 @dataclass(slots=True)
 class SpaceContents:
-    """What is in a space, as far as the next commit must know it. No two runs have a key in common.
+    """The contents of a space, as far as the next commit needs them. No two runs have a key in common.
 
     Attributes:
-        spans: Which records are kept, by run.
-        packs: The first revision of each pack that is there, by run, in their order.
+        spans: The kept records, by run.
+        packs: The first revision of each stored pack, by run, in order.
         checkpoints: The runs that have one.
-        parts: How many parts a value has, by its key, where it is more than one.
+        parts: Number of parts of a value, by its key, if more than one.
         storing: The runs that have, or had since the journal was opened, store entries of the present era.
     """
 
@@ -64,15 +64,15 @@ class SpaceContents:
 
 @dataclass(slots=True)
 class _RunChanges:
-    """What a group does to one run.
+    """The changes that a group makes to one run.
 
     Attributes:
-        stored: Revision of the latest record that is in etcd already.
-        records: Those that come, of the era that counts in the end.
-        state: Revision and content of the checkpoint that comes.
+        stored: Revision of the latest record that is already in etcd.
+        records: New records, of the era that is current in the end.
+        state: Revision and content of the new checkpoint.
         values: The store entries that change, by round and key, in that era.
-        forgotten: The era that was there at first, if it is over.
-        high_water: Revision and content of what is to outlive the rest.
+        forgotten: The era at the beginning of the group, if it has ended.
+        high_water: Revision and content of the part that outlives the rest.
     """
 
     stored: int
@@ -84,23 +84,19 @@ class _RunChanges:
 
 
 class Packing:
-    """Takes the entries of a commit, in their order, and says what they come to in the end.
+    """Converts the entries of a commit, in their order, to their combined changes.
 
-    A value that is replaced within the group is never written, nor is a record that is dropped within it. No key of
-    what comes out is both put and deleted: etcd refuses that, and needs no order this way.
+    A value that is replaced within the group is never written, nor is a record that is dropped within it. No key in the
+    result is both put and deleted: etcd refuses that, and so the changes need no order.
     """
 
     def __init__(self, contents: SpaceContents) -> None:
-        """`contents`: of the space; brought up to date, so that it is of no use any more if the commit fails."""
+        """`contents`: of the space; updated, and therefore unusable if the commit fails."""
         self._contents = contents
         self._runs: dict[str, _RunChanges] = {}
 
     def add(self, entry: Entry) -> None:
-        """Take an entry.
-
-        Raises:
-            OutOfSequenceError: It does not go on from what is kept of its run.
-        """
+        """Add an entry; raise OutOfSequenceError if it does not continue the kept records of its run."""
         span = self._contents.spans.setdefault(entry.run_id, Span())
         run = self._runs.get(entry.run_id)
         if run is None:
@@ -127,19 +123,19 @@ class Packing:
             self._contents.storing.add(entry.run_id)
 
     def changes(self) -> list[Change]:
-        """All of it; call once. The keys are without the prefix of the space."""
+        """Return all changes; call once. The keys are without the prefix of the space."""
         return [change for run_id, run in self._runs.items() for change in self._of_run(run_id, run)]
 
     def _of_run(self, run_id: str, run: _RunChanges) -> Iterator[Change]:
         span = self._contents.spans[run_id]
         if run.high_water is not None:
             revision, content = run.high_water
-            # As the checkpoint that it becomes in a space where nothing else is left: of the first era again.
+            # Written as the checkpoint that it becomes if nothing else is left in the space: of the first era again.
             left = EtcdCheckpoint(revision=revision, keep_from=revision + 1, content=content)
             yield from self._put(high_water_key(run_id), left.SerializeToString())
         if run.forgotten is not None:
             yield self._forget(run_id, run.forgotten)
-        # Where it has store entries, they are known by their era for what they are, and the era by the checkpoint.
+        # Not if it has store entries: their era shows if they are current, and only the checkpoint holds the era.
         if span.dropped and run_id not in self._contents.storing:
             if run_id in self._contents.checkpoints:
                 self._contents.checkpoints.remove(run_id)
@@ -160,11 +156,11 @@ class Packing:
             content = EtcdRecordPack(records=[record.content for record in pack]).SerializeToString()
             yield from self._put(pack_key(run_id, span.era, first), content)
         for (round_, key), value in run.values.items():
-            place = entry_key(run_id, span.era, round_, key)
-            yield from self._delete(place) if value is None else self._put(place, value)
+            stored_at = entry_key(run_id, span.era, round_, key)
+            yield from self._delete(stored_at) if value is None else self._put(stored_at, value)
 
     def _forget(self, run_id: str, era: int) -> Change:
-        """Delete a whole era. What comes after it has keys of a later one, which the range does not touch."""
+        """Delete a whole era. Later changes have keys of a later era, which the range does not touch."""
         prefix = era_prefix(run_id, era)
         self._contents.pack_count -= len(self._contents.packs.pop(run_id, ()))
         for key in [key for key in self._contents.parts if key.startswith(prefix)]:
@@ -172,12 +168,12 @@ class Packing:
         return Delete(prefix, prefix_end(prefix))
 
     def _drop_packs(self, run_id: str, run: _RunChanges, span: Span) -> Iterator[Change]:
-        """Delete the packs of which no record is kept; a pack that is kept in part stays whole."""
+        """Delete the packs with no kept record; a pack with some kept records stays whole."""
         packs = self._contents.packs.get(run_id, [])
         dropped = len(packs) if span.first > run.stored else max(0, bisect_right(packs, span.first) - 1)
         if not dropped:
             return
-        # No pack that comes now begins before `span.first`.
+        # No new pack begins before `span.first`.
         end = packs[dropped] if dropped < len(packs) else span.first
         for first in packs[:dropped]:
             self._contents.parts.pop(pack_key(run_id, span.era, first), None)
@@ -187,7 +183,7 @@ class Packing:
 
     def _put(self, key: bytes, content: bytes) -> Iterator[Change]:
         sealed = seal(key, content)
-        yield from (Put(place, value) for place, value in sealed)
+        yield from (Put(part, value) for part, value in sealed)
         parts = self._contents.parts
         if (before := parts.get(key, 1)) > len(sealed):
             yield Delete(part_key(key, len(sealed)), parts_end(key))
@@ -203,7 +199,7 @@ class Packing:
 
 
 def _packs(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """Cut consecutive records into packs that fit under one key; a record that does not is alone in its pack."""
+    """Cut consecutive records into packs that fit under one key; a record that does not fit is alone in its pack."""
     begin, size = 0, 0
     for index, record in enumerate(records):
         added = len(record.content) + _RECORD_OVERHEAD
@@ -215,24 +211,22 @@ def _packs(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
         yield records[begin:]
 
 
-# ---- How a commit is carried out: as one transaction, or, if it is too large for that, in steps. Pure.
+# ---- Steps of a commit: one transaction, or several if it is too large for one. Pure.
 #
-# A large commit is first written to a staging place, where nobody looks. Then one transaction marks it in the
-# head: from
-# there on it is durable, and whoever reads the space puts it in its places in its mind. At last it is put in its
-# places
-# in deed, which may be done twice, and the mark goes with the last of that.
+# A large commit is first written to staging keys, which no reader uses yet. Then one transaction marks it in the head:
+# from then on it is durable, and every reader of the space applies it in memory. At last its changes are written to
+# their own keys, which may be done twice; the last of these transactions removes the mark.
 
 
-# Of one transaction, besides the head and the end of the staging. etcd takes 128 operations and 1.5 MiB, unless it was
-# told otherwise.
+# Limits of one transaction, besides the head and the deletion of staged parts. etcd's default limits are 128 operations
+# and 1.5 MiB.
 MOST_CHANGES = 98
 MOST_BYTES = 1024 * 1024
-# What a change takes in a message besides its key and value, at most.
+# Upper bound of a change's size in a message besides its key and value.
 _OVERHEAD = 32
 
 CLEAR_STAGING = Delete(STAGED, prefix_end(STAGED))
-"""Throws away what is staged."""
+"""Deletes all staged parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +234,9 @@ class CommitStep:
     """One transaction of a commit.
 
     Attributes:
-        changes: What it does besides writing the head.
-        durable: Whether all of the commit is durable after it.
-        staged_parts: How many staged parts the head names after it.
+        changes: Its changes, besides writing the head.
+        durable: True if all of the commit is durable after it.
+        staged_parts: The number of staged parts in the head after it.
     """
 
     changes: Sequence[Change]
@@ -251,7 +245,7 @@ class CommitStep:
 
 
 def plan(changes: Sequence[Change]) -> list[CommitStep]:
-    """The steps of a commit."""
+    """Return the steps of a commit."""
     batches = list(_cut(changes, MOST_CHANGES))
     if len(batches) <= 1:
         return [CommitStep(changes)]
@@ -265,18 +259,14 @@ def plan(changes: Sequence[Change]) -> list[CommitStep]:
 
 
 def finish(changes: Sequence[Change], staged_parts: int) -> list[CommitStep]:
-    """The steps that put a staged commit in its places."""
+    """Return the steps that write a staged commit to its own keys."""
     batches = list(_cut(changes, MOST_CHANGES)) or [[]]
     steps = [CommitStep(batch, staged_parts=staged_parts) for batch in batches[:-1]]
     return [*steps, CommitStep([*batches[-1], CLEAR_STAGING])]
 
 
 def unstage(part: bytes) -> Iterator[Change]:
-    """What a staged part does.
-
-    Raises:
-        google.protobuf.message.DecodeError: It is damaged.
-    """
+    """Return the changes in a staged part; raise protobuf's DecodeError if it is damaged."""
     for operation in EtcdStagedPart.FromString(part).operations:
         if operation.WhichOneof("effect") == "put":
             yield Put(operation.key, operation.put)
@@ -286,7 +276,7 @@ def unstage(part: bytes) -> Iterator[Change]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How much of a transaction entries take, by and large: `plan` looks at what they really come to."""
+    """The estimated size of entries in a transaction; `plan` uses the real size."""
 
     changes: int
     size: int
@@ -296,12 +286,12 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Whether it is one transaction."""
+        """True if one transaction is enough."""
         return self.changes <= MOST_CHANGES and self.size <= MOST_BYTES
 
 
 def cost(entries: Sequence[Entry]) -> Cost:
-    """What the entries of one call take: so, calls can be grouped as long as they fit together."""
+    """Estimate the entries of one call, so that calls can be grouped while they fit together."""
     changes = size = 0
     with_records = set()
     for entry in entries:
@@ -324,7 +314,7 @@ def cost(entries: Sequence[Entry]) -> Cost:
 
 
 def _cut(changes: Sequence[Change], most: int) -> Iterator[Sequence[Change]]:
-    """Cut changes into pieces of at most so many, and of the bytes of a transaction."""
+    """Cut changes into pieces of at most so many changes, and of the bytes of a transaction."""
     begin, size = 0, 0
     for index, change in enumerate(changes):
         added = _size(change)

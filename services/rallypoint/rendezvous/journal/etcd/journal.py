@@ -47,51 +47,51 @@ __all__ = [
     "read_space",
 ]
 
-# Seconds that closing waits for what is being committed. Whoever waits for that is told that its outcome is unknown.
+# Seconds that closing waits for the commit in flight. After that its callers get an error: the outcome is unknown.
 _FLUSH = 5.0
-# Seconds after which a commit is watched: it ends with the session then, whether etcd answers or not.
+# Seconds after which a commit is watched: from then it ends with the session, even if etcd does not reply.
 _UNWATCHED = 0.1
 
 
 class EtcdJournal:
-    """Keeps entries in a space of etcd, for as long as its owner key is ours; see `Fence` for what guards them.
+    """Stores entries in a space of etcd while its owner key is ours; `Fence` protects the writes.
 
-    What arrives during one commit makes up the next. One is on its way at a time: each compares what the one before
-    it left. Commits of several journals that share a pool go to etcd together.
+    Entries that arrive during one commit make up the next. One commit is in flight at a time: each compares the state
+    that the previous one left. Commits of several journals that share a pool go to etcd together.
     """
 
     def __init__(
         self,
         client: EtcdClient,
         session: Session,
-        place: JournalLocation,
+        location: JournalLocation,
         owner: Owner,
         *,
         pool: CommitPool | None = None,
         pace: Pace | None = None,
         draw: Callable[[int], bytes] = secrets.token_bytes,
-        slices: CooperativeRunner | None = None,
+        runner: CooperativeRunner | None = None,
     ) -> None:
         """Own nothing yet.
 
         Args:
-            client: Of the etcd.
-            session: The owner key is bound to its lease. Once it is lost, so is the journal.
-            place: Where the journal is.
-            owner: Us.
-            pool: Through which commits go; all journals of a process share one. None: one of its own.
-            pace: How time passes between attempts.
-            draw: So many random bytes.
-            slices: Where what is read is made sense of; all journals of a process share one. None: one of its own.
+            client: Client of the etcd.
+            session: The owner key is bound to its lease. If it is lost, so is the journal.
+            location: The keys of the journal.
+            owner: This process.
+            pool: Sends the commits; all journals of a process share one. None: a new one.
+            pace: Delays between attempts.
+            draw: Returns so many random bytes.
+            runner: Runs the parsing of read keys; all journals of a process share one. None: a new one.
         """
         self._client = client
         self._session = session
-        self._location = place
+        self._location = location
         self._owner = owner
         self._fence = Fence(
-            client, session, place, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
+            client, session, location, pool=pool or CommitPool(client), pace=pace or Pace(), draw=draw
         )
-        self._slices = slices or CooperativeRunner()
+        self._runner = runner or CooperativeRunner()
         self._contents = SpaceContents()
         self._head = EtcdHead(version=VERSION)
         self._pending: deque[tuple[Sequence[Entry], asyncio.Future[None]]] = deque()
@@ -111,12 +111,12 @@ class EtcdJournal:
 
         Raises:
             OwnedElsewhere: Another process has it.
-            JournalError: It is damaged, of a newer version, or etcd doesn't let us; it is released again.
+            JournalError: It is damaged, of a newer version, or etcd refuses; it is released again.
         """
         try:
             await self._fence.claim(self._owner)
-            # Read after the claim: a commit of an owner before us is in it, or is none.
-            space = await read_owned(self._client, self._location.space, self._slices)
+            # Read after the claim: a commit of a previous owner is in it, or will never take effect.
+            space = await read_owned(self._client, self._location.space, self._runner)
             self._contents, self._head = space.contents, space.head
             self._fence.head_revision = space.head_revision
             if space.unfinished:
@@ -136,10 +136,10 @@ class EtcdJournal:
         return space.recovered
 
     async def append(self, entries: Sequence[Entry]) -> None:
-        """Commit entries, together with whatever else is being appended; see `Journal.append`.
+        """Commit entries, together with those of concurrent calls; see `Journal.append`.
 
         Raises:
-            OwnershipLost: The journal is another process's, or could be: tell nobody anything any more.
+            OwnershipLost: Another process owns the journal, or could: publish and return nothing more of it.
             JournalError: etcd refuses.
         """
         if self._broken is not None:
@@ -153,9 +153,9 @@ class EtcdJournal:
         await durable
 
     async def close(self) -> None:
-        """Commit what is pending, then let another process own the journal. Bounded; never raises.
+        """Commit pending entries, then release the journal to other processes. Bounded; never raises.
 
-        A journal that is not ours for certain any more is left as it is.
+        A journal that is not certainly ours any more is left as it is.
         """
         self._closing = True
         if self._committing is not None:
@@ -174,7 +174,7 @@ class EtcdJournal:
             await self._fence.release()
 
     def _break(self, error: JournalError) -> None:
-        """Take no more; the first error counts. Whoever waits is told."""
+        """Accept no more entries; the first error counts. All waiting callers get it."""
         self._broken = self._broken or error
         waiting = [*self._group, *(durable for _, durable in self._pending)]
         self._group = []
@@ -187,7 +187,7 @@ class EtcdJournal:
         """Commit until nothing is pending, or the session is lost."""
         work = asyncio.current_task()
         assert work is not None
-        # Most commits take a millisecond or two, and a task for each of them would be a tenth of their cost.
+        # Most commits take a millisecond or two; a watching task for each would be a tenth of their cost.
         watching = asyncio.get_running_loop().call_later(_UNWATCHED, self._watch, work)
         try:
             while self._pending:
@@ -195,7 +195,7 @@ class EtcdJournal:
         except JournalError as error:
             self._break(error)
         except Exception as error:
-            # A mistake of ours; it must not leave anybody waiting.
+            # A bug of ours; waiting callers must get an error too.
             self._break(JournalError(f"can't write the journal in etcd under {self._location}: {error!r}"))
             raise
         finally:
@@ -209,7 +209,7 @@ class EtcdJournal:
         self._losing = asyncio.create_task(self._lose(work))
 
     async def _lose(self, work: asyncio.Task[None]) -> None:
-        """Once the session is lost, nobody waits for an etcd that may not answer."""
+        """Fail the waiting callers once the session is lost, since etcd may never reply."""
         await self._session.lost()
         try:
             self._fence.check()
@@ -218,7 +218,7 @@ class EtcdJournal:
         work.cancel()
 
     def _take(self) -> list[Sequence[Entry]]:
-        """The calls that go together: one at least, and more as long as they fit into a transaction."""
+        """Take the calls that go together: at least one, and more while they fit into a transaction."""
         calls: list[Sequence[Entry]] = []
         total = Cost(0, 0)
         while self._pending:

@@ -1,4 +1,4 @@
-"""Where the things of a journal stand in its space of etcd.
+"""The layout of a journal's keys in its space of etcd.
 
     head                                      EtcdHead, which every commit writes
     checkpoints/RUN                           EtcdCheckpoint
@@ -8,8 +8,8 @@
     staged/INDEX                              EtcdStagedPart
     …/PART                                    further parts of a value that is too large for one key
 
-Names are percent-encoded, so that none has a slash: what belongs to one run is a range in which no other run has
-anything, whatever it is called. All keys here are without the prefix of the space.
+Names are percent-encoded, so none has a slash: the keys of one run are a range without keys of any other run, for every
+name. All keys here are without the prefix of the space.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _RUNS = b"runs/"
 
 @dataclass(frozen=True, slots=True)
 class JournalLocation:
-    """Where a journal is.
+    """The keys of one journal.
 
     Attributes:
         owner_key: The key of its owner; its create_revision is the fencing token.
-        space: What all its other keys begin with. Ends with a slash.
+        space: The prefix of all its other keys. Ends with a slash.
     """
 
     owner_key: bytes
@@ -51,21 +51,21 @@ class JournalLocation:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointKey:
-    """Of the checkpoint of a run."""
+    """The key of a run's checkpoint."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class HighWaterKey:
-    """Of what outlives a run's other keys."""
+    """The key of the part of a run that outlives its other keys."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackKey:
-    """Of records of a run, from `first` on."""
+    """The key of a run's records from `first` on."""
 
     run_id: str
     era: int
@@ -74,7 +74,7 @@ class PackKey:
 
 @dataclass(frozen=True, slots=True)
 class EntryKey:
-    """Of a store entry."""
+    """The key of a store entry."""
 
     run_id: str
     era: int
@@ -86,50 +86,50 @@ ParsedKey = CheckpointKey | HighWaterKey | PackKey | EntryKey
 
 
 def checkpoint_key(run_id: str) -> bytes:
-    """The key of a run's checkpoint."""
+    """Return the key of a run's checkpoint."""
     return _CHECKPOINTS + _quoted(run_id)
 
 
 def high_water_key(run_id: str) -> bytes:
-    """The key of what outlives a run's other keys."""
+    """Return the key of the part of a run that outlives its other keys."""
     return HIGH_WATER + _quoted(run_id)
 
 
 def era_prefix(run_id: str, era: int) -> bytes:
-    """What all keys of one era of a run begin with, but for its checkpoint."""
+    """Return the prefix of all keys of one era of a run, except its checkpoint."""
     return b"%b%b/%08x/" % (_RUNS, _quoted(run_id), era)
 
 
 def pack_key(run_id: str, era: int, first: int) -> bytes:
-    """The key of a pack of records. In the order of revisions."""
+    """Return the key of a pack of records; keys sort by revision."""
     return b"%brecords/%016x" % (era_prefix(run_id, era), first)
 
 
 def entry_key(run_id: str, era: int, round_: int, key: str) -> bytes:
-    """The key of a store entry."""
+    """Return the key of a store entry."""
     return b"%bstore/%d/%b" % (era_prefix(run_id, era), round_, _quoted(key))
 
 
 def staged_key(index: int) -> bytes:
-    """The key of a staged part of a commit."""
+    """Return the key of a staged part of a commit."""
     return b"%b%08x" % (STAGED, index)
 
 
 def part_key(key: bytes, index: int) -> bytes:
-    """The key of a further part, from 1 on, of the value under a key."""
+    """Return the key of a further part, from 1 on, of the value under a key."""
     return b"%b/%04x" % (key, index)
 
 
 def parts_end(key: bytes) -> bytes:
-    """The end of the range of all further parts of the value under a key."""
-    return key + b"0"  # what comes after the slash
+    """Return the end of the range of all further parts of the value under a key."""
+    return key + b"0"  # the character after the slash
 
 
 def parse(key: bytes) -> tuple[ParsedKey, bytes | None]:
-    """What a key is of; and, where it is of a further part, the key of the value that this belongs to.
+    """Return the parsed key; and for a further part also the key of the value to which it belongs.
 
     Raises:
-        ValueError: It is none of the keys of checkpoints, high-water marks, packs and store entries.
+        ValueError: It is not a key of a checkpoint, high-water mark, pack or store entry.
     """
     try:
         match key.decode("ascii").split("/"):
@@ -146,7 +146,7 @@ def parse(key: bytes) -> tuple[ParsedKey, bytes | None]:
             case _:
                 raise ValueError
     except ValueError:
-        raise ValueError(f"the key {key.decode(errors='replace')!r} is not of a journal") from None
+        raise ValueError(f"the key {key.decode(errors='replace')!r} is not a journal key") from None
     return parsed, key.rpartition(b"/")[0] if part else None
 
 
@@ -160,7 +160,7 @@ def _unquoted(run_id: str) -> str:
     return unquote(run_id, errors="strict")
 
 
-# ---- Values as they stand in etcd: with a checksum, and cut into parts where they are too large for one key.
+# ---- Values as stored in etcd: with a checksum, and cut into parts if they are too large for one key.
 
 
 # Bytes of a value under one key. Two such keys fit into a transaction of 1.5 MiB, etcd's default limit, besides others.
@@ -168,13 +168,13 @@ PART_BYTES = 512 * 1024
 
 
 class DamagedValue(ValueError):
-    """What stands under a key is not what was written."""
+    """The value under a key is not the one that was written."""
 
 
 def seal(key: bytes, content: bytes) -> list[tuple[bytes, bytes]]:
-    """The keys of a value with what is put there: `key` first, then those of further parts.
+    """Return the keys of a value with the content of each: `key` first, then those of further parts.
 
-    etcd tells nobody when its disk has changed a value, or somebody else has put another one there; the checksum does.
+    etcd does not report a value that its disk has damaged or that another program has overwritten; the checksum does.
     """
     checksum = crc32(content, crc32(key))
     if len(content) <= PART_BYTES:
@@ -185,17 +185,11 @@ def seal(key: bytes, content: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def unseal(key: bytes, stored: Mapping[bytes, bytes]) -> tuple[bytes, int]:
-    """A value, and the number of its parts, from all that is stored.
-
-    Raises:
-        DamagedValue: A part is missing, or changed.
-    """
+    """Return a value and the number of its parts; raise DamagedValue if a part is missing or changed."""
     try:
         value = EtcdValue.FromString(stored[key])
     except DecodeError:
-        raise DamagedValue(
-            f"the value of {key.decode(errors='replace')!r} is no value of a journal"
-        ) from None
+        raise DamagedValue(f"the value of {key.decode(errors='replace')!r} is not a journal value") from None
     content, parts = value.content, max(1, value.parts)
     if parts > 1:
         try:
@@ -207,7 +201,7 @@ def unseal(key: bytes, stored: Mapping[bytes, bytes]) -> tuple[bytes, int]:
     return content, parts
 
 
-# ---- Who owns a journal on etcd: what stands under its owner key.
+# ---- The owner of a journal on etcd: the content of its owner key.
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +210,8 @@ class Owner:
 
     Attributes:
         replica: Its name, which its next process has too.
-        address: How clients reach it: host:port.
-        instance: Drawn anew by each process.
+        address: Address for clients: host:port.
+        instance: A random id, different for each process.
     """
 
     replica: str
@@ -225,12 +219,12 @@ class Owner:
     instance: str
 
     def encode(self, claim: str = "") -> bytes:
-        """As JSON. `claim`: what tells one claim of the same owner from another."""
+        """Encode as JSON. `claim`: an id that makes two claims of the same owner differ."""
         return json.dumps({**asdict(self), **({"claim": claim} if claim else {})}).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> Owner:
-        """From JSON. What isn't there is empty: somebody owns the journal all the same, whoever it is."""
+        """Decode from JSON. Missing fields are empty: the journal has an owner even if it is unknown."""
         try:
             fields = json.loads(content)
             known = {name: str(fields.get(name, "")) for name in cls.__slots__}
@@ -240,15 +234,15 @@ class Owner:
 
 
 class OwnedElsewhere(JournalError):
-    """The journal can't be opened: another process has it.
+    """The journal can't be opened: another process owns it.
 
     Attributes:
-        owner: Which.
+        owner: The owner.
     """
 
     def __init__(self, where: str, owner: Owner) -> None:
         super().__init__(
             f"the journal in etcd under {where} is owned by {owner.replica or 'another replica'} "
-            f"({owner.address or 'address unknown'}); it is free once that one stops, or its lease ends"
+            f"({owner.address or 'address unknown'}); it is free when that replica stops or its lease expires"
         )
         self.owner = owner

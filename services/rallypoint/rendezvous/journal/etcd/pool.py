@@ -1,4 +1,4 @@
-"""Group commit over the journals of a process: what waits while etcd is busy goes to it as one transaction."""
+"""Group commit over the journals of a process: writes that wait while etcd is busy are merged into one transaction."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rallypoint.rpc.logs import get_logger
 
 _log = get_logger(__name__)
 
-# Comparisons, or operations of either branch, of one transaction: etcd takes no more unless it was told to.
+# Comparisons, or operations of either branch, in one transaction: etcd's default limit.
 MOST_OPERATIONS = 128
-# Steps of the event loop from a request's arrival to its commit: before a transaction is put together, what has
-# arrived gets so far, and goes with it. An idle loop makes them in microseconds; nobody waits for what may come.
+# Steps of the event loop from a request's arrival to its commit. The pool waits so many steps before it builds a
+# transaction, so that requests that have already arrived are in it. An idle loop takes microseconds for them; the pool
+# never waits for requests still to come.
 _STEPS = 4
-# As long as etcd is full, that is said again after so many seconds.
-_SAY_AGAIN = 30.0
-# Seconds after which it is worth another try to write, where nothing waits that would make one.
+# While etcd is full, the warning is logged again after this many seconds.
+_LOG_AGAIN_AFTER = 30.0
+# Seconds after which a write is worth trying again, if no waiting write does so.
 _FORGOTTEN = 5.0
 
 
@@ -34,9 +35,9 @@ class _PendingTransaction:
 
     Attributes:
         txn: The transaction.
-        answer: What the sender waits for; done already if it waits no more.
-        operations: What it adds to the number that etcd bounds.
-        size: Bytes, by and large.
+        result: Set for the sender; done already if the sender no longer waits.
+        operations: Number of operations, for etcd's limit.
+        size: Bytes, approximately.
     """
 
     txn: Txn
@@ -55,34 +56,33 @@ class _PendingTransaction:
 class CommitPool:
     """Sends transactions of many senders, merged: all of one are done, or none.
 
-    What it takes and what it answers is as if each were sent alone, so every sender keeps to its own rules, and need
-    not know with whom it went:
+    Requests and results are as if each were sent alone, so every sender can follow its own rules and ignore the others:
 
-    - A merged transaction compares all that any of its members compares. So it does nothing of a member unless that
-      member's own comparison holds at that very moment: it is one more copy of each of its members. A sender whose
-      copies, however many and with whomever, have an effect once at most goes on to be right: whatever made its other
-      copies void (that it wrote again, that another owns its place) voids every merged one that it is in, with all of
-      the others there, who lose nothing but an attempt.
-    - If it does nothing, what was read in that same moment says for each member whether its own comparison held. Those
-      whose did not are answered, as they would have been alone. The others were kept out by them, and are sent again.
-    - If its outcome is unknown, every member is told so. Each decides for itself whether to send again.
-    - If it is refused, nothing was done, and each member is sent alone, so that only who is to blame is told. Unless
-      etcd is full: nobody is to blame for that, and it passes, as an outage does.
+    - A merged transaction compares all that any of its members compares. So it does nothing for a member unless that
+      member's own comparison holds at that very moment: it is one more copy of each of its members. A sender is still
+      correct if its copies, however many and however merged, take effect at most once: the cause that voids its other
+      copies (it wrote again, or the owner changed) also voids every merged copy with it. The other members of
+      that copy lose only an attempt.
+    - If it does nothing, the reads of the same moment show for each member if its own comparison held. Members whose
+      comparison failed get that result, as if sent alone. The others were blocked by those, and are sent again.
+    - If its outcome is unknown, every member gets that error. Each decides for itself if it sends again.
+    - If it is refused, nothing was done, and each member is sent alone, so that only the members at fault get the
+      error. Exception: etcd is full. No member is at fault then, and the state is temporary, as in an outage.
     """
 
     def __init__(self, client: EtcdClient, clock: Callable[[], float] = time.monotonic) -> None:
-        """`client`: of the etcd; `clock`: monotonic seconds."""
+        """`client`: client of the etcd; `clock`: monotonic seconds."""
         self._client = client
         self._clock = clock
         self._refusal = ""
         self._refused_at = self._log_full_at = float("-inf")
         self._waiting: deque[_PendingTransaction] = deque()
         self._sending: asyncio.Task[None] | None = None
-        # Members of one transaction; fewer, once etcd was found to take less than it does by default.
+        # Members of one transaction; fewer once etcd has shown a limit below its default.
         self._most_members = MOST_OPERATIONS
 
     async def transact(self, txn: Txn) -> TxnResult:
-        """Send a transaction, once: at once, or with all others that wait while one is on its way.
+        """Send a transaction once: immediately, or merged with all others that wait while one is in flight.
 
         Args:
             txn: `otherwise` reads every key that `when` compares, whole, and `then` reads none.
@@ -98,7 +98,7 @@ class CommitPool:
         return await waiting.result
 
     async def _send_all(self) -> None:
-        # One at a time: two would be smaller ones, which cost this process and etcd more for each write.
+        # One at a time: two in parallel would be smaller, and cost this process and etcd more for each write.
         try:
             while self._waiting:
                 for _ in range(_STEPS):
@@ -111,7 +111,7 @@ class CommitPool:
             self._waiting.clear()
 
     def _take(self) -> list[_PendingTransaction]:
-        """Those that go together: the first, and more as long as they fit. None whose sender has gone."""
+        """Take the first transaction, and more while they fit. Skip those whose sender is gone."""
         members: list[_PendingTransaction] = []
         operations = size = 0
         while self._waiting:
@@ -155,14 +155,14 @@ class CommitPool:
 
     @property
     def full(self) -> str:
-        """Why etcd takes no writes, and what to do; empty if it does, as far as is known: what waits tries it."""
+        """The reason why etcd accepts no writes, with the remedy; empty if it does, as the last writes showed."""
         return self._refusal if self._clock() < self._refused_at + _FORGOTTEN else ""
 
     def _is_full(self, error: EtcdRefused) -> None:
         remedy = REMEDIES[error.reason]
         self._refusal, self._refused_at = f"{error}; {remedy}", self._clock()
         if self._clock() >= self._log_full_at:
-            self._log_full_at = self._clock() + _SAY_AGAIN
+            self._log_full_at = self._clock() + _LOG_AGAIN_AFTER
             _log.warning("etcd is full: writes wait, running jobs go on", error=str(error), remedy=remedy)
 
     def _has_room(self) -> None:
@@ -177,12 +177,12 @@ class CommitPool:
                 kept_out.append(member)
             elif not member.result.done():
                 member.result.set_result(own)
-        # First in line, as they were: nobody may wait for ever behind others' losses.
+        # First in the queue, in their order: otherwise one could wait for ever behind failed comparisons of others.
         self._waiting.extendleft(reversed(kept_out))
 
 
 def merged(txns: Sequence[Txn]) -> Txn:
-    """All of them, or none."""
+    """Merge transactions into one, which does all of them or none."""
     if len(txns) == 1:
         return txns[0]
     return Txn(
@@ -193,7 +193,7 @@ def merged(txns: Sequence[Txn]) -> Txn:
 
 
 def split(txns: Sequence[Txn], result: TxnResult) -> list[TxnResult | None]:
-    """What came of each, from what came of all; None: nothing, though its own comparisons held."""
+    """Return each transaction's result, given the merged one's; None: blocked, though its own comparisons held."""
     if result.succeeded or len(txns) == 1:
         return [result] * len(txns)
     return list(_each(txns, result))

@@ -1,4 +1,4 @@
-"""What a space of etcd holds: read at one revision, and made sense of."""
+"""Read the contents of a space of etcd at one revision, and parse them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from rallypoint.rendezvous.journal.journal import (
 from rallypoint.rendezvous.v1.etcd_journal_pb2 import EtcdCheckpoint, EtcdHead, EtcdRecordPack
 
 VERSION = 1
-"""Of how the keys of a space are laid out."""
+"""Version of the layout of a space's keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceRead:
-    """A journal as somebody sees it who doesn't own it.
+    """A journal as read by a process that doesn't own it.
 
     Attributes:
-        recovered: What it holds, durable all of it.
+        recovered: Its contents, all of them durable.
         head_revision: Changes with every commit; 0: there never was one.
     """
 
@@ -55,15 +55,15 @@ class SpaceRead:
 
 @dataclass(slots=True)
 class JournalSpace:
-    """A journal as its owner sees it.
+    """A journal as read by its owner.
 
     Attributes:
-        recovered: What it holds.
-        contents: What the next commit must know of it.
-        head: As it stands; a new one, if there is none.
+        recovered: Its contents.
+        contents: The state that the next commit needs.
+        head: The present head; a new one, if there is none.
         head_revision: Its mod_revision; 0: there is none.
-        unfinished: What a durable commit still has to put in its places.
-        abandoned: Whether there are staged parts that no commit counts as its own.
+        unfinished: Changes of a durable commit that are not yet written to their own keys.
+        abandoned: True if there are staged parts of no commit.
     """
 
     recovered: Recovered
@@ -75,13 +75,13 @@ class JournalSpace:
 
 
 async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
-    """What a journal holds, linearizably: every commit that was told before this was called.
+    """Return the contents of a journal, linearizably: with every commit acknowledged before this call.
 
-    For whoever reads one now and then: making sense of it holds the event loop for as long as it takes.
+    For occasional reads: parsing blocks the event loop until it is done.
 
     Args:
-        client: Of the etcd.
-        space: What the journal's keys begin with.
+        client: Client of the etcd.
+        space: Prefix of the journal's keys.
 
     Raises:
         JournalError: It is damaged, or of a newer version.
@@ -91,36 +91,24 @@ async def read_space(client: EtcdClient, space: bytes) -> SpaceRead:
     return SpaceRead(found.recovered, found.head_revision)
 
 
-async def read_owned(client: EtcdClient, space: bytes, slices: CooperativeRunner) -> JournalSpace:
-    """The same for its owner, made sense of in slices."""
-    return await slices.carry_out(interpret(space, await read_pairs(client, space)))
+async def read_owned(client: EtcdClient, space: bytes, runner: CooperativeRunner) -> JournalSpace:
+    """Return the same for its owner; parsed cooperatively, so that the event loop keeps running."""
+    return await runner.carry_out(interpret(space, await read_pairs(client, space)))
 
 
 async def read_pairs(client: EtcdClient, space: bytes) -> Sequence[KeyValue]:
-    """The keys of a space in their order, linearizably, as they were at one revision.
-
-    Raises:
-        EtcdError: They can't be read.
-    """
+    """Return the keys of a space in order, linearizably, as of one revision; raise EtcdError if that fails."""
     return (await client.get(space, prefix_end(space))).pairs
 
 
 async def head_revision(client: EtcdClient, space: bytes) -> int:
-    """What `SpaceRead.head_revision` would be now: the same, if there was no commit since.
-
-    Raises:
-        EtcdError: It can't be read.
-    """
+    """Return the present `SpaceRead.head_revision`, unchanged without a commit; raise EtcdError if that fails."""
     snapshot = await client.get(space + HEAD, keys_only=True)
     return snapshot.pairs[0].mod_revision if snapshot.pairs else 0
 
 
 def interpret(space: bytes, pairs: Sequence[KeyValue]) -> Work[JournalSpace]:
-    """Make sense of all keys of a space, gradually.
-
-    Raises:
-        JournalError: It is damaged, or of a newer version.
-    """
+    """Parse all keys of a space, in small steps; raise JournalError if it is damaged or of a newer version."""
     where = space.decode(errors="replace").rstrip("/")
     try:
         return (yield from _interpret(where, space, pairs))
@@ -161,20 +149,20 @@ def _interpret(where: str, space: bytes, pairs: Sequence[KeyValue]) -> Work[Jour
     reader = _SpaceReader(values)
     recovered = yield from reader.read()
     contents = reader.contents
-    for what, found, known in (
+    for name, found, counted in (
         ("packs of records", contents.pack_count, head.packs),
         ("checkpoints", len(contents.checkpoints), head.checkpoints),
     ):
-        if found != known:
-            raise ValueError(f"it has {found} {what}, where its head counts {known}")
+        if found != counted:
+            raise ValueError(f"it has {found} {name}, but its head counts {counted}")
     abandoned = bool(staged) and not head.staged_parts
     return JournalSpace(recovered, contents, head, revision, unfinished, abandoned)
 
 
 def _left_over(values: Mapping[bytes, bytes]) -> Work[JournalSpace]:
-    """A space of which a lease took all keys but the high-water marks: each is the checkpoint of its run now.
+    """Read a space that lost all keys but the high-water marks with a lease: each mark becomes its run's checkpoint.
 
-    The next owner puts these checkpoints in their places, as it does with what is left of a commit.
+    The next owner writes these checkpoints under their own keys, like the rest of an unfinished commit.
     """
     changes: list[Change] = []
     for key in values:
@@ -202,7 +190,7 @@ def _staged_changes(head: EtcdHead, staged: Mapping[bytes, bytes]) -> Iterator[C
 
 
 def _overlay(values: dict[bytes, bytes], change: Change) -> None:
-    """Do what a change does: no matter whether it was done already."""
+    """Apply a change, even if it was applied already."""
     if isinstance(change, Put):
         values[change.key] = change.value
     elif change.end:
@@ -213,7 +201,7 @@ def _overlay(values: dict[bytes, bytes], change: Change) -> None:
 
 
 class _SpaceReader:
-    """Reads checkpoints, records and store entries; every value must be what was written, every run without a gap."""
+    """Parses checkpoints, records and store entries; checks every value's checksum, and every run for gaps."""
 
     def __init__(self, values: Mapping[bytes, bytes]) -> None:
         self._values = values
@@ -225,7 +213,7 @@ class _SpaceReader:
         packs: list[tuple[bytes, PackKey]] = []
         entries: list[tuple[bytes, EntryKey]] = []
         further = 0
-        # In the order of their keys, so that the packs of a run come in that of their revisions.
+        # In the order of keys, so that the packs of a run are in the order of their revisions.
         for key in sorted(self._values):
             parsed, whole = parse(key)
             if whole is not None:
@@ -233,9 +221,8 @@ class _SpaceReader:
             elif isinstance(parsed, CheckpointKey):
                 checkpoints.append(self._checkpoint(key, parsed))
             elif isinstance(parsed, HighWaterKey):
-                self._unseal(
-                    key
-                )  # of no use as long as the rest is there, but no less to be what was written
+                # Not needed while the rest is there, but checked all the same.
+                self._unseal(key)
             elif isinstance(parsed, PackKey):
                 packs.append((key, parsed))
             else:
@@ -251,7 +238,9 @@ class _SpaceReader:
             store_entries.append(self._entry(key, entry))
             yield
         if further != self._parts:
-            raise DamagedValue(f"it has {further} further parts of values, where they count {self._parts}")
+            raise DamagedValue(
+                f"it has {further} further parts of values, but their first parts count {self._parts}"
+            )
         for checkpoint in checkpoints:
             last = self.contents.spans[checkpoint.run_id].last
             if last < checkpoint.revision:
@@ -287,7 +276,7 @@ class _SpaceReader:
         pack = EtcdRecordPack.FromString(self._unseal(key))
         for revision, content in enumerate(pack.records, parsed.first):
             if revision < span.first:
-                continue  # dropped, though the rest of its pack is not
+                continue  # dropped, unlike the rest of its pack
             record = Record(parsed.run_id, revision, content)
             try:
                 span.add(record)
