@@ -1,4 +1,4 @@
-"""How long a client waits between attempts."""
+"""Delays between the attempts of a client."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-# First and longest back-off between two attempts, each drawn from 0 to that. The longest is what a client may
-# lose at worst after the service is back. Seconds.
+# Bounds of the first and the longest delay, seconds; each delay is drawn from 0 to its bound. The longest is the most
+# that a client loses after the service is back.
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 2.0
 
 
 class Backoff:
-    """Seconds between attempts: each drawn from 0 to a bound that doubles, so that clients do not come all at once."""
+    """Delays between attempts, seconds: each drawn from 0 to a bound that doubles, so that clients spread out."""
 
     def __init__(
         self, draw: Callable[[], float], *, first: float = FIRST_BACKOFF, longest: float = LONGEST_BACKOFF
     ) -> None:
-        """Begin with the shortest.
+        """Begin with the first bound.
 
         Args:
             draw: Returns a number from 0 to 1.
@@ -32,7 +32,7 @@ class Backoff:
         self._longest = longest
 
     def reset(self) -> None:
-        """Begin with the shortest again: an attempt has succeeded."""
+        """Begin with the first bound again, after a successful attempt."""
         self._bound = self._first
 
     def next(self) -> float:
@@ -43,12 +43,12 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How time passes for a client, and what spreads its attempts.
+    """Clock, sleep and randomness of a client.
 
     Attributes:
-        clock: Seconds, monotonic.
-        sleep: Waits for some seconds.
-        draw: A number from 0 to 1, for the jitter.
+        clock: Monotonic time, seconds.
+        sleep: Waits for a number of seconds.
+        draw: Returns a number from 0 to 1, for the jitter.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -56,5 +56,5 @@ class Pace:
     draw: Callable[[], float] = random.random
 
     def backoff(self, longest: float = LONGEST_BACKOFF) -> Backoff:
-        """Return a back-off that is drawn by this pace; `longest` in seconds."""
+        """Return a back-off with this randomness; `longest` in seconds."""
         return Backoff(self.draw, longest=longest)
