@@ -57,6 +57,7 @@ async def listed_addresses(endpoints: Endpoints, resolve: Resolve = addresses_of
     Args:
         endpoints: The endpoints.
         resolve: Resolves one name; limited to RESOLVE_TIMEOUT.
+    """
     found = await asyncio.gather(*(_addresses(endpoint, resolve) for endpoint in endpoints.endpoints))
     return list(dict.fromkeys(place for places in found for place in places))
 

@@ -27,7 +27,7 @@ CLIENT_ARGUMENTS: tuple[tuple[str, int], ...] = (
     # 5 s (server.SERVER_ARGUMENTS), half of this.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # The real timeout for the reply to a ping in gRPC 1.85: 60 s, whatever is set above, unless it is set here.
+    # The real timeout for the reply to a ping in gRPC 1.85: 60 s, regardless of the settings above, unless set here.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -38,8 +38,9 @@ CLIENT_ARGUMENTS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # The name may resolve to another address after a restart; gRPC would wait 30 s before it resolves again.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-    # Limits what the server must queue for a client that stops reading: about the look-ahead, instead of 4 to 7 MiB
-    # with bandwidth probing. At 16 KiB a message of 4 MiB takes up to half as long again; above 64 KiB none is faster.
+    # Limits the bytes that the server must queue for a client that stops reading: about the look-ahead, instead of 4 to
+    # 7 MiB with bandwidth probing. At 16 KiB a message of 4 MiB takes up to half as long again; above 64 KiB none is
+    # faster.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65_536),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -68,9 +68,9 @@ class ServiceError(Exception):
         Args:
             code: action for a generic client. OK, UNKNOWN and INTERNAL are bugs when a handler raises them.
             reason: UPPER_SNAKE, at most 63 characters; stable, for programs (`google.rpc.ErrorInfo.reason`).
-            message: one sentence for people. What was wrong, where, what was expected.
+            message: one sentence for people: the mistake, its location, the expected value.
             metadata: facts for programs (`ErrorInfo.metadata`).
-            field_violations: (field path, what is wrong with it) pairs (`google.rpc.BadRequest`).
+            field_violations: (field path, mistake) pairs (`google.rpc.BadRequest`).
             retry_after: seconds, at least 0, until the next attempt (`google.rpc.RetryInfo`).
         """
         super().__init__(message)
@@ -90,7 +90,7 @@ def invalid(field: str, description: str) -> ServiceError:
 
     Args:
         field: path of the offending field in the request message, as in `settings.min_nodes`.
-        description: what is wrong with the field and what was expected.
+        description: the mistake and the expected value.
     """
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,

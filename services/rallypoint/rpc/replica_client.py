@@ -1,4 +1,4 @@
-"""How a client reaches a service of several replicas: a channel to each that it needs, and the route between them."""
+"""A client's connections to a service of several replicas: one channel for each replica in use, and the choice."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rallypoint.rpc.errors import GONE, MOVED, ServiceError
 from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, ReplicaSearch, ReplicaSelector
 
 IDLE_TIMEOUT = 60.0
-"""Seconds after which a channel that nobody uses is closed, unless it leads to where the next call goes. A replica that
-comes and goes is met again on the same connection; longer keeps one per client and replica open for nothing."""
+"""Seconds after which an idle channel is closed, unless it leads to the next replica to call. A replica that goes and
+comes back is reached on the same connection; longer keeps one open per client and replica without need."""
 
-# Seconds between two questions to the name service, as in channel.CLIENT_ARGUMENTS.
+# Seconds between two look-ups of names, as in channel.CLIENT_ARGUMENTS.
 _RESOLVE_INTERVAL = 2.0
 
 _Stub = TypeVar("_Stub")
 
 
 class _CachedChannel:
-    """A channel to one place, and the stubs made for it."""
+    """A channel to one address, and the stubs made for it."""
 
     __slots__ = ("address", "channel", "stubs", "used_at", "users")
 
@@ -42,11 +42,11 @@ class _CachedChannel:
 
 
 class ReplicaConnection:
-    """One attempt's way to one replica. Say what came of it, and hang up.
+    """The connection of one attempt to one replica. Report the result, then hang up.
 
     Attributes:
-        alone: Whether there is no other place to ask: then waiting is all that one can do.
-        patience: Seconds to wait for an answer that should come at once; without end if `alone`.
+        alone: True if there is no other replica: then all the client can do is wait.
+        timeout: Seconds to wait for a reply that should come at once; infinite if `alone`.
     """
 
     __slots__ = ("_client", "_connection", "_hung_up", "_search", "alone", "timeout")
@@ -70,33 +70,33 @@ class ReplicaConnection:
 
     @property
     def address(self) -> str:
-        """Where it leads, for messages."""
+        """The address of the replica, for messages."""
         return str(self._connection.address or self._client)
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection. Without one a call may fail though nothing was sent, and does not say so."""
+        """True if there is a connection. Without one a call may fail before anything was sent, and not report that."""
         return self._connection.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def stub(self, kind: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:
-        """The stub of a service there."""
+        """Return the stub of a service on this connection."""
         stubs = self._connection.stubs
         if (made := stubs.get(kind)) is None:
             made = stubs[kind] = kind(self._connection.channel)
         return cast(_Stub, made)
 
     def answered(self) -> None:
-        """It did what it was asked."""
+        """Report a successful call."""
         if self._connection.address is not None:
             self._search.answered(self._connection.address)
 
     def failed(self, error: ServiceError) -> None:
-        """It did not; the route learns from it where to go next."""
+        """Report that it failed; the selector chooses the next replica from it."""
         if self._connection.address is not None:
             self._client.learn(self._search, self._connection.address, error)
 
     def when_moved(self, tell: Callable[[Address], None]) -> None:
-        """Until it is hung up, have `tell` called when another call finds that the owner is elsewhere."""
+        """Call `tell` when another call finds that another replica is the owner, until `hang_up`."""
         here = self._connection.address
 
         def found(owner: Address) -> None:
@@ -106,15 +106,15 @@ class ReplicaConnection:
         self._hung_up = self._search.selector.when_found(found)
 
     def hang_up(self) -> None:
-        """Nobody uses it any more."""
+        """End the use of the connection."""
         self._hung_up()
         self._client.release(self._connection)
 
 
 class ReplicaClient:
-    """Finds a way to whoever answers for a service. Belongs to one event loop; close it when done.
+    """Connects to the replicas of a service. Belongs to one event loop; close it when done.
 
-    Channels are opened when first needed, one per address. With one address all is as with a channel.
+    Channels are opened when first needed, one per address. With one address it behaves like a channel.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class ReplicaClient:
         """Set up; nothing is opened yet.
 
         Args:
-            endpoints: Where the service is; text as parse_endpoints takes it.
-            tls: The files to speak TLS with, with all replicas alike; None: plaintext.
-            pace: How time passes, and what spreads clients over the replicas.
-            resolve: Finds the addresses of names.
+            endpoints: The service's endpoints; text as for parse_endpoints.
+            tls: The client's TLS files, the same for all replicas; None: plaintext.
+            pace: Clock, sleep and randomness, which spreads clients over the replicas.
+            resolve: Resolves names.
 
         Raises:
-            EndpointError: There are no such endpoints.
+            EndpointError: The endpoints are not valid.
             TLSFileError: A TLS file is missing, unusable or does not match.
         """
         self._endpoints = parse_endpoints(endpoints) if isinstance(endpoints, str) else endpoints
@@ -155,11 +155,11 @@ class ReplicaClient:
 
     @classmethod
     def over(cls, channel: grpc.aio.Channel, endpoint: str = "unix:/") -> Self:
-        """One channel, which stays its owner's: every call goes over it.
+        """Return a client that makes every call over one channel, and does not close the channel.
 
         Args:
             channel: The channel.
-            endpoint: Where it leads, for messages.
+            endpoint: Its endpoint, for messages.
         """
         board = cls(endpoint)
         board._fixed = _CachedChannel(None, channel)
@@ -177,7 +177,7 @@ class ReplicaClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all channels; calls under way are cancelled."""
+        """Close all channels; calls in progress are cancelled."""
         if self._sweep is not None:
             self._sweep.cancel()
         if self._resolving is not None:
@@ -189,18 +189,18 @@ class ReplicaClient:
         )
 
     def search(self) -> ReplicaSearch:
-        """Begin to look for who answers: for one call, or for one stream after the other."""
+        """Begin a search for a replica that replies: for one call, or for a series of streams."""
         return ReplicaSearch(self._selector)
 
     async def connect(self, search: ReplicaSearch, within: float = float("inf")) -> ReplicaConnection:
-        """The way to whom to ask next, connected if there are others to ask.
+        """Return a connection to the next replica to call; it is connected if there are other replicas.
 
         Args:
-            search: The attempts so far; it is told if this one fails here.
-            within: Seconds that it may take.
+            search: The attempts so far; a failure to connect is recorded in it.
+            within: Limit in seconds.
 
         Raises:
-            ServiceError: UNAVAILABLE, NO_CONNECTION: that place took no connection in time; nothing was sent to it.
+            ServiceError: UNAVAILABLE, NO_CONNECTION: the replica did not connect in time; nothing was sent to it.
         """
         if self._fixed is not None:
             return ReplicaConnection(self, search, self._fixed, float("inf"), alone=True)
@@ -222,7 +222,7 @@ class ReplicaClient:
         except TimeoutError:
             message = f"{place} took no connection within {patience:g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", message)
-            if within >= patience:  # who had less time knows less: the others must not shun it for that
+            if within >= patience:  # a shorter limit proves nothing: do not mark the replica for it
                 line.failed(error)
             line.hang_up()
             raise error from None
@@ -232,7 +232,7 @@ class ReplicaClient:
         return line
 
     def rest(self, search: ReplicaSearch) -> None:
-        """A search found nobody, and pauses: what names stand for is looked up anew, without waiting for it."""
+        """Prepare a pause of a search that found no replica: names are resolved again, in the background."""
         search.rest()
         if (
             self._named
@@ -242,7 +242,7 @@ class ReplicaClient:
             self._begin_to_look_up()
 
     def learn(self, search: ReplicaSearch, place: Address, error: ServiceError) -> None:
-        """What a failed call says of the way to go."""
+        """Record a failed call in the search and the selector."""
         now = self._pace.clock()
         if error.reason in MOVED:
             search.pointed(place, self._named_owner(error.metadata.get("owner", "")), now)
@@ -254,7 +254,7 @@ class ReplicaClient:
             search.declined(place)
 
     def release(self, connection: _CachedChannel) -> None:
-        """A line over a connection is hung up."""
+        """Count down the users of a connection."""
         connection.users -= 1
         connection.used_at = time.monotonic()
         if connection.users == 0 and self._sweep is None and len(self._connections) > 1:
@@ -272,7 +272,7 @@ class ReplicaClient:
 
     async def _look_up(self, within: float) -> None:
         looking = self._begin_to_look_up()
-        # Shared by all calls that wait for it: one that is given up must not end it for the others.
+        # Shared by all calls that wait for it: one that is cancelled must not end it for the others.
         await asyncio.wait({looking}, timeout=None if within == float("inf") else within)
 
     def _begin_to_look_up(self) -> asyncio.Task[None]:
@@ -288,7 +288,7 @@ class ReplicaClient:
             self._resolving = None
 
     def _close_idle(self) -> None:
-        """Close what nobody has used for long."""
+        """Close channels that were idle for long."""
         self._sweep = None
         now = time.monotonic()
         for place, connection in [*self._connections.items()]:
@@ -306,19 +306,19 @@ class ReplicaClient:
 
 
 Where: TypeAlias = "ReplicaClient | grpc.aio.Channel"
-"""Where a client's service is: replicas, or one server over a channel that stays its owner's."""
+"""A client's service: its replicas, or one server over a channel that the client does not close."""
 
 
 def replica_client(where: Where) -> ReplicaClient:
-    """A switchboard as it is; a channel as one that has nothing else."""
+    """Return a replica client for a service; one for a single channel if a channel is given."""
     return where if isinstance(where, ReplicaClient) else ReplicaClient.over(where)
 
 
 async def _connected(channel: grpc.aio.Channel, timeout: float) -> None:
-    """Wait until a channel is connected, or has failed to: then the next call fails at once, and says why.
+    """Wait until a channel is connected, or has failed to connect: then the next call fails at once, with the reason.
 
     Raises:
-        TimeoutError: Neither came to be.
+        TimeoutError: Neither happened in time.
     """
     state = channel.get_state(try_to_connect=True)
     if state not in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
