@@ -27,7 +27,7 @@ async def ask(*places: str, repeatable: bool = True) -> str:
 async def test_who_is_not_there_is_passed_over(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, repeatable: bool
 ) -> None:
-    """Nothing was sent to one that takes no connection, so anything may be asked of the next."""
+    """Nothing was sent to one that accepts no connection, so anything may be asked of the next."""
     monkeypatch.setattr(replica_client, "CONNECT_PATIENCE", 0.2)
     keeper, silent = mute()
     here = await Replica("a").start(serve)

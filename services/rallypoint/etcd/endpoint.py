@@ -344,7 +344,7 @@ class Credentials:
             self.current = client_credentials(self._tls)
         except TLSFileError as error:
             log.warning(
-                "TLS files for etcd changed and are unusable; staying with the old ones", cause=str(error)
+                "TLS files for etcd changed and are unusable; keeping the old ones", cause=str(error)
             )
 
     def _read(self) -> Stamp:

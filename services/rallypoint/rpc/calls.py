@@ -228,7 +228,7 @@ async def call_any(
             try:
                 if not (repeatable or line.alone or line.connected):
                     raise ServiceError(
-                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.address} takes no connection"
+                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.address} accepts no connection"
                     )
                 answer = await _call_once(line, line.stub(stub), question, repeatable=repeatable)
                 line.answered()

@@ -177,10 +177,10 @@ def _clip(text: str, size: int) -> str:
 _NO_TLS_THERE = "it speaks plaintext: leave the --tls flags out"
 _UNKNOWN_AUTHORITY = "its certificate is not signed by an authority in --tls-ca"
 _OTHER_NAME = "its certificate is for another host name: connect to a name that is in it"
-_EXPIRED = "its certificate is expired, or not valid yet: replace it, or look at the clocks"
-_WANTS_TLS = "it may want TLS: give --tls-ca"
-_WANTS_CERTIFICATE = "it may want a client certificate: give --tls-cert and --tls-key"
-_WANTS_ANOTHER = "it may want a client certificate of another authority: look at --tls-cert"
+_EXPIRED = "its certificate is expired, or not valid yet: replace it, or check the clocks"
+_WANTS_TLS = "it may require TLS: give --tls-ca"
+_WANTS_CERTIFICATE = "it may require a client certificate: give --tls-cert and --tls-key"
+_WANTS_ANOTHER = "it may require a client certificate of another authority: check --tls-cert"
 
 
 def tls_advice(message: str, tls: ClientTLS | None) -> str | None:

@@ -220,7 +220,7 @@ class ReplicaClient:
         try:
             await _connected(connection.channel, min(patience, within))
         except TimeoutError:
-            message = f"{place} took no connection within {patience:g} s"
+            message = f"{place} accepted no connection within {patience:g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", message)
             if within >= patience:  # a shorter limit proves nothing: do not mark the replica for it
                 line.failed(error)

@@ -53,7 +53,7 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
     if options.tls_cert is None and options.tls_key is None:
         if options.tls_client_ca is not None:
             raise SettingError(
-                "--tls-client-ca asks clients for certificates, which takes --tls-cert and --tls-key"
+                "--tls-client-ca requires certificates from clients, and needs --tls-cert and --tls-key"
             )
         if not (options.insecure or endpoint.loopback):
             raise SettingError(
@@ -99,7 +99,7 @@ class _Files:
             given, missing = names.certificate, names.key
             if self.certificate is None:
                 given, missing = missing, given
-            raise TLSFileError(f"{given} is of no use without {missing}: give both")
+            raise TLSFileError(f"{given} needs {missing}: give both")
         certificate = _content(self.certificate, names.certificate)
         key = _content(self.key, names.key)
         authorities = _content(self.authorities, names.authorities)
@@ -134,7 +134,7 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def _reloader(files: _Files) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-    """Return the function that gRPC calls at each handshake, on its own thread, for new credentials or None (no change)."""
+    """Return gRPC's callback for each handshake, on its own thread: returns new credentials, or None for no change."""
     seen = files.stamp()
 
     def reload() -> grpc.ServerCertificateConfiguration | None:
@@ -146,7 +146,7 @@ def _reloader(files: _Files) -> Callable[[], grpc.ServerCertificateConfiguration
         try:
             configuration = _configuration(files.read())
         except TLSFileError as error:
-            log.warning("TLS files changed and are unusable; staying with the old ones", cause=str(error))
+            log.warning("TLS files changed and are unusable; keeping the old ones", cause=str(error))
             return None
         log.info("TLS files changed and were read again", certificate=str(files.certificate))
         return configuration
