@@ -48,7 +48,7 @@ _ARGUMENTS = tuple({**dict(CLIENT_ARGUMENTS), **_OURS}.items())
 _OF_A_NAME = (("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),)
 
 # Seconds: on a connection that cannot be made a call fails at once, unless another attempt has just begun.
-_CAUSE_PATIENCE = 0.1
+_CAUSE_TIMEOUT = 0.1
 
 _READY = grpc.ChannelConnectivity.READY
 _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -102,7 +102,7 @@ class EtcdChannel:
         """Return why it cannot connect. gRPC reports that to calls only: make one that changes nothing."""
         path, answer = "/etcdserverpb.Maintenance/Status", maintenance_pb2.StatusResponse
         try:
-            await self.unary(path, maintenance_pb2.StatusRequest(), answer, _CAUSE_PATIENCE, ())
+            await self.unary(path, maintenance_pb2.StatusRequest(), answer, _CAUSE_TIMEOUT, ())
         except EtcdError as error:
             return str(error).removeprefix(f"{self.where}: ")
         return "a moment ago it could"
@@ -249,12 +249,12 @@ class Tokens:
             # Checking a password takes a server a tenth of a second: one request serves all that wait.
             self._request = asyncio.ensure_future(self._authenticate(connection, timeout))
             self._request.add_done_callback(self._on_token)
-        asking = self._request
-        done, _ = await asyncio.wait({asking}, timeout=timeout)
-        if not done or asking.cancelled():
+        pending = self._request
+        done, _ = await asyncio.wait({pending}, timeout=timeout)
+        if not done or pending.cancelled():
             raise EtcdUnavailable(f"{connection.where}: no token after {timeout:g} s", unsent=True)
         try:
-            return asking.result()
+            return pending.result()
         except EtcdRefused:
             raise
         except EtcdError as error:
@@ -271,10 +271,10 @@ class Tokens:
             return ""
         return str(response.token)
 
-    def _on_token(self, asking: asyncio.Task[str]) -> None:
+    def _on_token(self, pending: asyncio.Task[str]) -> None:
         self._request = None
-        if not asking.cancelled() and asking.exception() is None:
-            self._token = asking.result()
+        if not pending.cancelled() and pending.exception() is None:
+            self._token = pending.result()
 
     def close(self) -> None:
         """Cancel the request and all that wait for it."""

@@ -150,21 +150,21 @@ class Session:
         """
         members = self._client.members
         trying: set[asyncio.Task[bool]] = set()
-        asked = [members.current]
+        called = [members.current]
         try:
             while self.held():
                 current = members.current
-                latest = {asyncio.create_task(self._attempt(each)): each for each in asked}
+                latest = {asyncio.create_task(self._attempt(each)): each for each in called}
                 trying |= latest.keys()
-                patience = min(self.ttl * _ATTEMPT, self._deadline - self._clock())
+                timeout = min(self.ttl * _ATTEMPT, self._deadline - self._clock())
                 done, trying = await asyncio.wait(
-                    trying, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                    trying, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
                 )
                 if any(attempt.result() for attempt in done):
                     return
                 if any(latest.get(attempt) is current for attempt in trying):
                     members.move_on(current)  # no other caller is to wait for a member that hangs
-                asked = members.connections
+                called = members.connections
                 if done:
                     await self._pace.sleep((1 + self._pace.draw()) / 2 * self.ttl * _BACKOFF)
         finally:

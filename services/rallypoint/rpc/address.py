@@ -59,7 +59,7 @@ async def listed_addresses(endpoints: Endpoints, resolve: Resolve = addresses_of
         resolve: Resolves one name; limited to RESOLVE_TIMEOUT.
     """
     found = await asyncio.gather(*(_addresses(endpoint, resolve) for endpoint in endpoints.endpoints))
-    return list(dict.fromkeys(place for places in found for place in places))
+    return list(dict.fromkeys(address for addresses in found for address in addresses))
 
 
 def has_name(endpoint: Endpoint) -> bool:
@@ -81,5 +81,5 @@ async def _addresses(endpoint: Endpoint, resolve: Resolve) -> list[Address]:
             addresses = await resolve(endpoint.host, endpoint.port)
     except (OSError, TimeoutError, UnicodeError):
         return [Address.of(endpoint)]
-    places = [Address(Endpoint(address, endpoint.port), endpoint) for address in addresses]
-    return places or [Address.of(endpoint)]
+    resolved = [Address(Endpoint(address, endpoint.port), endpoint) for address in addresses]
+    return resolved or [Address.of(endpoint)]

@@ -15,7 +15,7 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 from rallypoint.rpc.selector import ReplicaSearch
 
-_TELL_AFTER = 10.0  # seconds without a reply after which the client logs the reason
+_LOG_AFTER = 10.0  # seconds without a reply after which the client logs the reason
 
 _Stub = TypeVar("_Stub")
 _Response = TypeVar("_Response")
@@ -26,17 +26,17 @@ _log = get_logger(__name__)
 class Attempts:
     """The attempts at one call."""
 
-    def __init__(self, pace: Pace, timeout: float, service: str, board: ReplicaClient | None = None) -> None:
+    def __init__(self, pace: Pace, timeout: float, service: str, client: ReplicaClient | None = None) -> None:
         """Begin.
 
         Args:
             pace: Clock, sleep and randomness.
             timeout: Seconds from now in which attempts are made.
             service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
-            board: Client of the service's replicas; None: one fixed address.
+            client: Client of the service's replicas; None: one fixed address.
         """
-        self._replicas = board
-        self._search: ReplicaSearch | None = board.search() if board is not None else None
+        self._replicas = client
+        self._search: ReplicaSearch | None = client.search() if client is not None else None
         self._pace = pace
         self._timeout = timeout
         self._service = service
@@ -95,17 +95,17 @@ class RetryingCalls(Generic[_Stub]):
     """Calls of one service. Each is repeated until the service replies, so it must be safe to repeat."""
 
     def __init__(
-        self, board: ReplicaClient, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
+        self, client: ReplicaClient, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
     ) -> None:
         """Set up.
 
         Args:
-            board: Client of the service's replicas.
+            client: Client of the service's replicas.
             stub: Creates the service's stub.
             service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
             pace: Clock, sleep and randomness.
         """
-        self._replicas = board
+        self._replicas = client
         self._stub = stub
         self._service = service
         self._pace = pace
@@ -141,25 +141,25 @@ class RetryingCalls(Generic[_Stub]):
         while True:
             before_attempt()
             try:
-                line = await attempts.connection()
+                connection = await attempts.connection()
             except ServiceError as no_connection:
                 error = no_connection
             else:
                 began_attempt = self._pace.clock()
                 try:
-                    response = await self._one(line, pick, request, attempts.remaining(), waits=waits)
-                    line.answered()
+                    response = await self._one(connection, pick, request, attempts.remaining(), waits=waits)
+                    connection.answered()
                     self._outage_logged = False
                     return response
                 except grpc.aio.AioRpcError as failure:
                     error = decode(failure)
                     ours = error.reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
                     # A call with less time than the timeout proves nothing: do not mark the replica for it.
-                    if not ours or self._pace.clock() - began_attempt >= line.timeout:
-                        line.failed(error)
+                    if not ours or self._pace.clock() - began_attempt >= connection.timeout:
+                        connection.failed(error)
                 finally:
-                    line.hang_up()
-            if not self._outage_logged and self._pace.clock() - began >= _TELL_AFTER:
+                    connection.hang_up()
+            if not self._outage_logged and self._pace.clock() - began >= _LOG_AFTER:
                 self._outage_logged = True
                 _log.warning(
                     "no answer yet, trying again",
@@ -171,15 +171,17 @@ class RetryingCalls(Generic[_Stub]):
 
     async def _one(
         self,
-        line: ReplicaConnection,
+        connection: ReplicaConnection,
         pick: Callable[[_Stub], Callable[..., Awaitable[_Response]]],
         request: Any,
         remaining: float,
         *,
         waits: bool,
     ) -> _Response:
-        timeout = remaining if waits else min(remaining, line.timeout)
-        return await pick(line.stub(self._stub))(request, timeout=timeout, wait_for_ready=line.alone)
+        timeout = remaining if waits else min(remaining, connection.timeout)
+        return await pick(connection.stub(self._stub))(
+            request, timeout=timeout, wait_for_ready=connection.alone
+        )
 
 
 # ---- One operation at any replica that replies, for callers that wait no longer than necessary.
@@ -194,9 +196,9 @@ OUTCOME_UNKNOWN = "OUTCOME_UNKNOWN"
 
 
 async def call_any(
-    board: ReplicaClient,
+    client: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
-    question: Callable[[_Stub], Awaitable[_Answer]],
+    operation: Callable[[_Stub], Awaitable[_Answer]],
     *,
     repeatable: bool = True,
     pace: Pace | None = None,
@@ -204,9 +206,9 @@ async def call_any(
     """Call each replica until one replies; wait for a run that has no owner yet. Limit it with a timeout.
 
     Args:
-        board: Client of the service's replicas.
+        client: Client of the service's replicas.
         stub: Creates the service's stub.
-        question: Makes the calls; from the first one again if a replica could not be reached.
+        operation: Makes the calls; from the first one again if a replica could not be reached.
         repeatable: True if it may be done twice. If not, the next replica is called only if this one surely did
             nothing.
         pace: Clock, sleep and randomness.
@@ -216,59 +218,65 @@ async def call_any(
             OUTCOME_UNKNOWN: a replica was lost during an operation that must not be repeated.
     """
     pace = pace or Pace()
-    search = board.search()
+    search = client.search()
     backoff = pace.backoff()
-    said: ServiceError | None = None
+    last_reply: ServiceError | None = None
     while True:
         try:
-            line = await board.connect(search)
+            connection = await client.connect(search)
         except ServiceError as no_connection:
             error = no_connection
         else:
             try:
-                if not (repeatable or line.alone or line.connected):
+                if not (repeatable or connection.alone or connection.connected):
                     raise ServiceError(
-                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.address} accepts no connection"
+                        grpc.StatusCode.UNAVAILABLE,
+                        "NO_CONNECTION",
+                        f"{connection.address} accepts no connection",
                     )
-                answer = await _call_once(line, line.stub(stub), question, repeatable=repeatable)
-                line.answered()
+                answer = await _call_once(connection, connection.stub(stub), operation, repeatable=repeatable)
+                connection.answered()
                 return answer
             except ServiceError as failure:
                 error = failure
-                line.failed(error)
+                connection.failed(error)
                 # A replica that never was the owner did nothing. Any other end of a call that was sent leaves that
                 # open.
-                lost = error.reason == "OWNERSHIP_LOST" or (not line.alone and error.code in GONE)
+                lost = error.reason == "OWNERSHIP_LOST" or (not connection.alone and error.code in GONE)
                 if not repeatable and lost and error.reason not in _NOTHING_DONE:
                     raise ServiceError(
                         error.code,
                         OUTCOME_UNKNOWN,
-                        f"{line.address} was lost before it answered, so it may have been done ({error.message})",
+                        f"{connection.address} was lost before it answered, so it may have been done ({error.message})",
                     ) from None
             finally:
-                line.hang_up()
+                connection.hang_up()
         if error.reason not in UNHEARD:
-            said = error
+            last_reply = error
         if search.at_once:
             continue
         if error.reason not in MOVED:
             # An error from a replica that answered is more useful than a connection error: raise that one.
-            raise said or error
-        board.rest(search)
+            raise last_reply or error
+        client.rest(search)
         await pace.sleep((error.retry_after or 0.0) + backoff.next())
 
 
 async def _call_once(
-    line: ReplicaConnection, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
+    connection: ReplicaConnection,
+    stub: _Stub,
+    operation: Callable[[_Stub], Awaitable[_Answer]],
+    *,
+    repeatable: bool,
 ) -> _Answer:
-    patience = line.timeout if repeatable else float("inf")
+    timeout = connection.timeout if repeatable else float("inf")
     try:
-        async with asyncio.timeout(patience if patience < float("inf") else None) as bound:
-            return await question(stub)
+        async with asyncio.timeout(timeout if timeout < float("inf") else None) as bound:
+            return await operation(stub)
     except TimeoutError:
         if not bound.expired():
             raise
-        message = f"{line.address} gave no answer within {patience:g} s"
+        message = f"{connection.address} gave no answer within {timeout:g} s"
         raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message) from None
     except grpc.aio.AioRpcError as failure:
         raise decode(failure) from None

@@ -80,20 +80,20 @@ def credentials_of(tls: ClientTLS | None) -> grpc.ChannelCredentials | None:
 
 
 def channel_at(
-    place: Endpoint, credentials: grpc.ChannelCredentials | None, name: str | None = None
+    endpoint: Endpoint, credentials: grpc.ChannelCredentials | None, name: str | None = None
 ) -> grpc.aio.Channel:
     """Open a channel, as `open_channel`.
 
     Args:
-        place: the endpoint to connect to.
+        endpoint: the endpoint to connect to.
         credentials: the client's credentials; None for plaintext.
-        name: the host name that resolved to `place`, which must be in the server's certificate; None: the host of
-            `place`.
+        name: the host name that resolved to `endpoint`, which must be in the server's certificate; None: the host of
+            `endpoint`.
     """
     options: list[tuple[str, int | str]] = [*CLIENT_ARGUMENTS]
     if name is not None:
         # gRPC also takes the host name that TLS checks from this option.
-        options.append(("grpc.default_authority", str(Endpoint(name, place.port))))
+        options.append(("grpc.default_authority", str(Endpoint(name, endpoint.port))))
     if credentials is None:
-        return grpc.aio.insecure_channel(place.target, options=options)
-    return grpc.aio.secure_channel(place.target, credentials, options=options)
+        return grpc.aio.insecure_channel(endpoint.target, options=options)
+    return grpc.aio.secure_channel(endpoint.target, credentials, options=options)

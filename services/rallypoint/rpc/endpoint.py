@@ -144,9 +144,9 @@ def without_password(text: str) -> str:
     and looks like the end of a host.
     """
     scheme, mark, rest = text.partition("://") if "://" in text else ("", "", text)
-    userinfo, _, place = rest.rpartition("@")
+    userinfo, _, host = rest.rpartition("@")
     user, colon, _ = userinfo.partition(":")
-    shown = f"{scheme}{mark}{user}:***@{place}" if colon else text
+    shown = f"{scheme}{mark}{user}:***@{host}" if colon else text
     return re.sub(r"([?&]password=)[^&]*", r"\1***", shown)
 
 
@@ -236,7 +236,7 @@ class Endpoints:
     @property
     def loopback(self) -> bool:
         """True if only this machine can reach all of them."""
-        return all(place.loopback for place in self.endpoints)
+        return all(endpoint.loopback for endpoint in self.endpoints)
 
 
 def parse_endpoints(text: str) -> Endpoints:
@@ -253,14 +253,14 @@ def parse_endpoints(text: str) -> Endpoints:
     # An endpoint has no password; if one was given, no part of it may appear in a message as an endpoint.
     if len(parts) == 1 or ("@" in text and "unix:" not in text):
         return Endpoints((parse_endpoint(text),))
-    places = []
+    endpoints = []
     for number, part in enumerate(parts, 1):
         if not part:
             raise EndpointError(
                 f"endpoint {number} of {text!r} is empty, expected host:port,host:port and so on"
             )
         try:
-            places.append(parse_endpoint(part))
+            endpoints.append(parse_endpoint(part))
         except EndpointError as error:
             raise EndpointError(f"endpoint {number} of {len(parts)}: {error}") from None
-    return Endpoints(tuple(dict.fromkeys(places)))
+    return Endpoints(tuple(dict.fromkeys(endpoints)))

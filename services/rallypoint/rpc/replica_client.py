@@ -16,7 +16,7 @@ from rallypoint.rpc.backoff import Pace
 from rallypoint.rpc.channel import channel_at, credentials_of
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
 from rallypoint.rpc.errors import GONE, MOVED, ServiceError
-from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, ReplicaSearch, ReplicaSelector
+from rallypoint.rpc.selector import CONNECT_TIMEOUT, REPLY_TIMEOUT, ReplicaSearch, ReplicaSelector
 
 IDLE_TIMEOUT = 60.0
 """Seconds after which an idle channel is closed, unless it leads to the next replica to call. A replica that goes and
@@ -33,8 +33,8 @@ class _CachedChannel:
 
     __slots__ = ("address", "channel", "stubs", "used_at", "users")
 
-    def __init__(self, place: Address | None, channel: grpc.aio.Channel) -> None:
-        self.address = place
+    def __init__(self, address: Address | None, channel: grpc.aio.Channel) -> None:
+        self.address = address
         self.channel = channel
         self.stubs: dict[Callable[[grpc.aio.Channel], Any], Any] = {}
         self.users = 0
@@ -53,20 +53,20 @@ class ReplicaConnection:
 
     def __init__(
         self,
-        board: ReplicaClient,
+        client: ReplicaClient,
         search: ReplicaSearch,
-        connection: _CachedChannel,
-        patience: float,
+        cached: _CachedChannel,
+        timeout: float,
         *,
         alone: bool,
     ) -> None:
-        self._client = board
+        self._client = client
         self._search = search
-        self._connection = connection
-        self.timeout = patience
+        self._connection = cached
+        self.timeout = timeout
         self.alone = alone
         self._hung_up: Callable[[], object] = lambda: None
-        connection.users += 1
+        cached.users += 1
 
     @property
     def address(self) -> str:
@@ -95,13 +95,13 @@ class ReplicaConnection:
         if self._connection.address is not None:
             self._client.learn(self._search, self._connection.address, error)
 
-    def when_moved(self, tell: Callable[[Address], None]) -> None:
-        """Call `tell` when another call finds that another replica is the owner, until `hang_up`."""
+    def when_moved(self, callback: Callable[[Address], None]) -> None:
+        """Call `callback` when another call finds that another replica is the owner, until `hang_up`."""
         here = self._connection.address
 
         def found(owner: Address) -> None:
             if here is not None and owner != here:
-                tell(owner)
+                callback(owner)
 
         self._hung_up = self._search.selector.when_found(found)
 
@@ -161,9 +161,9 @@ class ReplicaClient:
             channel: The channel.
             endpoint: Its endpoint, for messages.
         """
-        board = cls(endpoint)
-        board._fixed = _CachedChannel(None, channel)
-        return board
+        client = cls(endpoint)
+        client._fixed = _CachedChannel(None, channel)
+        return client
 
     def __str__(self) -> str:
         return self._text
@@ -206,30 +206,30 @@ class ReplicaClient:
             return ReplicaConnection(self, search, self._fixed, float("inf"), alone=True)
         if self._named and self._resolved_at is None:
             await self._look_up(within)
-        place = search.next(self._pace.clock())
-        connection = self._connections.get(place)
-        if connection is None:
-            connection = self._connections[place] = _CachedChannel(place, self._open(place))
+        address = search.next(self._pace.clock())
+        cached = self._connections.get(address)
+        if cached is None:
+            cached = self._connections[address] = _CachedChannel(address, self._open(address))
         alone = len(self._selector.ordered) <= 1
-        line = ReplicaConnection(
-            self, search, connection, self._selector.timeout(place, ANSWER_PATIENCE), alone=alone
+        connection = ReplicaConnection(
+            self, search, cached, self._selector.timeout(address, REPLY_TIMEOUT), alone=alone
         )
         if alone:
-            return line
-        patience = self._selector.timeout(place, CONNECT_PATIENCE)
+            return connection
+        timeout = self._selector.timeout(address, CONNECT_TIMEOUT)
         try:
-            await _connected(connection.channel, min(patience, within))
+            await _connected(cached.channel, min(timeout, within))
         except TimeoutError:
-            message = f"{place} accepted no connection within {patience:g} s"
+            message = f"{address} accepted no connection within {timeout:g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", message)
-            if within >= patience:  # a shorter limit proves nothing: do not mark the replica for it
-                line.failed(error)
-            line.hang_up()
+            if within >= timeout:  # a shorter limit proves nothing: do not mark the replica for it
+                connection.failed(error)
+            connection.hang_up()
             raise error from None
         except BaseException:
-            line.hang_up()
+            connection.hang_up()
             raise
-        return line
+        return connection
 
     def rest(self, search: ReplicaSearch) -> None:
         """Prepare a pause of a search that found no replica: names are resolved again, in the background."""
@@ -241,23 +241,23 @@ class ReplicaClient:
         ):
             self._begin_to_look_up()
 
-    def learn(self, search: ReplicaSearch, place: Address, error: ServiceError) -> None:
+    def learn(self, search: ReplicaSearch, address: Address, error: ServiceError) -> None:
         """Record a failed call in the search and the selector."""
         now = self._pace.clock()
         if error.reason in MOVED:
-            search.pointed(place, self._named_owner(error.metadata.get("owner", "")), now)
+            search.pointed(address, self._named_owner(error.metadata.get("owner", "")), now)
         elif error.reason in ("NO_CONNECTION", "NO_ANSWER", grpc.StatusCode.DEADLINE_EXCEEDED.name):
-            search.refused(place, now, silent=True)
+            search.refused(address, now, silent=True)
         elif error.code in GONE and error.reason not in ("SUBSCRIBER_TOO_SLOW", "FIRST_MESSAGE_LATE"):
-            search.refused(place, now)
+            search.refused(address, now)
         else:
-            search.declined(place)
+            search.declined(address)
 
-    def release(self, connection: _CachedChannel) -> None:
+    def release(self, cached: _CachedChannel) -> None:
         """Count down the users of a connection."""
-        connection.users -= 1
-        connection.used_at = time.monotonic()
-        if connection.users == 0 and self._sweep is None and len(self._connections) > 1:
+        cached.users -= 1
+        cached.used_at = time.monotonic()
+        if cached.users == 0 and self._sweep is None and len(self._connections) > 1:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_TIMEOUT, self._close_idle)
 
     def _named_owner(self, address: str) -> Address | None:
@@ -266,9 +266,9 @@ class ReplicaClient:
         except EndpointError:
             return None
 
-    def _open(self, place: Address) -> grpc.aio.Channel:
-        name = place.listed.host if place.listed != place.endpoint else None
-        return channel_at(place.endpoint, self._credentials, name)
+    def _open(self, address: Address) -> grpc.aio.Channel:
+        name = address.listed.host if address.listed != address.endpoint else None
+        return channel_at(address.endpoint, self._credentials, name)
 
     async def _look_up(self, within: float) -> None:
         looking = self._begin_to_look_up()
@@ -291,16 +291,16 @@ class ReplicaClient:
         """Close channels that were idle for long."""
         self._sweep = None
         now = time.monotonic()
-        for place, connection in [*self._connections.items()]:
-            if connection.users or place in (self._selector.owner, self._selector.good):
+        for address, cached in [*self._connections.items()]:
+            if cached.users or address in (self._selector.owner, self._selector.good):
                 continue
-            if now < connection.used_at + IDLE_TIMEOUT / 2:
+            if now < cached.used_at + IDLE_TIMEOUT / 2:
                 self._sweep = self._sweep or asyncio.get_running_loop().call_later(
                     IDLE_TIMEOUT, self._close_idle
                 )
                 continue
-            del self._connections[place]
-            task = asyncio.create_task(connection.channel.close())
+            del self._connections[address]
+            task = asyncio.create_task(cached.channel.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 

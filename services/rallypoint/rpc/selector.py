@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from rallypoint.rpc.address import Address
 
-CONNECT_PATIENCE = 2.0
+CONNECT_TIMEOUT = 2.0
 """Timeout for a connection if there are other replicas, seconds: enough for one lost first packet."""
 
-ANSWER_PATIENCE = 4.0
+REPLY_TIMEOUT = 4.0
 """Timeout for a reply if there are other replicas, seconds. A replica that is paused or cut off costs all of it; longer
 delays its clients, shorter makes them leave a replica that is only busy."""
 
-_LONGEST_PATIENCE = 16.0
+_LONGEST_TIMEOUT = 16.0
 # Seconds in which a failed replica is called after all others: one that refused at once, which costs little to try
 # again, or one that was silent, which costs a timeout.
 _DOUBT_OF_REFUSING = 1.0
@@ -36,17 +36,17 @@ class _DoubtedReplica:
 class ReplicaSelector:
     """A client's knowledge of the replicas of one service; shared by all its calls."""
 
-    def __init__(self, places: Sequence[Address], draw: Callable[[], float]) -> None:
+    def __init__(self, addresses: Sequence[Address], draw: Callable[[], float]) -> None:
         """Begin with these addresses only.
 
         Args:
-            places: The addresses, in the given order.
+            addresses: In the given order.
             draw: Returns a number from 0 to 1. It selects the address to begin with, so that a thousand clients with
                 the same list do not all begin with its first.
         """
         self.owner: Address | None = None
         self.good: Address | None = None
-        self._addresses = tuple(places)
+        self._addresses = tuple(addresses)
         self._draw = draw
         self._start = int(draw() * len(self._addresses))
         self._doubts: dict[Address, _DoubtedReplica] = {}
@@ -55,73 +55,73 @@ class ReplicaSelector:
     @property
     def ordered(self) -> Sequence[Address]:
         """All addresses, the best first: the owner, the last that replied, the others in turn."""
-        known = [place for place in (self.owner, self.good) if place is not None]
+        known = [address for address in (self.owner, self.good) if address is not None]
         if not self._addresses:
             return known
         start = self._start % len(self._addresses)
         return tuple(dict.fromkeys((*known, *self._addresses[start:], *self._addresses[:start])))
 
-    def renew(self, places: Sequence[Address]) -> None:
+    def renew(self, addresses: Sequence[Address]) -> None:
         """Replace the addresses of the list; the owner and the last that replied stay known."""
-        if set(places) != set(self._addresses):
-            self._start = int(self._draw() * len(places))
-        self._addresses = tuple(places)
+        if set(addresses) != set(self._addresses):
+            self._start = int(self._draw() * len(addresses))
+        self._addresses = tuple(addresses)
 
     def known_as(self, endpoint: Address) -> Address:
         """Return the list's form of an address that a server sent: with the name that its certificate must have."""
-        for place in self._addresses:
-            if place == endpoint or place.listed == endpoint.endpoint:
-                return place
+        for address in self._addresses:
+            if address == endpoint or address.listed == endpoint.endpoint:
+                return address
         return endpoint
 
-    def is_doubtful(self, place: Address, now: float) -> bool:
+    def is_doubtful(self, address: Address, now: float) -> bool:
         """True if a replica failed so recently that it is called after all others."""
-        doubt = self._doubts.get(place)
+        doubt = self._doubts.get(address)
         return doubt is not None and now < doubt.until
 
-    def timeout(self, place: Address, base: float) -> float:
+    def timeout(self, address: Address, base: float) -> float:
         """Return the timeout for a replica: `base`, doubled for each time that it was silent; infinite if it is alone.
 
         Doubled, because a busy replica would never finish a call if every attempt was cut off after the same time.
         """
         if len(self.ordered) <= 1:
             return math.inf
-        doubt = self._doubts.get(place)
-        return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_PATIENCE)
+        doubt = self._doubts.get(address)
+        return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_TIMEOUT)
 
-    def answered(self, place: Address) -> None:
+    def answered(self, address: Address) -> None:
         """Record a successful call of a replica."""
-        self.good = place
-        self._doubts.pop(place, None)
+        self.good = address
+        self._doubts.pop(address, None)
 
-    def refused(self, place: Address, now: float, *, silent: bool) -> None:
+    def refused(self, address: Address, now: float, *, silent: bool) -> None:
         """Record that a replica could not be reached, is draining, or did not reply (`silent`)."""
-        before = self._doubts.get(place)
+        before = self._doubts.get(address)
         silences = (before.silences if before is not None else 0) + silent
         span = min(_DOUBT_OF_SILENT * 2.0 ** (silences - 1), _LONGEST_DOUBT) if silent else _DOUBT_OF_REFUSING
-        self._doubts[place] = _DoubtedReplica(now + span, silences)
-        if self.owner == place:
+        self._doubts[address] = _DoubtedReplica(now + span, silences)
+        if self.owner == address:
             self.owner = None
-        if self.good == place:
+        if self.good == address:
             self.good = None
 
-    def pointed(self, place: Address, owner: Address | None) -> None:
+    def pointed(self, address: Address, owner: Address | None) -> None:
         """Record that a replica is not the owner, and the owner that it names; None: it knows none."""
-        if self.good == place:
+        if self.good == address:
             self.good = None
-        self.owner = owner if owner != place else None
+        self.owner = owner if owner != address else None
         # It replies now; earlier silence may have been slowness.
-        self._doubts.pop(place, None)
+        self._doubts.pop(address, None)
 
-    def when_found(self, tell: Callable[[Address], None]) -> Callable[[], None]:
-        """Call `tell` whenever the owner is found; calling the returned function undoes this."""
-        self._finders.add(tell)
-        return lambda: self._finders.discard(tell)
+    def when_found(self, callback: Callable[[Address], None]) -> Callable[[], None]:
+        """Call `callback` whenever the owner is found; calling the returned function undoes this."""
+        self._finders.add(callback)
+        return lambda: self._finders.discard(callback)
 
     def found(self, owner: Address) -> None:
         """Report the owner: it accepted a request that another replica had refused as not the owner."""
-        for tell in [*self._finders]:
-            tell(owner)
+        for callback in [*self._finders]:
+            callback(owner)
 
     def rotate(self) -> None:
         """Begin with the next address of the list from now on."""
@@ -131,9 +131,9 @@ class ReplicaSelector:
 class ReplicaSearch:
     """The attempts of one call, or of a series of streams, to find a replica that replies."""
 
-    def __init__(self, route: ReplicaSelector) -> None:
-        """Begin; `route` is shared, and learns from these attempts."""
-        self.selector = route
+    def __init__(self, selector: ReplicaSelector) -> None:
+        """Begin; `selector` is shared, and learns from these attempts."""
+        self.selector = selector
         self._tried: set[Address] = set()
         self._hops = 0
         self._at_once = False
@@ -144,7 +144,7 @@ class ReplicaSearch:
         """Return the replica to call: one not tried since the last pause and not in doubt, the best first."""
         return min(
             self.selector.ordered,
-            key=lambda place: (place in self._tried, self.selector.is_doubtful(place, now)),
+            key=lambda address: (address in self._tried, self.selector.is_doubtful(address, now)),
         )
 
     @property
@@ -152,30 +152,30 @@ class ReplicaSearch:
         """True if the next replica is to be called without a pause."""
         return self._at_once
 
-    def answered(self, place: Address) -> None:
+    def answered(self, address: Address) -> None:
         """Record a successful call of a replica."""
-        self.selector.answered(place)
+        self.selector.answered(address)
         followed = self._followed
         self._begin_again()
-        if place == followed:
-            self.selector.found(place)
+        if address == followed:
+            self.selector.found(address)
 
-    def declined(self, place: Address) -> None:
+    def declined(self, address: Address) -> None:
         """Record that a replica replied that it cannot do it now; the connection to it works."""
-        self.selector.answered(place)
+        self.selector.answered(address)
         self._at_once = False
 
-    def refused(self, place: Address, now: float, *, silent: bool = False) -> None:
+    def refused(self, address: Address, now: float, *, silent: bool = False) -> None:
         """Record that a replica could not be reached, is draining, or did not reply in time (`silent`)."""
-        self.selector.refused(place, now, silent=silent)
+        self.selector.refused(address, now, silent=silent)
         self._followed = None
-        self._tried.add(place)
+        self._tried.add(address)
         self._at_once = any(other not in self._tried for other in self.selector.ordered)
 
-    def pointed(self, place: Address, owner: Address | None, now: float) -> None:
+    def pointed(self, address: Address, owner: Address | None, now: float) -> None:
         """Record that a replica is not the owner; if it names no owner, the other replicas know none either."""
-        self.selector.pointed(place, owner)
-        self._tried.add(place)
+        self.selector.pointed(address, owner)
+        self._tried.add(address)
         self._hops += 1
         self._at_once = (
             owner is not None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     # Costs 50 ms to load, and a process without metrics does not need it.
     from prometheus_client import CollectorRegistry
 
-_PATIENCE = 10.0  # timeout for a request and its response together, seconds
+_TIMEOUT = 10.0  # timeout for a request and its response together, seconds
 _MOST_AT_ONCE = 32  # requests in progress; a scraper makes one, a broken one many
 _LARGEST_REQUEST = 16 * 1024  # bytes
 
@@ -106,7 +106,7 @@ class _Exposition:
                 asyncio.LimitOverrunError,
                 asyncio.CancelledError,
             ):
-                async with asyncio.timeout(_PATIENCE):
+                async with asyncio.timeout(_TIMEOUT):
                     request = await reader.readuntil(b"\r\n\r\n")
                     writer.write(self._response(request.decode("latin-1")))
                     await writer.drain()

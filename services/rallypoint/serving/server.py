@@ -55,7 +55,7 @@ async def check_free(endpoint: Endpoint) -> None:
         raise ServiceStartError(
             f"cannot find the address of {endpoint.host} ({error.strerror}): change --host"
         ) from None
-    failures = [_attempt(family, place) for family, _, _, _, place in found]
+    failures = [_attempt(family, address) for family, _, _, _, address in found]
     if errno.EADDRINUSE in failures:
         raise PortInUseError(f"{endpoint} is in use: choose another --port, or stop what listens there")
     if errno.EACCES in failures:
@@ -65,13 +65,13 @@ async def check_free(endpoint: Endpoint) -> None:
         raise ServiceStartError(f"{endpoint.host} is no address of this machine ({reason}): change --host")
 
 
-def _attempt(family: int, place: tuple[object, ...]) -> int | None:
+def _attempt(family: int, address: tuple[object, ...]) -> int | None:
     """Bind the address and release it at once; return the errno of a failure, or None."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             # As gRPC does: connections of an earlier server that the kernel still keeps do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+            probe.bind(address)
     except OSError as error:
         return error.errno
     return None
@@ -258,8 +258,8 @@ class Server:
             await self._publish_health()
 
     async def _publish_health(self) -> None:
-        said = health_pb2.HealthCheckResponse
-        status = said.SERVING if self._ready else said.NOT_SERVING
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if self._ready else response.NOT_SERVING
         for name in ("", *(service.service_name for service in self._services)):
             await self._health.set(name, status)
 
@@ -357,9 +357,9 @@ class Server:
         )
         try:
             async with asyncio.timeout(grace):
-                told = (service.on_drain for service in self._services if service.on_drain is not None)
+                drained = (service.on_drain for service in self._services if service.on_drain is not None)
                 await asyncio.gather(
-                    self._health.enter_graceful_shutdown(), *(_call_on_drain(each) for each in told)
+                    self._health.enter_graceful_shutdown(), *(_call_on_drain(each) for each in drained)
                 )
                 await self._calls.idle()
         except TimeoutError:
