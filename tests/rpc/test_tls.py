@@ -172,7 +172,7 @@ def files_that_do_not_work(certificates: Certificates, folder: Path) -> dict[str
         ),
         "certificate alone": ({"tls_cert": cert}, "--tls-cert needs --tls-key"),
         "key alone": ({"tls_key": key}, "--tls-key needs --tls-cert"),
-        "authority alone": ({"tls_client_ca": cert}, "takes --tls-cert and --tls-key"),
+        "authority alone": ({"tls_client_ca": cert}, "needs --tls-cert and --tls-key"),
         "contradiction": ({"tls_cert": cert, "tls_key": key, "insecure": True}, "contradict each other"),
     }
 
