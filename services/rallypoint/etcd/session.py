@@ -22,8 +22,7 @@ _MARGIN = 0.05
 _LEAST_MARGIN = 0.1
 # Parts of the lease's time: the interval of keep-alives, and the timeout of one member before all are called, including
 # those that hang: a member that has passed a keep-alive on to a leader which vanished never replies to it, but replies
-# to another one as soon as there is a leader. The rest of the time is for the election, which may take two rounds of
-# votes.
+# to another one as soon as there is a leader. The rest is for the election, which may take two rounds of votes.
 _EVERY = 1 / 3
 _ATTEMPT = 1 / 12
 # Part of the lease's time: the longest pause between two keep-alives of which the first was refused.

@@ -240,8 +240,7 @@ async def call_any(
             except ServiceError as failure:
                 error = failure
                 connection.failed(error)
-                # A replica that never was the owner did nothing. Any other end of a call that was sent leaves that
-                # open.
+                # A replica that never was the owner did nothing. Any other end of a sent call is unclear.
                 lost = error.reason == "OWNERSHIP_LOST" or (not connection.alone and error.code in GONE)
                 if not repeatable and lost and error.reason not in _NOTHING_DONE:
                     raise ServiceError(

@@ -1,7 +1,6 @@
 """The interceptor of every call: it maps every exception to a status, and limits calls and messages.
 
-A draining server accepts no new calls; each client has a rate of calls, and each stream the message rate of its
-service.
+A draining server accepts no new calls; each client has a rate of calls, each stream the message rate of its service.
 """
 
 from __future__ import annotations

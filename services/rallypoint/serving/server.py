@@ -125,8 +125,7 @@ SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
 # After the last call of our services, its status is still on its way to the socket, and only health watches and
 # reflection streams stay open. They are cancelled after this many seconds.
 _FLUSH = 0.5
-# After its grace gRPC ends without waiting for calls. If it does not end, the process continues after this many
-# seconds.
+# After its grace gRPC ends without waiting for calls; if it fails to, the process continues after this many seconds.
 _OVERDUE = 5.0
 _FOR_EVER = 1e9
 

@@ -159,9 +159,7 @@ class Job(_message.Message):
     launch_id: _builtins.str
     """The launch_id it was launched with."""
     failure_report: _builtins.str
-    """The failure that ended the run, on any host, for people: several lines. In ENDED, if there was one;
-    empty in ListJobs.
-    """
+    """The failure that ended the run, on any host, for people: several lines. In ENDED, if any; empty in ListJobs."""
     watchdog_trouble: _builtins.str
     """Why no watchdog supervises the workers here, for people: their timers count down, but no worker is reaped. Empty:
     a watchdog supervises them, or it is not known yet.

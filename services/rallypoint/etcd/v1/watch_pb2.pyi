@@ -40,9 +40,7 @@ class Event(_message.Message):
         """EVENT_TYPE_DELETE: it was deleted, or its lease ended."""
 
     class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
-        """EventType is the change of the key.
-        Zero has a meaning in etcd, so the lint rule for zero values cannot be kept.
-        """
+        """EventType is the change of the key. Zero has a meaning in etcd, so the lint rule for zero values cannot be kept."""
 
     EVENT_TYPE_PUT: Event.EventType.ValueType  # 0
     """buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX

@@ -543,9 +543,7 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinRun(_message.Message):
-    """JoinRun requests membership of a run. It supersedes a node_id that is in the run already: the older lease is
-    invalid from then on.
-    """
+    """JoinRun requests membership of a run. It supersedes a node_id in the run: the older lease becomes invalid."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -657,9 +655,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class ConfirmRound(_message.Message):
-    """ConfirmRound reports that no worker of an earlier round is alive on the node. Confirming twice, or confirming a round
-    that is over, is harmless.
-    """
+    """ConfirmRound reports that no worker of an earlier round lives on the node. Harmless for a confirmed or ended round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1140,9 +1136,7 @@ class RunEnd(_message.Message):
     """Why, for people: one sentence."""
     @_builtins.property
     def failure(self) -> Global___WorkerFailure:
-        """The failure that ended it: the first of the last round, over all nodes; or the first permanent one, if that ended
-        the run.
-        """
+        """The failure that ended it: the first of the last round, on any node; or the first permanent one, if that ended it."""
 
     def __init__(
         self,
@@ -1244,9 +1238,7 @@ class ListRunsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most runs to return, at most 1,000; 0: 200. A page may have fewer and not be the last: it is cut before it becomes
-    too large.
-    """
+    """Most runs to return, at most 1,000; 0: 200. A page may have fewer and not be the last: its size is limited."""
     page_token: _builtins.str
     """The next_page_token of the previous page; empty: the first page. Runs that begin or end between two pages may be
     missing; all others are listed once.
@@ -1647,9 +1639,7 @@ Global___EvictNodeRequest: _TypeAlias = EvictNodeRequest  # noqa: Y015
 
 @_typing.final
 class EvictNodeResponse(_message.Message):
-    """EvictNodeResponse confirms the request. Evicting an evicted node, and readmitting a node that is not evicted, change
-    nothing.
-    """
+    """EvictNodeResponse confirms the request. Evicting an evicted node, or readmitting one that is not, changes nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1693,9 +1683,7 @@ class Event(_message.Message):
     revision: _builtins.int
     """Number of the event in its run; grows by one from each to the next."""
     actor: _builtins.str
-    """The cause: "node <node_id>", "operator <identity or address>", or "service" for automatic changes (a deadline, a
-    consequence).
-    """
+    """The cause: "node <node_id>", "operator <identity or address>", or "service" for automatic changes (a deadline)."""
     kind: Global___EventKind.ValueType
     """Kind of the event."""
     node_id: _builtins.str

@@ -23,11 +23,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class StoreOperation(_message.Message):
     """StoreOperation names a write, so that repeating it is harmless.
 
-    A client draws a random `client_id` when it starts. It numbers its writes in slots: a slot carries one
-    write at a time, and each new write in it has a `sequence` greater than the one before. A client that has at
-    most eight writes in progress at once uses slots 0 to 7. To repeat a write, send the same request with the same
-    operation. Use a greater sequence only when the outcome of the previous write in that slot is known, or no
-    longer matters.
+    A client draws a random `client_id` when it starts. It numbers its writes in slots: a slot carries one write at a
+    time, and each new write in it has a `sequence` greater than the one before. A client that has at most eight writes
+    in progress at once uses slots 0 to 7. To repeat a write, send the same request with the same operation. Use a
+    greater sequence only when the outcome of the previous write in that slot is known, or no longer matters.
 
     The server stores, durably and with the write itself, the last operation that changed something, per run, client and
     slot. It replies to a repeated write from that record, also when the round of the write is over: a write that was
@@ -426,9 +425,7 @@ class CompareSetResponse(_message.Message):
     swapped: _builtins.bool
     """True if the key was set to `desired`."""
     exists: _builtins.bool
-    """True if the key exists. (torch's stores return `expected` if it does not; a client that implements a torch store
-    must do the same.)
-    """
+    """True if the key exists. (torch's stores return `expected` if it does not; clients that implement one must too.)"""
     value: _builtins.bytes
     """Its value; empty if it does not exist."""
     def __init__(

@@ -59,8 +59,7 @@ class StoreServiceStub:
     Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
     Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
     and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
-    without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of redirects that you follow: runs
-    move.
+    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
       - NOT_OWNER: nothing was done.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
@@ -184,8 +183,7 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
     Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
     and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
-    without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of redirects that you follow: runs
-    move.
+    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
       - NOT_OWNER: nothing was done.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
@@ -305,8 +303,7 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
     Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
     and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
-    without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of redirects that you follow: runs
-    move.
+    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
       - NOT_OWNER: nothing was done.
       - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
         may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the

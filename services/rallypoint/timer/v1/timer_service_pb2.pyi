@@ -172,8 +172,7 @@ class Subscribe(_message.Message):
     """Name of the node."""
     lease: _builtins.int
     """The node's lease from the rendezvous service; grows over the life of a run. A lease older than another of the
-    same incarnation that the service has seen is refused with LEASE_LOST. Zero: the node has no lease, which counts as
-    the oldest.
+    same incarnation that the service has seen is refused with LEASE_LOST. Zero: no lease, the oldest of all.
     """
     incarnation: _builtins.str
     """Incarnation of the run to which the lease belongs (Lease.incarnation of the rendezvous service); at most 256 bytes.
@@ -190,9 +189,7 @@ class Subscribe(_message.Message):
 
     @_builtins.property
     def lease_age(self) -> _duration_pb2.Duration:
-        """How long the node has held the lease; of two incarnations, the one with the younger lease is the newer. Not set:
-        zero.
-        """
+        """How long the node has held the lease; of two incarnations, the younger lease is the newer one. Not set: zero."""
 
     def __init__(
         self,
@@ -335,8 +332,7 @@ class Learned(_message.Message):
     """Acquire.learned_as."""
     count: _builtins.int
     """Completions seen. Zero, from the service: ForgetScopes was called; the agent forgets the scope as well, and
-    replies with the same message. Until then the service regards the agent's reports on the scope as old, and learns
-    nothing from them.
+    replies with the same message. Until then the service ignores the agent's reports on the scope as old.
     """
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:

@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class TimerServiceStub(object):
-    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to the agent of the
-    host.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
     A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
     clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
@@ -117,8 +116,7 @@ class TimerServiceStub(object):
 
 
 class TimerServiceServicer(object):
-    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to the agent of the
-    host.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
     A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
     clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
@@ -297,8 +295,7 @@ def add_TimerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TimerService(object):
-    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to the agent of the
-    host.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
     A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
     clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers

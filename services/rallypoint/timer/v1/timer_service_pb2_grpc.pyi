@@ -27,8 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TimerServiceStub:
-    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to the agent of the
-    host.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
     A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
     clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
@@ -119,8 +118,7 @@ class TimerServiceStub:
 
 @_typing.type_check_only
 class TimerServiceAsyncStub(TimerServiceStub):
-    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to the agent of the
-    host.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
     A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
     clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
@@ -207,8 +205,7 @@ class TimerServiceAsyncStub(TimerServiceStub):
     """
 
 class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to the agent of the
-    host.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
     A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
     clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
