@@ -78,7 +78,7 @@ async def test_a_session_whose_lease_is_gone_is_lost(client: EtcdClient) -> None
     await asyncio.wait_for(session.lost(), PATIENCE)
     assert time.monotonic() - began < 11
     assert not session.held()
-    with pytest.raises(SessionLost, match="etcd says that it has ended"):
+    with pytest.raises(SessionLost, match="etcd reports that it has ended"):
         session.check()
     await session.close()
 

@@ -57,7 +57,7 @@ async def test_whoever_shows_none_is_not(
         (f"?ca={certificates.ca}&", "cert of the etcd URL"),
         (f"?ca={certificates.ca}&cert={others.client}&key={others.client_key}&", "cert of the etcd URL"),
         (f"?ca={others.ca}&cert={certificates.client}&key={certificates.client_key}&", "ca of the etcd URL"),
-        ("?", "etcds:// then"),
+        ("?", "then give etcds://"),
     ):
         await refused(connect, f"{strict.url}{query}attempt-timeout=5&request-timeout=3", advice)
 
@@ -75,7 +75,7 @@ async def test_tls_where_there_is_none_is_told(
 ) -> None:
     """A scheme with one letter too many is not looked for among the certificates."""
     url = shared_etcd.url.replace("etcd://", "etcds://") + "?attempt-timeout=5&request-timeout=3"
-    await refused(connect, url, "etcd:// then")
+    await refused(connect, url, "then give etcd://")
 
 
 def test_a_file_that_is_none_is_named_at_once(certificates: Certificates) -> None:

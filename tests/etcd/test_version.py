@@ -50,7 +50,7 @@ async def test_every_member_is_asked(connect: Callable[..., EtcdClient], trio: E
         (status("3.6.8"), "etcd 3.6.8 is older than recommended: upgrade to 3.6.9 or newer"),
         (status("3.4.0"), "older than recommended"),
         (status("what?"), "etcd what? is older than recommended"),
-        (status(""), "may not ask etcd for its version"),
+        (status(""), "may not read etcd's version"),
         (status(size=1700 << 20), "1700 MiB of 2048 MiB"),
         (status(size=1700 << 20, quota=8192 << 20), ""),
         (status(size=7000 << 20, quota=8192 << 20), "compact and defragment it"),

@@ -152,4 +152,4 @@ def test_with_tls_only_who_has_a_certificate_may_submit(tmp_path: Path) -> None:
         assert hosts.run("agent", "jobs", "--agent", address, *mine).printed.count("ENDED (0)") == 2
         stranger = hosts.run("agent", "jobs", "--agent", address, "--tls-ca", files.ca)
         assert stranger.ended() == 2
-        assert "it may want a client certificate" in stranger.said
+        assert "it may require a client certificate" in stranger.said

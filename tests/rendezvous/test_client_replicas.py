@@ -143,7 +143,7 @@ async def test_a_node_joins_at_the_owner_wherever_it_begins(
 async def test_a_node_is_resumed_by_the_next_owner(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under its lease; before there is one, it is looked for where the list says. An owner that is gone is not waited
     for, however patient one is with those that are silent."""
-    monkeypatch.setattr(replica_client, "ANSWER_PATIENCE", 3600.0)
+    monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 3600.0)
     other, elsewhere = await fleet.other()
     first = await fleet.own()
     other.owner = first
@@ -163,8 +163,8 @@ async def test_a_replica_that_says_nothing_holds_nobody(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it takes streams, or as one that is stopped only connections."""
-    monkeypatch.setattr(replica_client, "ANSWER_PATIENCE", 0.3)
-    monkeypatch.setattr(replica_client, "CONNECT_PATIENCE", 0.3)
+    monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.3)
+    monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.3)
     other, silent = await fleet.other()
     other.silent = True
     keeper, stopped = mute()

@@ -36,7 +36,7 @@ async def test_a_plaintext_client_learns_that_tls_is_wanted(
 ) -> None:
     """And the other way round."""
     secure = ServerOptions(tls_cert=certificates.server, tls_key=certificates.server_key)
-    assert await advised(secure, None) == "it may want TLS: give --tls-ca"
+    assert await advised(secure, None) == "it may require TLS: give --tls-ca"
     told = await advised(ServerOptions(), ClientTLS(ca=certificates.ca))
     assert told == "it speaks plaintext: leave the --tls flags out"
 
@@ -58,10 +58,10 @@ async def test_a_client_whose_certificate_is_missing_or_wrong_learns_so(
         tls_cert=certificates.server, tls_key=certificates.server_key, tls_client_ca=certificates.ca
     )
     told = await advised(mutual, ClientTLS(ca=certificates.ca))
-    assert told == "it may want a client certificate: give --tls-cert and --tls-key"
+    assert told == "it may require a client certificate: give --tls-cert and --tls-key"
     foreign = ClientTLS(certificates.ca, other_certificates.client, other_certificates.client_key)
     told = await advised(mutual, foreign)
-    assert told == "it may want a client certificate of another authority: look at --tls-cert"
+    assert told == "it may require a client certificate of another authority: check --tls-cert"
 
 
 @pytest.mark.parametrize(

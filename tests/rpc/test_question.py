@@ -27,8 +27,8 @@ async def ask(*places: str, repeatable: bool = True) -> str:
 async def test_who_is_not_there_is_passed_over(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, repeatable: bool
 ) -> None:
-    """Nothing was sent to one that takes no connection, so anything may be asked of the next."""
-    monkeypatch.setattr(replica_client, "CONNECT_PATIENCE", 0.2)
+    """Nothing was sent to one that accepts no connection, so anything may be asked of the next."""
+    monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.2)
     keeper, silent = mute()
     here = await Replica("a").start(serve)
     with keeper:
@@ -97,7 +97,7 @@ async def test_what_was_under_way_at_one_that_died(serve: Serve, repeatable: boo
 async def test_silence_is_left_only_by_what_may_be_repeated(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_client, "ANSWER_PATIENCE", 0.2)
+    monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.2)
     slow, here = await Replica("a").start(serve), await Replica("b").start(serve)
     slow.pause = 1.0
     assert await ask(slow.address, here.address) == "b"

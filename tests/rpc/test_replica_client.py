@@ -54,7 +54,7 @@ async def test_one_that_is_not_there_costs_no_rest(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch, absent: Any
 ) -> None:
     """The next is asked as soon as it is clear, and later calls begin there."""
-    monkeypatch.setattr(replica_client, "CONNECT_PATIENCE", 0.2)
+    monkeypatch.setattr(replica_client, "CONNECT_TIMEOUT", 0.2)
     keeper, nowhere = absent()
     stack.callback(keeper.close)
     here = await Replica("b").start(serve)
@@ -68,7 +68,7 @@ async def test_one_that_takes_calls_and_says_nothing_is_left(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not where it may take its time, as for a key that is waited for."""
-    monkeypatch.setattr(replica_client, "ANSWER_PATIENCE", 0.2)
+    monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.2)
     hung, here = await Replica("a").start(serve), await Replica("b").start(serve)
     hung.pause = 3600.0
     assert await Client(stack, hung.address, here.address).ask() == "b"
@@ -80,7 +80,7 @@ async def test_one_that_is_slow_gets_to_answer_where_no_other_does(
     stack: AsyncExitStack, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However much longer than the first patience it takes."""
-    monkeypatch.setattr(replica_client, "ANSWER_PATIENCE", 0.1)
+    monkeypatch.setattr(replica_client, "REPLY_TIMEOUT", 0.1)
     keeper, nowhere = refusing()
     stack.callback(keeper.close)
     slow = await Replica("a").start(serve)

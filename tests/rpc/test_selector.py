@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.rpc.address import Address
 from rallypoint.rpc.endpoint import parse_endpoint
-from rallypoint.rpc.selector import ANSWER_PATIENCE, ReplicaSearch, ReplicaSelector
+from rallypoint.rpc.selector import REPLY_TIMEOUT, ReplicaSearch, ReplicaSelector
 
 A, B, C, FAR = (Address.of(parse_endpoint(f"{name}:1")) for name in ("a", "b", "c", "far"))
 NOW = 100.0
@@ -136,16 +136,16 @@ def test_an_answer_that_it_can_t_just_now_is_no_reason_to_go() -> None:
 
 def test_only_where_there_is_a_choice_patience_ends() -> None:
     """It doubles with each silence of a place, so that one that is slow gets to answer, and begins anew with that."""
-    assert begin(A).selector.timeout(A, ANSWER_PATIENCE) == math.inf
+    assert begin(A).selector.timeout(A, REPLY_TIMEOUT) == math.inf
     search = begin()
     patience = []
     for _ in range(5):
-        patience.append(search.selector.timeout(A, ANSWER_PATIENCE))
+        patience.append(search.selector.timeout(A, REPLY_TIMEOUT))
         search.refused(A, NOW, silent=True)
     assert patience == [4.0, 8.0, 16.0, 16.0, 16.0]
-    assert search.selector.timeout(B, ANSWER_PATIENCE) == ANSWER_PATIENCE
+    assert search.selector.timeout(B, REPLY_TIMEOUT) == REPLY_TIMEOUT
     search.answered(A)
-    assert search.selector.timeout(A, ANSWER_PATIENCE) == ANSWER_PATIENCE
+    assert search.selector.timeout(A, REPLY_TIMEOUT) == REPLY_TIMEOUT
 
 
 def test_one_place_alone_is_asked_with_a_rest_before_each_time() -> None:

@@ -170,9 +170,9 @@ def files_that_do_not_work(certificates: Certificates, folder: Path) -> dict[str
             {"tls_cert": cert, "tls_key": key, "tls_client_ca": junk},
             f"--tls-client-ca {junk} holds no PEM certificate",
         ),
-        "certificate alone": ({"tls_cert": cert}, "--tls-cert is of no use without --tls-key"),
-        "key alone": ({"tls_key": key}, "--tls-key is of no use without --tls-cert"),
-        "authority alone": ({"tls_client_ca": cert}, "takes --tls-cert and --tls-key"),
+        "certificate alone": ({"tls_cert": cert}, "--tls-cert needs --tls-key"),
+        "key alone": ({"tls_key": key}, "--tls-key needs --tls-cert"),
+        "authority alone": ({"tls_client_ca": cert}, "needs --tls-cert and --tls-key"),
         "contradiction": ({"tls_cert": cert, "tls_key": key, "insecure": True}, "contradict each other"),
     }
 
@@ -200,7 +200,7 @@ async def test_a_clients_files_are_checked_too(certificates: Certificates, tmp_p
     absent = tmp_path / "absent.pem"
     with pytest.raises(TLSFileError, match=f"--tls-ca {absent}: No such file"):
         open_channel("localhost:1", ClientTLS(ca=absent))
-    with pytest.raises(TLSFileError, match="--tls-cert is of no use without --tls-key"):
+    with pytest.raises(TLSFileError, match="--tls-cert needs --tls-key"):
         open_channel("localhost:1", ClientTLS(ca=certificates.ca, certificate=certificates.client))
     with pytest.raises(TLSFileError, match="is not the private key"):
         open_channel("localhost:1", ClientTLS(certificates.ca, certificates.client, certificates.server_key))
@@ -218,7 +218,7 @@ async def test_files_are_called_as_they_were_given(certificates: Certificates, t
         ),
         (ClientTLS(None, junk, key), f"C {junk} holds no PEM certificate"),
         (ClientTLS(None, cert, junk), f"K {junk} holds no PEM private key"),
-        (ClientTLS(None, cert), "C is of no use without K"),
+        (ClientTLS(None, cert), "C needs K"),
         (ClientTLS(junk, cert, key), f"A {junk} holds no PEM certificate"),
     ):
         with pytest.raises(TLSFileError) as caught:

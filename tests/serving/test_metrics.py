@@ -74,7 +74,7 @@ async def test_nothing_else_is_served(request_line: str, status: str) -> None:
 
 async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next is served."""
-    monkeypatch.setattr(metrics, "_PATIENCE", 0.1)
+    monkeypatch.setattr(metrics, "_TIMEOUT", 0.1)
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         assert await _ask(address, "GET /metrics HTTP/1.1", more=True) == ("", "", "")
         assert await _ask(address, "x" * 100_000, more=True) == ("", "", "")
@@ -85,7 +85,7 @@ async def test_who_asks_without_end_or_not_at_all_is_dropped(monkeypatch: pytest
 async def test_many_who_never_ask_are_no_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a descriptor of a process that has better uses for it."""
     monkeypatch.setattr(metrics, "_MOST_AT_ONCE", 2)
-    monkeypatch.setattr(metrics, "_PATIENCE", 3600.0)
+    monkeypatch.setattr(metrics, "_TIMEOUT", 3600.0)
     async with serve_metrics("127.0.0.1:0", _registry()) as address:
         host, _, port = address.rpartition(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(2)]

@@ -17,26 +17,26 @@ from rallypoint.etcd.v1 import kv_pb2, lease_pb2, maintenance_pb2
 from rallypoint.etcd.values import Change, KeyValue, Snapshot, Txn, TxnResult, from_pairs, from_txn, to_txn
 from rallypoint.rpc.pace import Pace
 
-# ---- Reading a range in pages of bearable size, all at one revision.
+# ---- Reading a range in pages of limited size, all at one revision.
 
 
-# Keys in the first page, of which nothing is known: 4 MiB with the largest values of a journal, 12 MiB with the largest
-# that etcd takes by default. Later pages go by what came.
+# Keys in the first page, whose values have an unknown size: 4 MiB with the largest values of a journal, 12 MiB with the
+# largest that etcd accepts by default. Later pages depend on the size of the earlier ones.
 _FIRST_PAGE = 8
 _LARGEST_PAGE = 4096
-# What a page should have, so that one comes well within the time for an attempt (0.2 s at 25 MB/s) and nobody waits for
-# its decoding.
+# Target size of a page, so that it arrives well within the timeout of an attempt (0.2 s at 25 MB/s) and its decoding
+# delays nothing.
 _PAGE_BYTES = 4 * 1024 * 1024
-# Reads whose revision is compacted between two pages begin anew, at a newer one.
+# Reads whose revision is compacted between two pages begin again, at a newer one.
 _MOST_READS = 5
 
 
 def next_page_size(size: int, keys: int, page_bytes: int) -> int:
-    """How many keys to ask for next.
+    """Return how many keys to request next.
 
     Args:
-        size: Keys that were asked for.
-        keys: Keys that came, at least 1.
+        size: Keys that were requested.
+        keys: Keys received, at least 1.
         page_bytes: Their size.
     """
     fitting = _PAGE_BYTES * keys // max(1, page_bytes)
@@ -45,33 +45,33 @@ def next_page_size(size: int, keys: int, page_bytes: int) -> int:
 
 
 class PageSizes:
-    """How many keys to ask for, from page to page.
+    """The number of keys to request, from page to page.
 
     Attributes:
-        keys: Of the next page.
+        keys: Number of keys of the next page.
     """
 
     def __init__(self, first: int = _FIRST_PAGE) -> None:
         """`first`: keys of the first page."""
         self.keys = first
-        # Keys ahead that did not come as one page, and how many of them to ask for at most.
+        # Keys ahead that could not be read as one page, and how many of them to request at most.
         self._doubtful = 0
         self._most = first
 
     def came(self, keys: int, page_bytes: int) -> None:
-        """A page of so many keys came, at least 1."""
+        """Record a page of so many keys, at least 1."""
         self._doubtful -= keys
         self.keys = next_page_size(self.keys, keys, page_bytes)
         if self._doubtful > 0:
             self.keys = min(self.keys, self._most)
 
     def lost(self) -> None:
-        """The page did not come: behind small values, one of large values has a thousand times what was expected.
+        """Record a page that did not arrive: behind small values, large ones have a thousand times the expected size.
 
-        No fraction of it is sure to come, and each that doesn't costs an attempt. So the next is a single key, the
-        least there is, and from there pages grow by what comes. Where the large values begin isn't known: until all
-        keys of the lost page are read, none has more than an eighth of it, or those before the large values would
-        make pages grow until the next is lost in the same way, again and again.
+        No fraction of it is sure to arrive, and each failure costs an attempt. So the next page is a single key, the
+        minimum, and from there pages grow with the received sizes. Where the large values begin is not known: until
+        all keys of the lost page are read, no page has more than an eighth of it, or the keys before the large values
+        would make pages grow until the next is lost in the same way, again and again.
         """
         self._doubtful, self._most = self.keys, max(1, self.keys // 8)
         self.keys = 1
@@ -80,12 +80,12 @@ class PageSizes:
 async def read_pages(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
     """Read all of a range.
 
-    There is no bound for all of it, as there is none for what it holds; there is one for the time without any page.
+    The whole read has no time limit, because its size has none; the time without any page has one.
 
     Raises:
-        Compacted: The revision that the request names is gone.
-        EtcdUnavailable: No member answered in time, not even with a single key.
-        EtcdRefused: It is refused.
+        Compacted: The requested revision is compacted.
+        EtcdUnavailable: No member replied in time, not even with a single key.
+        EtcdRefused: etcd refused the request.
     """
     reads = 0
     while True:
@@ -102,12 +102,12 @@ async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
     page.CopyFrom(request)
     sizes = PageSizes() if request.range_end else PageSizes(1)
     pairs: list[KeyValue] = []
-    # Seconds for a page of a single key; one of several gets those of an attempt.
+    # Timeout in seconds for a page of a single key; one of several has that of an attempt.
     alone = members.request_timeout
     while True:
         page.limit = sizes.keys
         try:
-            # What a member has, it can tell without a leader.
+            # A member can return its own data without a leader.
             response = await members.call_repeatedly(
                 "/etcdserverpb.KV/Range",
                 page,
@@ -119,11 +119,11 @@ async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
             if page.limit == 1 or not _may_be_for_its_size(error):
                 raise
             sizes.lost()
-            # What is left: so, whoever waits for a cluster that is gone hears of it when any other request would say
-            # so, unless an attempt may take more than half of a request's time.
+            # The remaining time: so a caller of a lost cluster gets the error as early as with any other request,
+            # unless an attempt may take more than half of a request's time.
             alone = max(members.attempt_timeout, members.request_timeout - members.attempt_timeout)
             continue
-        # The first page says which revision all the others are read at.
+        # The first page fixes the revision of all others.
         page.revision = page.revision or response.header.revision
         pairs += from_pairs(response.kvs)
         if not response.more or not response.kvs:
@@ -134,22 +134,22 @@ async def _read(members: Members, request: kv_pb2.RangeRequest) -> Snapshot:
 
 
 def _may_be_for_its_size(error: EtcdRefused | EtcdUnavailable) -> bool:
-    """Whether a smaller page may come where this one didn't: a slow link and a member that hangs look the same."""
+    """True if a smaller page may arrive after this failure: a slow link and a member that hangs look the same."""
     return isinstance(error, EtcdUnavailable) or error.reason is Reason.TOO_LARGE
 
 
 class EtcdClient:
-    """Calls any member of the cluster that answers. An async context manager; close it when done."""
+    """Calls any member of the cluster that replies. An async context manager; close it when done."""
 
     def __init__(
         self, address: EtcdAddress, *, pace: Pace | None = None, request_timeout: float | None = None
     ) -> None:
-        """Connects when first used.
+        """Create a client; it connects when first used.
 
         Args:
-            address: Where the cluster is.
-            pace: How time passes.
-            request_timeout: Seconds that a request may take over all members, instead of the address's.
+            address: The cluster.
+            pace: Clock, sleep and randomness.
+            request_timeout: Seconds for a request over all members, instead of the address's.
 
         Raises:
             TLSFileError: A TLS file is missing, unusable or does not match.
@@ -175,19 +175,19 @@ class EtcdClient:
         keys_only: bool = False,
         serializable: bool = False,
     ) -> Snapshot:
-        """Read a key, or all from it up to and without `end`, at one revision, in as many pages as it takes.
+        """Read a key, or all from it up to, and excluding, `end`, at one revision, in as many pages as needed.
 
         Args:
             key: The key, or the first.
-            end: Behind the last (`prefix_end`); empty: the key alone.
-            revision: To read at; 0: the newest, linearizably.
+            end: End of the range, exclusive (`prefix_end`); empty: the key alone.
+            revision: Revision to read at; 0: the newest, linearizably.
             keys_only: Leave the values out.
-            serializable: Read what the member has, which may be old, but costs no round among members.
+            serializable: Read the member's own data, which may be old, but costs no round among members.
 
         Raises:
-            Compacted: `revision` is gone.
-            EtcdUnavailable: No member answered in time.
-            EtcdRefused: The user may not read there, for example.
+            Compacted: `revision` is compacted.
+            EtcdUnavailable: No member replied in time.
+            EtcdRefused: etcd refused it, for example because the user may not read there.
         """
         request = kv_pb2.RangeRequest(
             key=key, range_end=end, revision=revision, keys_only=keys_only, serializable=serializable
@@ -198,29 +198,29 @@ class EtcdClient:
         """Send a transaction, once.
 
         Args:
-            txn: What to do.
+            txn: The transaction.
             timeout: Seconds, instead of the client's.
 
         Raises:
-            EtcdUnavailable: The outcome is unknown, unless its `unsent` says otherwise: it may have been done,
-                or be done later. Whether sending it again is safe, the caller must know.
+            EtcdUnavailable: The outcome is unknown, unless `unsent` is set: it may have been done, or be done later.
+                The caller must know if sending it again is safe.
             EtcdRefused: Nothing was done.
         """
         path = "/etcdserverpb.KV/Txn"
         return from_txn(await self.members.call_once(path, to_txn(txn), kv_pb2.TxnResponse, timeout=timeout))
 
     async def grant(self, ttl: int) -> tuple[int, float]:
-        """Make a lease. One of which the answer is lost dies by itself.
+        """Create a lease. If the reply is lost, the lease expires by itself.
 
         Args:
             ttl: Seconds, at least 1.
 
         Returns:
-            The lease, and the seconds that it lives: more than asked for where that was too little.
+            The lease, and its lifetime in seconds: more than requested if that was too little.
 
         Raises:
-            EtcdUnavailable: No member answered in time.
-            EtcdRefused: It is refused.
+            EtcdUnavailable: No member replied in time.
+            EtcdRefused: etcd refused it.
         """
         request = lease_pb2.LeaseGrantRequest(ttl=ttl)
         path = "/etcdserverpb.Lease/LeaseGrant"
@@ -230,11 +230,11 @@ class EtcdClient:
         return response.id, float(response.ttl)
 
     async def keep_alive(self, lease: int) -> float:
-        """Prolong a lease, once, at one member; the seconds that it lives from when this was sent. 0: it has ended.
+        """Renew a lease, once, at one member; return its lifetime in seconds from when this was sent. 0: it has ended.
 
         Raises:
-            EtcdUnavailable: No answer; it may have been prolonged or not.
-            EtcdRefused: It is refused.
+            EtcdUnavailable: No reply; it may have been renewed or not.
+            EtcdRefused: etcd refused it.
         """
         connection = self.members.current
         try:
@@ -244,16 +244,16 @@ class EtcdClient:
             raise
 
     async def term(self, *, at: EtcdChannel | None = None, timeout: float | None = None) -> int:
-        """The term of the leader whom a majority of the members obeys now, read linearizably.
+        """Return the term of the leader that a majority of the members follows now, read linearizably.
 
         Args:
-            at: The member to ask, once; None: whichever answers.
+            at: The member to call, once; None: any that replies.
             timeout: Seconds, instead of the client's.
 
         Raises:
-            EtcdUnavailable: No member answered in time.
+            EtcdUnavailable: No member replied in time.
         """
-        # A key of ours, as a user may have no right to see others; it needn't be there.
+        # A key of ours, because a user may have no right to read others; it need not exist.
         request = kv_pb2.RangeRequest(key=f"{self.address.prefix}/".encode(), count_only=True)
         path, answer = "/etcdserverpb.KV/Range", kv_pb2.RangeResponse
         if at is None:
@@ -271,7 +271,7 @@ class EtcdClient:
             timeout: Seconds, instead of the client's.
 
         Raises:
-            EtcdUnavailable: No member answered in time; it may have ended or not.
+            EtcdUnavailable: No member replied in time; it may have ended or not.
         """
         request = lease_pb2.LeaseRevokeRequest(id=lease)
         path = "/etcdserverpb.Lease/LeaseRevoke"
@@ -282,35 +282,35 @@ class EtcdClient:
                 raise
 
     def watch(self, key: bytes, end: bytes, revision: int) -> AsyncGenerator[Sequence[Change], None]:
-        """The changes of a key, or of all from it up to and without `end`, as they are made.
+        """Return the changes of a key, or of all from it up to, and excluding, `end`, as they are made.
 
-        It survives members that fail: nothing is left out, nothing comes twice, and no revision comes in two parts.
-        It never ends by itself. Whoever stops early closes it (`contextlib.aclosing`).
+        It survives members that fail: no change is left out or repeated, and no revision is split in two.
+        It never ends by itself. To stop early, close it (`contextlib.aclosing`).
 
         Args:
             key: The key, or the first.
-            end: Behind the last; empty: the key alone.
-            revision: The first whose changes are told: `snapshot.revision + 1` after a `get`. 0: from now on.
+            end: End of the range, exclusive; empty: the key alone.
+            revision: The first revision to return: `snapshot.revision + 1` after a `get`. 0: from now on.
 
         Raises:
-            Compacted: Changes that were to be told are gone: read everything anew, and watch from there.
-            EtcdRefused: The user may not read there, for example.
+            Compacted: Changes that are still needed were compacted: read everything again, and watch from there.
+            EtcdRefused: etcd refused it, for example because the user may not read there.
         """
         return watch(self.members, key, end, revision)
 
     async def compact(self, revision: int) -> None:
-        """Forget what was before a revision, for all users of the cluster. One that is gone already is no error.
+        """Delete the history before a revision, for all users of the cluster. A compacted revision is no error.
 
         Raises:
-            EtcdUnavailable: No member answered in time.
-            EtcdRefused: The user may not, for example.
+            EtcdUnavailable: No member replied in time.
+            EtcdRefused: etcd refused it, for example because the user may not do it.
         """
         request = kv_pb2.CompactionRequest(revision=revision)
         with suppress(Compacted):
             await self.members.call_repeatedly("/etcdserverpb.KV/Compact", request, kv_pb2.CompactionResponse)
 
     async def versions(self) -> dict[str, str]:
-        """The version of each member that answers, by its endpoint; empty where our user may not ask."""
+        """Return the version of each member that replies, by its endpoint; empty if the user has no right to it."""
 
         return {where: status.version for where, status in (await statuses(self)).items()}
 
@@ -319,23 +319,23 @@ class EtcdClient:
         await self.members.close()
 
 
-# ---- What the members of a cluster say of themselves: too old, nearly full, in trouble.
+# ---- Status of the members of a cluster: too old, nearly full, with alarms.
 
 
 OLDEST = (3, 4, 0)
-"""What we can work with at all."""
+"""The oldest version that works at all."""
 
 RECOMMENDED = (3, 6, 9)
-"""Older ones have known faults, which we work around or which are rare."""
+"""Older versions have known faults, which are rare or have workarounds here."""
 
-# etcd's default for --quota-backend-bytes, which servers before 3.6 don't tell.
+# etcd's default for --quota-backend-bytes, which servers before 3.6 do not report.
 _DEFAULT_QUOTA = 2 * 1024**3
 _NEARLY_FULL = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One member. `version` empty: our user may not ask; `quota` 0: it doesn't say; `alarms` are for people."""
+    """One member. `version` empty: the user has no right to it; `quota` 0: not reported; `alarms` are for people."""
 
     version: str
     db_size: int
@@ -345,11 +345,11 @@ class MemberStatus:
 
 
 async def statuses(client: EtcdClient) -> dict[str, MemberStatus]:
-    """Each member that answers, by its endpoint.
+    """Return the status of each member that replies, by its endpoint.
 
     Raises:
-        EtcdUnavailable: None does.
-        EtcdRefused: What answers is no etcd, or won't let us in.
+        EtcdUnavailable: No member replied.
+        EtcdRefused: The server is not etcd, or refused access.
     """
     members = client.members
     asked = [_status(client, index) for index in range(len(members.connections))]
@@ -380,13 +380,13 @@ async def _status(client: EtcdClient, index: int) -> MemberStatus:
             maintenance_pb2.StatusRequest(),
             maintenance_pb2.StatusResponse,
             timeout=members.attempt_timeout,
-            # A member that has none still knows its version.
+            # A member without a leader still knows its version.
             leader=False,
         )
     except EtcdRefused as error:
         if error.reason is not Reason.PERMISSION_DENIED:
             raise
-        # Late releases of 3.5 answer that to root only.
+        # Late releases of 3.5 return the status to root only.
         return MemberStatus("", 0, 0, (), learner=False)
     alarms = tuple(text.strip() for text in response.errors if "alarm" in text)
     return MemberStatus(
@@ -395,7 +395,7 @@ async def _status(client: EtcdClient, index: int) -> MemberStatus:
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
-    """The numbers of a version like 3.6.0-rc.1; None: it is none."""
+    """Return the numbers of a version like 3.6.0-rc.1; None: it is not a version."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if match is None:
         return None
@@ -403,10 +403,10 @@ def parse_version(text: str) -> tuple[int, int, int] | None:
 
 
 def advice(found: dict[str, MemberStatus]) -> list[str]:
-    """What an operator should be told of the members, one line each.
+    """Return warnings about the members for an operator, one line each.
 
     Raises:
-        EtcdRefused: One is older than what we can work with.
+        EtcdRefused: A member is older than the oldest version that works.
     """
     lines: list[str] = []
     for where, status in found.items():
@@ -416,9 +416,7 @@ def advice(found: dict[str, MemberStatus]) -> list[str]:
                 Reason.NOT_ETCD, f"{where}: etcd {status.version} is too old: 3.4 or newer is needed"
             )
         if not status.version:
-            lines.append(
-                f"{where}: this user may not ask etcd for its version: see that it is 3.6.9 or newer"
-            )
+            lines.append(f"{where}: this user may not read etcd's version: check that it is 3.6.9 or newer")
         elif version is None or version < RECOMMENDED:
             lines.append(
                 f"{where}: etcd {status.version} is older than recommended: upgrade to 3.6.9 or newer"
@@ -426,20 +424,20 @@ def advice(found: dict[str, MemberStatus]) -> list[str]:
         quota = status.quota or _DEFAULT_QUOTA
         if status.db_size > _NEARLY_FULL * quota:
             lines.append(
-                f"{where}: the database has {status.db_size >> 20} MiB of {quota >> 20} MiB, at which etcd takes no"
+                f"{where}: the database has {status.db_size >> 20} MiB of {quota >> 20} MiB, at which etcd accepts no"
                 " more writes: compact and defragment it, or raise --quota-backend-bytes"
             )
         if status.learner:
-            lines.append(f"{where}: this member is a learner, which answers few requests: name a voting one")
+            lines.append(f"{where}: this member is a learner, which serves few requests: name a voting one")
         lines.extend(f"{where}: etcd has raised an alarm: {alarm}" for alarm in status.alarms)
     return lines
 
 
 async def check_versions(client: EtcdClient) -> list[str]:
-    """Look at every member that answers; what an operator should be told, one line each.
+    """Check every member that replies; return warnings for an operator, one line each.
 
     Raises:
-        EtcdUnavailable: None answers.
-        EtcdRefused: One is too old, or won't let us in.
+        EtcdUnavailable: No member replied.
+        EtcdRefused: A member is too old, or refused access.
     """
     return advice(await statuses(client))

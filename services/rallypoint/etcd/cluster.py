@@ -1,4 +1,4 @@
-"""The connection to one member of the cluster."""
+"""Connections to the members of a cluster, the user's token, and calls with retries over all members."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Metadata: TypeAlias = Sequence[tuple[str, str]]
 _T = TypeVar("_T")
 
 MAX_RECEIVED_BYTES = 256 * 1024 * 1024
-"""Of one message: pages of keys stay far below it, whatever their values."""
+"""Limit for one message: pages of keys are far smaller, with values of any size."""
 
 _OURS = {
     # etcd ends connections that ping more often than every 5 s, or at all while no call is open.
@@ -39,16 +39,16 @@ _OURS = {
     "grpc.keepalive_timeout_ms": 5_000,
     "grpc.keepalive_permit_without_calls": 0,
     "grpc.max_receive_message_length": MAX_RECEIVED_BYTES,
-    # The server has the last word on what is too large: it may have been told to take more.
+    # The server decides which messages are too large: its limit may have been raised.
     "grpc.max_send_message_length": -1,
 }
 _ARGUMENTS = tuple({**dict(CLIENT_ARGUMENTS), **_OURS}.items())
 
-# A name may stand for all members: every other call then goes to another one, so that none that hangs gets all.
+# A name may resolve to all members: every other call then goes to another one, so that a hung member does not get all.
 _OF_A_NAME = (("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),)
 
-# Seconds: a call fails at once on a connection that can't be made, unless another attempt has just begun.
-_CAUSE_PATIENCE = 0.1
+# Seconds: on a connection that cannot be made a call fails at once, unless another attempt has just begun.
+_CAUSE_TIMEOUT = 0.1
 
 _READY = grpc.ChannelConnectivity.READY
 _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -74,8 +74,8 @@ class EtcdChannel:
         """Wait until it is connected.
 
         Raises:
-            EtcdUnavailable: It isn't, and can't be now or in that many seconds. Nothing was sent.
-            ClientClosed: It never will be.
+            EtcdUnavailable: It cannot connect, or not in that many seconds. Nothing was sent.
+            ClientClosed: The client was closed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -88,7 +88,7 @@ class EtcdChannel:
                 self._obstacle = cause + self._advice(cause)
                 raise EtcdUnavailable(f"{self.where}: can't connect: {self._obstacle}", unsent=True)
             if self._change is None or self._change.done():
-                # One for all that wait: gRPC forgets none of them before the state has changed.
+                # One task for all that wait: gRPC keeps every such wait until the state has changed.
                 self._change = asyncio.ensure_future(self._channel.wait_for_state_change(state))
             remaining = deadline - loop.time()
             if remaining <= 0 or not (await asyncio.wait({self._change}, timeout=remaining))[0]:
@@ -99,25 +99,25 @@ class EtcdChannel:
         self._obstacle = ""
 
     async def _cause(self) -> str:
-        """Why it can't connect, which gRPC tells calls only: one that does nothing, should it get through."""
+        """Return why it cannot connect. gRPC reports that to calls only: make one that changes nothing."""
         path, answer = "/etcdserverpb.Maintenance/Status", maintenance_pb2.StatusResponse
         try:
-            await self.unary(path, maintenance_pb2.StatusRequest(), answer, _CAUSE_PATIENCE, ())
+            await self.unary(path, maintenance_pb2.StatusRequest(), answer, _CAUSE_TIMEOUT, ())
         except EtcdError as error:
             return str(error).removeprefix(f"{self.where}: ")
-        return "it did a moment ago"
+        return "a moment ago it could"
 
     def _advice(self, cause: str) -> str:
-        """What may be wrong where the two sides mean different things by the security of a connection."""
+        """Return the likely reason if the two sides disagree about the security of the connection."""
         said, names = cause.lower(), self._credentials.names
         if self._shown is None:
-            return "; perhaps it speaks TLS: etcds:// then" if "socket closed" in said else ""
+            return "; it may use TLS: then give etcds://" if "socket closed" in said else ""
         if "handshake read failed" in said:
-            return "; perhaps it speaks no TLS: etcd:// then, and no certificates"
+            return "; it may not use TLS: then give etcd:// and no certificates"
         if "tsi_data_corrupted" in said:
-            return f"; perhaps it wants a certificate of ours that it knows: {names.certificate}, {names.key}"
+            return f"; it may require a client certificate that it knows: {names.certificate}, {names.key}"
         if "certificate_verify_failed" in said:
-            return f"; perhaps its certificate is of an authority of its own: {names.authorities}"
+            return f"; its certificate may need another authority: {names.authorities}"
         return ""
 
     def _open(self) -> grpc.aio.Channel:
@@ -127,7 +127,7 @@ class EtcdChannel:
         return grpc.aio.secure_channel(self._endpoint.target, self._shown, options=options)
 
     async def _show_new_credentials(self) -> None:
-        """Begin anew with other credentials, if there are any. Nothing is under way on a channel that can't connect."""
+        """Reconnect with new credentials, if there are any. A channel that cannot connect has no calls."""
         self._credentials.refresh()
         if self._credentials.current is self._shown:
             return
@@ -155,10 +155,10 @@ class EtcdChannel:
             raise ClientClosed from None
 
     def stream(self, path: str, answer: type[Message], metadata: Metadata) -> Any:
-        """Begin a stream both ways of the method at this path; await what it does in `outcome`, and cancel it.
+        """Begin a bidirectional stream of the method at this path; await its operations in `outcome`, and cancel it.
 
         Raises:
-            ClientClosed: There can be none.
+            ClientClosed: The client was closed.
         """
         call = self._calls.get(path)
         if call is None:
@@ -171,20 +171,20 @@ class EtcdChannel:
             raise ClientClosed from None
 
     async def outcome(self, doing: Awaitable[_T]) -> _T:
-        """What comes of something that a call does.
+        """Return the result of an operation of a call.
 
         Raises:
-            EtcdError: In our words, what went wrong.
+            EtcdError: The failure, as one of our errors.
         """
         try:
             return await doing
         except grpc.aio.AioRpcError as error:
             raise of_call(error, self.where) from None
         except asyncio.InvalidStateError:
-            # The call was over before it was asked.
+            # The call was over before the operation began.
             raise EtcdUnavailable(f"{self.where}: the call has ended") from None
         except asyncio.CancelledError:
-            # gRPC also cancels whoever waits for a call that somebody else ends, with the client.
+            # gRPC also cancels a task that waits for a call which another task ends, together with the client.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
@@ -209,52 +209,52 @@ def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-# ---- The token that goes along with the calls of a user: asked for once, and again when it has become invalid.
+# ---- The token sent with the calls of a user: requested once, and again when it has become invalid.
 
 
 _PATH = "/etcdserverpb.Auth/Authenticate"
 
 
 class Tokens:
-    """One token for all members: they share it, until it dies of age or one of them restarts."""
+    """One token for all members: they share it, until it expires or one of them restarts."""
 
     def __init__(self, user: str, password: str) -> None:
-        """`user` empty: calls go without."""
+        """`user` empty: calls have no token."""
         self._user = user
         self._password = password
-        # None: to be asked for. Empty: none is needed.
+        # None: it must be requested. Empty: none is needed.
         self._token = None if user else ""
         self._request: asyncio.Task[str] | None = None
 
     @property
     def has_user(self) -> bool:
-        """Whether there can be another token."""
+        """True if another token can be requested."""
         return bool(self._user)
 
     async def get(self, connection: EtcdChannel, timeout: float, stale: str | None = None) -> str:
-        """The token to call with; empty: without one.
+        """Return the token for a call; empty: without one.
 
         Args:
-            connection: The member to ask, if that must be done.
-            timeout: Seconds that it may take.
-            stale: A token that was refused: not that one again.
+            connection: The member to request it from, if necessary.
+            timeout: Limit in seconds.
+            stale: A token that was refused: do not return it again.
 
         Raises:
-            EtcdUnavailable: There is no answer. Nothing else was sent.
+            EtcdUnavailable: There is no reply. Nothing else was sent.
             EtcdRefused: UNAUTHENTICATED: no such user, or another password.
         """
         if self._token is not None and (self._token != stale or not self._user):
             return self._token
         if self._request is None:
-            # Checking a password takes a server a tenth of a second: once is enough for all that wait.
+            # Checking a password takes a server a tenth of a second: one request serves all that wait.
             self._request = asyncio.ensure_future(self._authenticate(connection, timeout))
             self._request.add_done_callback(self._on_token)
-        asking = self._request
-        done, _ = await asyncio.wait({asking}, timeout=timeout)
-        if not done or asking.cancelled():
+        pending = self._request
+        done, _ = await asyncio.wait({pending}, timeout=timeout)
+        if not done or pending.cancelled():
             raise EtcdUnavailable(f"{connection.where}: no token after {timeout:g} s", unsent=True)
         try:
-            return asking.result()
+            return pending.result()
         except EtcdRefused:
             raise
         except EtcdError as error:
@@ -267,41 +267,41 @@ class Tokens:
         except EtcdRefused as error:
             if "authentication is not enabled" not in str(error):
                 raise
-            # It was turned off, or isn't turned on yet; when it is, calls without a token are refused.
+            # Authentication is off now; when it is turned on, calls without a token are refused.
             return ""
         return str(response.token)
 
-    def _on_token(self, asking: asyncio.Task[str]) -> None:
+    def _on_token(self, pending: asyncio.Task[str]) -> None:
         self._request = None
-        if not asking.cancelled() and asking.exception() is None:
-            self._token = asking.result()
+        if not pending.cancelled() and pending.exception() is None:
+            self._token = pending.result()
 
     def close(self) -> None:
-        """Let go of who waits."""
+        """Cancel the request and all that wait for it."""
         if self._request is not None:
             self._request.cancel()
 
 
-# ---- The members of a cluster: which of them is called, and when another is tried.
+# ---- The members of a cluster: the choice of the one to call, and of the next one after a failure.
 
 
 _Answer = TypeVar("_Answer", bound=Message)
 
-# A member without a leader then refuses at once, instead of holding a call until there is one again, and ends
-# streams on which nothing would come.
+# Makes a member without a leader refuse at once, instead of holding a call until there is a leader again, and end
+# streams on which nothing would arrive.
 _REQUIRE_LEADER = ("hasleader", "true")
 
 
 class Members:
-    """Connections to all members. One of them is called until it fails; then the next is, for everybody."""
+    """Connections to all members. One of them is called until it fails; then all callers use the next."""
 
     def __init__(self, address: EtcdAddress, pace: Pace, request_timeout: float) -> None:
-        """Connects when first used.
+        """Create the connections; they connect when first used.
 
         Args:
-            address: Where the members are.
-            pace: How time passes.
-            request_timeout: Seconds that a request may take over all of them.
+            address: The members.
+            pace: Clock, sleep and randomness.
+            request_timeout: Seconds for a request over all of them.
 
         Raises:
             TLSFileError: a TLS file is missing, unusable or does not match.
@@ -317,11 +317,11 @@ class Members:
 
     @property
     def current(self) -> EtcdChannel:
-        """The one that is called next."""
+        """The member that is called next."""
         return self.connections[self._current]
 
     def move_on(self, failed: EtcdChannel) -> None:
-        """Call the next member from now on, unless somebody has moved on from this one already."""
+        """Call the next member from now on, unless another caller has done that already."""
         if self.current is failed:
             self._current = (self._current + 1) % len(self.connections)
 
@@ -334,18 +334,18 @@ class Members:
         timeout: float | None = None,
         leader: bool = True,
     ) -> _Answer:
-        """Call a method that may be called twice, until a member answers.
+        """Call a method that may be repeated, until a member replies.
 
         Args:
-            path: Of the method.
+            path: Path of the method.
             request: Its argument.
-            answer: The kind of its answer.
+            answer: Type of its response.
             timeout: Seconds, instead of the client's.
-            leader: Whether a member that has no leader is to refuse.
+            leader: True if a member that has no leader must refuse.
 
         Raises:
-            EtcdUnavailable: None did in time.
-            EtcdError: It is refused.
+            EtcdUnavailable: No member replied in time.
+            EtcdError: etcd refused it.
         """
         attempts = MemberAttempts(self, self.request_timeout if timeout is None else timeout)
         while True:
@@ -364,8 +364,8 @@ class Members:
         """Send a request once, to a member that is connected.
 
         Raises:
-            EtcdUnavailable: The outcome is unknown, unless it says that nothing was sent.
-            EtcdError: It is refused.
+            EtcdUnavailable: The outcome is unknown, unless `unsent` is set.
+            EtcdError: etcd refused it.
         """
         attempts = MemberAttempts(self, self.request_timeout if timeout is None else timeout)
         while True:
@@ -389,11 +389,11 @@ class Members:
         timeout: float,
         leader: bool = True,
     ) -> _Answer:
-        """One attempt at one member, and another if it knew our token no more: it has done nothing then.
+        """Make one attempt at one member, and another if it no longer accepted the token: then it has done nothing.
 
         Raises:
-            EtcdUnavailable: The outcome is unknown, unless it says that nothing was sent.
-            EtcdError: It is refused.
+            EtcdUnavailable: The outcome is unknown, unless `unsent` is set.
+            EtcdError: etcd refused it.
         """
 
         async def send(token: str, remaining: float) -> _Answer:
@@ -405,16 +405,16 @@ class Members:
     async def with_token(
         self, connection: EtcdChannel, timeout: float, send: Callable[[str, float], Awaitable[_T]]
     ) -> _T:
-        """Send something with our token, and once more with another if the member refuses that one.
+        """Send a request with the token, and once more with a new token if the member refuses the first.
 
         Args:
             connection: The member.
-            timeout: Seconds for all of it.
-            send: Sends it with a token, within so many seconds.
+            timeout: Seconds for both attempts.
+            send: Sends it with a token, within a number of seconds.
 
         Raises:
-            EtcdUnavailable: There is no good token in time: nothing was done.
-            EtcdRefused: UNAUTHENTICATED: there is no such user, or none was given.
+            EtcdUnavailable: There was no valid token in time: nothing was done.
+            EtcdRefused: UNAUTHENTICATED: the user does not exist, or none was given.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout
@@ -432,7 +432,7 @@ class Members:
             raise EtcdUnavailable(str(error), unsent=True) from None
 
     def metadata(self, token: str, *, leader: bool = True) -> Metadata:
-        """What goes along with a call."""
+        """Return the metadata of a call."""
         return (*((_REQUIRE_LEADER,) if leader else ()), *((("token", token),) if token else ()))
 
     async def close(self) -> None:
@@ -442,10 +442,10 @@ class Members:
 
 
 class MemberAttempts:
-    """Attempts at one call over all members, until it has taken too long."""
+    """Attempts at one call over all members, within a time limit."""
 
     def __init__(self, members: Members, timeout: float) -> None:
-        """`timeout`: there are attempts for so many seconds from now."""
+        """Begin; `timeout`: seconds from now in which attempts are made."""
         self._members = members
         self._timeout = timeout
         self._deadline = members.pace.clock() + timeout
@@ -453,7 +453,7 @@ class MemberAttempts:
         self._failures = 0
 
     def remaining(self) -> float:
-        """Seconds until it has taken too long."""
+        """Seconds until the time limit."""
         return max(0.0, self._deadline - self._members.pace.clock())
 
     def timeout(self) -> float:
@@ -461,10 +461,10 @@ class MemberAttempts:
         return min(self.remaining(), self._members.attempt_timeout)
 
     async def failed(self, connection: EtcdChannel, error: EtcdUnavailable) -> None:
-        """Move on to the next member; wait a little when all have failed.
+        """Use the next member; pause when all have failed.
 
         Raises:
-            EtcdUnavailable: It has taken too long.
+            EtcdUnavailable: The time limit is over.
         """
         members = self._members
         members.move_on(connection)

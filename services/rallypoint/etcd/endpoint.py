@@ -1,7 +1,7 @@
-"""The URL of an etcd cluster, taken apart: `etcd://user:password@host:port,host:port/path?name=value`.
+"""The URL of an etcd cluster, parsed: `etcd://user:password@host:port,host:port/path?name=value`.
 
-What its path and its parameters mean is for those who read it. They also say where it was given, for messages, which
-never have a password in them.
+Callers define the meaning of its path and its parameters. They also pass `where`, the source of the URL for messages,
+which never contain a password.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rallypoint.rpc.logs import get_logger
 from rallypoint.rpc.tls import TLSFileError, client_credentials, file_stamp
 
 DEFAULT_PORT = 2379
-# The name of it, no password.
+# The name of the variable, not a password.
 PASSWORD_VARIABLE = "RALLYPOINT_ETCD_PASSWORD"  # noqa: S105
 CONTROL = re.compile(r"[\x00-\x20\x7f]")
 """A character that must be quoted in a URL."""
@@ -38,14 +38,14 @@ _NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a URL, all still quoted.
+    """Parts of a URL, all still quoted.
 
     Attributes:
-        scheme: What is before the `://`.
-        userinfo: What is before the @; empty: nothing.
+        scheme: The text before the `://`.
+        userinfo: The text before the @; empty: none.
         hosts: Separated by commas.
         path: With its slash; empty: there is none.
-        query: What follows the `?`.
+        query: The text after the `?`.
     """
 
     scheme: str
@@ -56,14 +56,14 @@ class Parts:
 
 
 def split_url(url: str, where: str) -> Parts:
-    """Take a URL apart.
+    """Split a URL into its parts.
 
     Args:
         url: With a scheme.
-        where: It was given, without its password.
+        where: Source of the URL for messages, without its password.
 
     Raises:
-        SettingError: It can't be told what is what in it; one line.
+        SettingError: Its parts cannot be distinguished; one line.
     """
     scheme, _, rest = url.partition("://")
     if CONTROL.search(url):
@@ -73,7 +73,7 @@ def split_url(url: str, where: str) -> Parts:
     rest, _, query = rest.partition("?")
     authority, slash, path = rest.partition("/")
     if "@" in path or "@" in query:
-        # What stands before it may be a part of a password, so none of it is taken for a host or a name.
+        # The text before it may be a part of a password, so none of it may be used as a host or a name.
         raise SettingError(
             f"{where} has an @ behind a / or ?: in a user, password or path write / as %2F, ? as %3F and @ as %40"
         )
@@ -89,17 +89,17 @@ def parse_query(
     aliases: Mapping[str, str] = _NO_ALIASES,
     otherwise: str = "",
 ) -> dict[str, str]:
-    """Read `name=value&name=value`.
+    """Parse `name=value&name=value`.
 
     Args:
-        text: It.
-        where: It was given.
-        known: The names that there are.
+        text: The query.
+        where: Source of the query for messages.
+        known: The valid names.
         aliases: Other spellings of them.
-        otherwise: Where other names belong; half a sentence.
+        otherwise: Hint for other names; half a sentence.
 
     Raises:
-        SettingError: It is not that; one line.
+        SettingError: The query is not valid; one line.
     """
     found: dict[str, str] = {}
     try:
@@ -120,10 +120,10 @@ def parse_query(
 
 
 def parse_hosts(hosts: str, where: str, expected: str) -> tuple[Endpoint, ...]:
-    """Read the members of a cluster: `host[:port][,...]`.
+    """Parse the members of a cluster: `host[:port][,...]`.
 
     Raises:
-        SettingError: They are no endpoints, or one is there twice; one line.
+        SettingError: They are not endpoints, or one occurs twice; one line.
     """
     found: list[Endpoint] = []
     for text in hosts.split(","):
@@ -142,10 +142,10 @@ def parse_hosts(hosts: str, where: str, expected: str) -> tuple[Endpoint, ...]:
 
 
 def parse_userinfo(text: str, where: str) -> tuple[str, str]:
-    """User and password of what is before the @; each may be empty.
+    """Return the user and password of the text before the @; each may be empty.
 
     Raises:
-        SettingError: There is a colon and nothing behind it.
+        SettingError: There is a colon and no password after it.
     """
     user, colon, password = text.partition(":")
     if colon and not password:
@@ -156,14 +156,14 @@ def parse_userinfo(text: str, where: str) -> tuple[str, str]:
 def complete_user(
     user: str, password: str, where: str, environment: Mapping[str, str], otherwise: str = ""
 ) -> tuple[str, str]:
-    """User and password, the password from the environment where none was given; both empty: nobody.
+    """Return user and password, the password from the environment if none was given; both empty: no user.
 
     Args:
-        user: As it was given.
-        password: Likewise.
-        where: They were given.
-        environment: Has a password in RALLYPOINT_ETCD_PASSWORD.
-        otherwise: How else one could be given; half a sentence.
+        user: As given.
+        password: As given.
+        where: Their source, for messages.
+        environment: May have a password in RALLYPOINT_ETCD_PASSWORD.
+        otherwise: Other ways to give a password; half a sentence.
 
     Raises:
         SettingError: There is one without the other; one line.
@@ -171,7 +171,7 @@ def complete_user(
     if not user:
         if password:
             raise SettingError(f"{where} has a password and no user before the @")
-        # A variable that is set for another cluster is no mistake here.
+        # A variable that is set for another cluster is not a mistake here.
         return "", ""
     password = password or environment.get(PASSWORD_VARIABLE, "")
     if not password:
@@ -179,7 +179,7 @@ def complete_user(
     return user, password
 
 
-# ---- Where etcd is, and who we are to it, as one URL.
+# ---- The address of etcd and our user, as one URL.
 
 
 DEFAULT_PREFIX = "/rallypoint"
@@ -189,24 +189,24 @@ _TLS_FILES = ("ca", "cert", "key")
 _TLS_NAMES = FileNames("cert of the etcd URL", "key of the etcd URL", "ca of the etcd URL")
 _SECONDS = ("request-timeout", "attempt-timeout")
 _QUERY = (*_TLS_FILES, "user", "password-file", *_SECONDS)
-# Longer ones would eat into what a transaction may hold, which has many keys.
+# Longer ones would use up the bytes of a transaction, which has many keys.
 _LONGEST_PREFIX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdAddress:
-    """Where etcd is, and who we are to it.
+    """The address of etcd and our user.
 
     Attributes:
-        endpoints: Members of one cluster, at least one. All of them, so that it doesn't matter which is down.
-        prefix: Of all keys; begins with a slash and doesn't end with one.
+        endpoints: Members of one cluster, at least one. Give all of them, so that any of them may be down.
+        prefix: Prefix of all keys; begins with a slash and does not end with one.
         tls: None for plaintext.
         user: Empty: none.
         password: Of that user. Never shown.
-        request_timeout: Seconds that a request may take over all endpoints. Longer rides out slower elections;
-            shorter tells callers sooner that there is no etcd.
-        attempt_timeout: Seconds that it may take at one endpoint. Longer suits slow disks; shorter gets away
-            sooner from a member that hangs.
+        request_timeout: Seconds for a request over all endpoints. Longer survives slower elections; shorter gives
+            callers an earlier error if there is no etcd.
+        attempt_timeout: Seconds for a request at one endpoint. Longer suits slow disks; shorter leaves a member
+            that hangs sooner.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -224,15 +224,15 @@ class EtcdAddress:
 
 
 def parse_address(url: str, environment: Mapping[str, str] = os.environ) -> EtcdAddress:
-    """Reads the URL of an etcd cluster.
+    """Parse the URL of an etcd cluster.
 
     `etcd://[user[:password]@]host[:port][,host[:port]...][/prefix][?name=value&...]`. `etcds://` is TLS, with the
     public roots unless `ca` names others; so is any URL with a `ca` or a `cert`. Names: `ca`, `cert`, `key`
     (PEM files), `user`, `password-file`, `request-timeout`, `attempt-timeout` (seconds). The password is that
-    of the URL, or of the file, or of RALLYPOINT_ETCD_PASSWORD, in this order; in the URL it stands in `ps`.
+    of the URL, or of the file, or of RALLYPOINT_ETCD_PASSWORD, in this order; in the URL, `ps` shows it.
 
     Raises:
-        SettingError: It is no such URL. The message never has the password in it.
+        SettingError: It is not such a URL. The message never contains the password.
     """
     scheme, separator, _ = url.partition("://")
     shown = without_password(url)
@@ -281,10 +281,10 @@ def _user(
 
 def _password_in(path: Path, where: str) -> str:
     try:
-        # An editor leaves a newline behind, which is no part of the password.
+        # An editor adds a newline at the end, which is no part of the password.
         password = path.read_text().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "is no text"
+        cause = error.strerror if isinstance(error, OSError) else "is not a text file"
         raise SettingError(f"{where}: password-file {path}: {cause}") from None
     if not password:
         raise SettingError(f"{where}: password-file {path} is empty")
@@ -311,7 +311,7 @@ def _seconds(name: str, text: str, where: str) -> float:
     return seconds
 
 
-# ---- TLS credentials from files that may be replaced while we run, as those who issue short-lived certificates do.
+# ---- TLS credentials from files that may be replaced at run time, as issuers of short-lived certificates do.
 
 
 log = get_logger(__name__)
@@ -320,7 +320,7 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class Credentials:
-    """What to connect with. gRPC can't exchange it under a channel, so that `current` is for the next one."""
+    """The credentials for connections. gRPC cannot exchange those of a channel, so `current` is for the next one."""
 
     def __init__(self, tls: ClientTLS | None) -> None:
         """`tls`: None for plaintext.
@@ -330,12 +330,12 @@ class Credentials:
         """
         self._tls = tls
         self.names = tls.names if tls is not None else FileNames()
-        """What the files are called where they were given, for messages."""
+        """Names of the files in messages."""
         self._stamp = self._read()
         self.current: grpc.ChannelCredentials | None = None if tls is None else client_credentials(tls)
 
     def refresh(self) -> None:
-        """Read the files again if they were replaced; those that are no good (half written, say) change nothing."""
+        """Read the files again if they were replaced; unusable files (half written, for example) change nothing."""
         stamp = self._read()
         if self._tls is None or stamp == self._stamp:
             return
@@ -343,9 +343,7 @@ class Credentials:
         try:
             self.current = client_credentials(self._tls)
         except TLSFileError as error:
-            log.warning(
-                "TLS files for etcd changed and are unusable; staying with the old ones", cause=str(error)
-            )
+            log.warning("TLS files for etcd changed and are unusable; keeping the old ones", cause=str(error))
 
     def _read(self) -> Stamp:
         if self._tls is None:

@@ -1,4 +1,4 @@
-"""What goes wrong with etcd: to try again, refused for a reason, or too late."""
+"""Errors of etcd: unavailable, refused for a reason, or compacted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import grpc.aio
 
 
 class EtcdError(Exception):
-    """etcd couldn't do, or didn't do, what it was asked to."""
+    """A request to etcd failed, or its outcome is unknown."""
 
 
 class EtcdUnavailable(EtcdError):
-    """No answer, or one that says to try again.
+    """No reply, or one that permits a retry.
 
     Attributes:
-        unsent: It is certain that nothing was done. Otherwise a request that changes something may have had its
+        unsent: True if nothing was done for certain. Otherwise a request that changes something may have had its
             effect, or may still have it.
     """
 
@@ -27,26 +27,26 @@ class EtcdUnavailable(EtcdError):
 
 
 class Reason(StrEnum):
-    """Why etcd refuses a request."""
+    """The reason why etcd refuses a request."""
 
     TOO_LARGE = "TOO_LARGE"
-    """The request has more bytes than the server takes (--max-request-bytes, 1.5 MiB)."""
+    """The request has more bytes than the server accepts (--max-request-bytes, 1.5 MiB)."""
     TOO_MANY_OPERATIONS = "TOO_MANY_OPERATIONS"
-    """The transaction has more operations than the server takes (--max-txn-ops, 128)."""
+    """The transaction has more operations than the server accepts (--max-txn-ops, 128)."""
     NO_SPACE = "NO_SPACE"
     """The server's database is full (--quota-backend-bytes): it only reads and deletes now."""
     PERMISSION_DENIED = "PERMISSION_DENIED"
-    """The user may not touch these keys."""
+    """The user may not access these keys."""
     UNAUTHENTICATED = "UNAUTHENTICATED"
     """No user was given, or the password is wrong."""
     LEASE_NOT_FOUND = "LEASE_NOT_FOUND"
     """The lease has ended."""
     CORRUPT = "CORRUPT"
-    """The members' databases differ from each other: the server takes no requests."""
+    """The members' databases differ from each other: the server accepts no requests."""
     NOT_ETCD = "NOT_ETCD"
-    """What answers is no etcd server, or one before 3.4."""
+    """The server is not etcd, or older than 3.4."""
     INVALID = "INVALID"
-    """Anything else that the server won't do: a mistake of ours."""
+    """Any other refusal: a mistake of ours."""
 
 
 REMEDIES: Mapping[Reason, str] = {
@@ -55,16 +55,16 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.TOO_MANY_OPERATIONS: "raise etcd's --max-txn-ops to 128, its default, or more",
     Reason.PERMISSION_DENIED: "grant the user readwrite on all keys with the prefix of the etcd URL",
     Reason.UNAUTHENTICATED: "give a user and password that etcd knows",
-    Reason.CORRUPT: "mend the cluster: see etcd's documentation on data corruption",
+    Reason.CORRUPT: "repair the cluster: see etcd's documentation on data corruption",
 }
-"""What an operator can do about a refusal, where there is something."""
+"""The action of an operator after a refusal, if there is one."""
 
 
 class EtcdRefused(EtcdError):
-    """etcd refuses, and would again. Nothing was done.
+    """etcd refuses a request, and would refuse it again. Nothing was done.
 
     Attributes:
-        reason: Why.
+        reason: The reason.
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -73,29 +73,29 @@ class EtcdRefused(EtcdError):
 
 
 class Compacted(EtcdError):
-    """What was asked for at an old revision is gone: read everything anew.
+    """The requested old revision is compacted: read everything again.
 
     Attributes:
-        revision: The oldest that is still there; 0 if the server didn't say.
+        revision: The oldest that still exists; 0 if the server did not report it.
     """
 
     def __init__(self, revision: int) -> None:
-        since = f": what it has begins at {revision}" if revision else ""
-        super().__init__(f"etcd has compacted that revision away{since}")
+        since = f": its data begin at revision {revision}" if revision else ""
+        super().__init__(f"etcd has compacted the requested revision{since}")
         self.revision = revision
 
 
 class ClientClosed(EtcdError):
-    """The client was closed, by ourselves."""
+    """This process closed the client."""
 
     def __init__(self) -> None:
         super().__init__("the client of etcd is closed")
 
 
 class TokenRefused(EtcdError):
-    """A token is not accepted, or is missing. Nothing was done. With another one, the same call may do.
+    """A token is not accepted, or is missing. Nothing was done. With another token, the same call may succeed.
 
-    They die of age and with the memory of a member.
+    Tokens expire, and are lost when a member restarts.
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
@@ -103,11 +103,11 @@ class TokenRefused(EtcdError):
         self.reason = reason
 
     def final(self) -> EtcdRefused:
-        """The error if there is no other token."""
+        """Return the error to raise if there is no other token."""
         return EtcdRefused(self.reason, str(self))
 
 
-# What etcd says, by the part of the text that all versions from 3.4 to 3.6 share.
+# Parts of etcd's error texts that all versions from 3.4 to 3.6 share.
 _REFUSALS: tuple[tuple[str, Reason], ...] = (
     ("request is too large", Reason.TOO_LARGE),
     ("received message larger than max", Reason.TOO_LARGE),
@@ -120,10 +120,10 @@ _REFUSALS: tuple[tuple[str, Reason], ...] = (
     ("corrupt cluster", Reason.CORRUPT),
 )
 
-# The last: there was none, since there was no need for one before.
+# The last: the call had no token, because none was needed before.
 _TOKEN_GONE = ("invalid auth token", "auth store is old", "user name is empty")
 
-# Another member may do better, or the same one soon.
+# Another member may succeed, or the same one soon.
 _TRY_AGAIN = ("no leader", "not leader", "too many requests", "future revision")
 
 _REFUSED_CODES: dict[grpc.StatusCode, Reason] = {
@@ -141,10 +141,10 @@ _REFUSED_CODES: dict[grpc.StatusCode, Reason] = {
 
 
 def error_for(code: grpc.StatusCode, text: str, where: str) -> EtcdError:
-    """The error for a call's status.
+    """Return the error for a call's status.
 
     Args:
-        code: Of the status; anything that doesn't tell of a refusal is a connection that broke, or a server in
+        code: Of the status; any code that is not a refusal means a broken connection, or a server in
             trouble.
         text: Of the status.
         where: The endpoint, for people.
@@ -165,16 +165,16 @@ def error_for(code: grpc.StatusCode, text: str, where: str) -> EtcdError:
     return EtcdUnavailable(message)
 
 
-# What gRPC says of a request that it could not send on a stream. The server's own words for ending the stream, if that
-# is why, were still on their way, and are not to be had any more.
+# gRPC's text for a request that it could not send on a stream. The server's reason for ending the stream, if that
+# is the cause, had not arrived yet, and cannot be obtained any more.
 _NOT_SENT = "internal error from core"
 
 
 def of_call(error: grpc.aio.AioRpcError, where: str) -> EtcdError:
-    """The error for a call that failed."""
+    """Return the error for a call that failed."""
     text = error.details() or ""
     if error.code() is grpc.StatusCode.INTERNAL and text.lower() == _NOT_SENT:
         return EtcdUnavailable(
-            f"{where}: the stream ended before the request was sent: the member has no leader, or is gone"
+            f"{where}: the stream ended before the request was sent: the member has no leader, or is lost"
         )
     return error_for(error.code(), text, where)

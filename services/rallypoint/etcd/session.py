@@ -1,4 +1,4 @@
-"""A lease that is kept alive, and the certainty, by our own clock, that it is still ours."""
+"""A lease that is kept alive, and the certainty, by our own clock, that it is still held."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from rallypoint.rpc.pace import Pace
 
 log = get_logger(__name__)
 
-# Of the lease's time we count on so much less: clocks of two machines differ in rate by far less than this, and
-# what was allowed to be told must also have left before the lease can be another's.
+# Part of the lease's time that is not used: clocks of two machines differ in rate by far less than this, and a reply
+# that was permitted must also have been sent before another process can get the lease.
 _MARGIN = 0.05
 _LEAST_MARGIN = 0.1
-# Of the lease's time, how often it is prolonged, and how long a member gets before all are asked, those included that
-# hang: one that has passed a keep-alive on to a leader which vanished answers it no more, but another one as soon as
-# there is a leader. What is left of the lease's time is for the election, which may take two rounds of votes.
+# Parts of the lease's time: the interval of keep-alives, and the timeout of one member before all are called, including
+# those that hang: a member that has passed a keep-alive on to a leader which vanished never replies to it, but replies
+# to another one as soon as there is a leader. The rest is for the election, which may take two rounds of votes.
 _EVERY = 1 / 3
 _ATTEMPT = 1 / 12
-# Of the lease's time, the longest pause between two keep-alives of which the first was refused.
+# Part of the lease's time: the longest pause between two keep-alives of which the first was refused.
 _BACKOFF = 1 / 20
-# Seconds for the farewell: a lease that isn't revoked dies by itself.
+# Timeout for the revocation at the end, seconds: a lease that is not revoked expires by itself.
 _REVOKE = 2.0
 
 
 class SessionLost(EtcdError):
-    """The lease is another's, or could be."""
+    """Another process holds the lease, or could hold it."""
 
 
 class Session:
-    """A lease of etcd's, kept alive until it is closed or lost. Once lost, it stays so: begin another.
+    """An etcd lease, kept alive until it is closed or lost. A lost session stays lost: open a new one.
 
-    Why `held()` can be trusted. The lease lives for its TTL from when the leader handled a keep-alive, which was after
-    we sent it; so we count from the sending, by a clock that suspends don't stop, and count on a little less. But a
-    leader that was paused or cut off may answer though another has been elected, at which the lease may have ended
-    meanwhile. So a keep-alive counts only if a linearizable read, sent after its answer, finds the same term: no leader
-    of a later one had a majority before that read, hence the one that answered was still the leader when it did. A
-    later leader gives every lease its full TTL anew when it is elected.
+    Why `held()` can be trusted. The lease lives for its TTL from the moment when the leader handled a keep-alive, which
+    was after it was sent; so the TTL is counted from the sending, by a clock that suspends do not stop, less a margin.
+    But a leader that was paused or cut off may reply although another was elected, and the lease may have ended in the
+    meantime. So a keep-alive counts only if a linearizable read, sent after its reply, returns the same term: no leader
+    of a later term had a majority before that read, so the leader that replied was still the leader at that time. A
+    later leader gives every lease its full TTL again when it is elected.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Session:
         self._client = client
         self._clock = clock
         self._pace = pace
-        # When the last keep-alive that counts was sent.
+        # When the last valid keep-alive was sent.
         self._kept = sent
         self._lost = asyncio.Event()
         self._cause = ""
@@ -77,17 +77,17 @@ class Session:
         clock: Callable[[], float] = boot_time,
         pace: Pace | None = None,
     ) -> Session:
-        """Get a lease and begin to keep it alive.
+        """Create a lease and begin to keep it alive.
 
         Args:
-            client: Where from.
-            ttl: Seconds that it outlives us; etcd gives whole ones, and no fewer than its elections take.
-            clock: Seconds, counting on while the machine is suspended.
-            pace: How time passes between keep-alives.
+            client: The client of the cluster.
+            ttl: Seconds that the lease outlives this process; etcd rounds up, and has a minimum from its elections.
+            clock: Seconds, also counting while the machine is suspended.
+            pace: Sleep and randomness between keep-alives.
 
         Raises:
-            EtcdUnavailable: No member answered in time.
-            EtcdRefused: It is refused.
+            EtcdUnavailable: No member replied in time.
+            EtcdRefused: etcd refused it.
         """
         sent = clock()
         lease, granted = await client.grant(math.ceil(ttl))
@@ -98,11 +98,11 @@ class Session:
         return session
 
     def held(self) -> bool:
-        """Whether the lease is ours for certain."""
+        """True if the lease is held for certain."""
         return not self._lost.is_set() and self._clock() < self._deadline
 
     def check(self) -> None:
-        """Raises SessionLost if it is not."""
+        """Raise SessionLost if the lease is not held for certain."""
         if not self.held():
             cause = self._cause or f"it could not be kept alive for {self.ttl:g} s"
             raise SessionLost(f"the lease {self.lease:x} of this replica is lost: {cause}")
@@ -112,14 +112,16 @@ class Session:
         await self._lost.wait()
 
     async def close(self) -> None:
-        """Give the lease up: whoever waits for its keys to go need not wait for it to end. Bounded; never raises."""
+        """Revoke the lease, so that others need not wait until it expires. Limited in time; never raises."""
         self._lose("the session was closed")
         self._keeping.cancel()
         await asyncio.wait({self._keeping})
         try:
             await self._client.revoke(self.lease, timeout=_REVOKE)
         except EtcdError as error:
-            log.info("a lease was left to end by itself", lease=f"{self.lease:x}", cause=str(error))
+            log.info(
+                "a lease was not revoked and will expire by itself", lease=f"{self.lease:x}", cause=str(error)
+            )
 
     @property
     def _deadline(self) -> float:
@@ -136,32 +138,32 @@ class Session:
                 await self._pace.sleep(max(0.0, self._kept + self.ttl * _EVERY - self._clock()))
                 await self._prolong()
         except Exception:
-            # A bug must not leave whoever waits for the loss waiting for ever.
+            # A bug must not leave tasks that wait for the loss waiting for ever.
             log.exception("keeping a lease alive failed", lease=f"{self.lease:x}")
         self._lose(f"it could not be kept alive for {self.ttl:g} s")
 
     async def _prolong(self) -> None:
         """Send keep-alives until one counts, or the lease is lost: the first to one member, then to all.
 
-        One that takes long is not given up, since everything may be slow: another is sent besides.
+        A slow one is not cancelled, since everything may be slow: another is sent in addition.
         """
         members = self._client.members
         trying: set[asyncio.Task[bool]] = set()
-        asked = [members.current]
+        called = [members.current]
         try:
             while self.held():
                 current = members.current
-                latest = {asyncio.create_task(self._attempt(each)): each for each in asked}
+                latest = {asyncio.create_task(self._attempt(each)): each for each in called}
                 trying |= latest.keys()
-                patience = min(self.ttl * _ATTEMPT, self._deadline - self._clock())
+                timeout = min(self.ttl * _ATTEMPT, self._deadline - self._clock())
                 done, trying = await asyncio.wait(
-                    trying, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                    trying, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
                 )
                 if any(attempt.result() for attempt in done):
                     return
                 if any(latest.get(attempt) is current for attempt in trying):
-                    members.move_on(current)  # nobody else is to wait for a member that hangs
-                asked = members.connections
+                    members.move_on(current)  # no other caller is to wait for a member that hangs
+                called = members.connections
                 if done:
                     await self._pace.sleep((1 + self._pace.draw()) / 2 * self.ttl * _BACKOFF)
         finally:
@@ -171,15 +173,15 @@ class Session:
                 await asyncio.wait(trying)
 
     async def _attempt(self, connection: EtcdChannel) -> bool:
-        """Send one keep-alive to a member; whether it counts."""
+        """Send one keep-alive to a member; return True if it counts."""
         sent = self._clock()
         members = self._client.members
         try:
             renewal = await renew(members, connection, self.lease, self._deadline - sent)
             if renewal.ttl <= 0:
-                self._lose("etcd says that it has ended")
+                self._lose("etcd reports that it has ended")
                 return False
-            # Of the member that has just answered: another one may hang.
+            # From the member that has just replied: another one may hang.
             left = self._deadline - self._clock()
             if (term := await self._client.term(at=connection, timeout=left)) != renewal.term:
                 log.debug("a keep-alive does not count", lease=f"{self.lease:x}", of=renewal.term, now=term)
@@ -189,11 +191,11 @@ class Session:
             log.debug("a keep-alive failed", lease=f"{self.lease:x}", cause=str(error))
             return False
         except EtcdError as error:
-            # None ever will: the user's rights were taken away, for example.
+            # No later keep-alive will succeed either: the user's rights were removed, for example.
             self._lose(str(error))
             return False
         if not self.held():
-            # Whoever found it not held must not find it held again.
+            # A caller that found it not held must not find it held again.
             return False
         self._kept = max(self._kept, sent)
         return True

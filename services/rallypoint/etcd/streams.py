@@ -1,4 +1,4 @@
-"""Watching keys over whichever member answers, without a gap and without a repetition."""
+"""Watches over any member that replies, without gaps or repetitions; and keep-alives of leases."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rallypoint.etcd.values import Change, from_events
 
 _PATH = "/etcdserverpb.Watch/Watch"
 
-# Seconds without a word from the member after which it is asked for one: a member that hangs would otherwise be
-# noticed by gRPC's keep-alive only. Shorter notices sooner, at the price of a tiny message each way.
+# Seconds without a message from the member after which one is requested: otherwise only gRPC's keep-alive would
+# detect a member that hangs. Shorter detects it sooner, at the price of a tiny message each way.
 _SILENCE = 2.0
 
 
@@ -35,28 +35,30 @@ class _WatchStream:
         """Send a request.
 
         Raises:
-            EtcdUnavailable: The member doesn't take it.
+            EtcdUnavailable: The member does not read it.
         """
         try:
             async with asyncio.timeout(self._timeout):
                 await self._connection.outcome(self._call.write(request))
         except TimeoutError:
-            raise EtcdUnavailable(f"{self._connection.where}: a watch was not heard") from None
+            raise EtcdUnavailable(
+                f"{self._connection.where}: the member did not read a watch request"
+            ) from None
 
     async def read(self) -> watch_pb2.WatchResponse:
-        """The next message. A member that has none is asked to say so.
+        """Return the next message. A member that sends none is requested to send an empty one.
 
         Raises:
-            EtcdUnavailable: It says nothing.
+            EtcdUnavailable: It sends nothing.
             EtcdError: It has ended the stream.
         """
         if self._reading is None:
-            # On a task of its own: a read that is cancelled ends the call.
+            # In its own task: a read that is cancelled ends the call.
             self._reading = asyncio.ensure_future(self._connection.outcome(self._call.read()))
         if not await self._arrives(_SILENCE):
             await self.send(watch_pb2.WatchRequest(progress_request=watch_pb2.WatchProgressRequest()))
             if not await self._arrives(self._timeout):
-                raise EtcdUnavailable(f"{self._connection.where}: a watch heard nothing")
+                raise EtcdUnavailable(f"{self._connection.where}: the member sent nothing on a watch")
         reading, self._reading = self._reading, None
         response = reading.result()
         if response is grpc.aio.EOF:
@@ -68,29 +70,29 @@ class _WatchStream:
         return bool((await asyncio.wait({self._reading}, timeout=seconds))[0])
 
     def end(self) -> None:
-        """Give it up."""
+        """Cancel the stream."""
         self._call.cancel()
         if self._reading is not None:
             self._reading.cancel()
 
 
 class Position:
-    """How far a watch has come, and which changes may be told."""
+    """The progress of a watch, and the changes that may be returned."""
 
     def __init__(self, revision: int) -> None:
-        """`revision`: the first whose changes are told; 0: the next when the watch begins."""
+        """`revision`: the first whose changes are returned; 0: the next when the watch begins."""
         self.next_revision = revision
         self._held: list[Change] = []
 
     def broken(self) -> None:
-        """The stream is gone. What was held comes again, on another one."""
+        """Discard the changes of an incomplete revision: a new stream sends them again."""
         self._held = []
 
     def take(self, response: watch_pb2.WatchResponse) -> list[Change]:
-        """The changes that can be told after this message: all of whole revisions.
+        """Return the changes that are complete after this message: all of whole revisions.
 
-        Of a revision that a server tells in fragments, the rest may be lost with the connection; had a part been
-        told, it would have to be told twice.
+        The rest of a revision that a server sends in fragments may be lost with the connection; if a part had been
+        returned, it would have to be returned twice.
         """
         if not response.events:
             self._progress(response)
@@ -111,8 +113,8 @@ class Position:
             if self.next_revision == 0:
                 self.next_revision = revision + 1
         elif response.watch_id >= 0:
-            # Everything up to there was told, so that a compaction of it costs us nothing. An answer to our own
-            # question (-1) says so too, but servers before 3.5.8 say it before they tell the last changes.
+            # All changes up to there were sent, so that their compaction does not matter. The reply to our own
+            # request (-1) means the same, but servers before 3.5.8 send it before the last changes.
             self.next_revision = max(self.next_revision, revision + 1)
 
 
@@ -143,7 +145,7 @@ async def watch(
                 if changes:
                     yield changes
         except TokenRefused as error:
-            # Another token may do. If it doesn't, it is our rights, or the cluster's users were changed once more.
+            # Another token may work. If not, the user lacks the right, or the cluster's users were changed once more.
             if not members.tokens.has_user or (
                 stale is not None and error.reason is Reason.PERMISSION_DENIED
             ):
@@ -172,19 +174,19 @@ def _create(key: bytes, end: bytes, revision: int) -> watch_pb2.WatchRequest:
 
 
 def _check(response: watch_pb2.WatchResponse, where: str) -> None:
-    """Raises why the server has ended the watch, if it has."""
+    """Raise the reason why the server has ended the watch, if it has."""
     if response.compact_revision:
         raise Compacted(response.compact_revision)
     if not response.canceled:
         return
     error = error_for(grpc.StatusCode.UNKNOWN, response.cancel_reason, where)
     if isinstance(error, EtcdRefused) and error.reason is Reason.PERMISSION_DENIED:
-        # Servers before 3.5.3 say that of a token that they don't know, too.
+        # Servers before 3.5.3 send that for a token that they do not know, too.
         raise TokenRefused(error.reason, str(error))
     raise error
 
 
-# ---- Keeping a lease alive, one keep-alive at a time.
+# ---- Keep-alives of a lease, one at a time.
 
 
 _LEASE_PATH = "/etcdserverpb.Lease/LeaseKeepAlive"
@@ -192,11 +194,11 @@ _LEASE_PATH = "/etcdserverpb.Lease/LeaseKeepAlive"
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """The answer to a keep-alive.
+    """The reply to a keep-alive.
 
     Attributes:
-        ttl: Seconds that the lease lives from when the keep-alive was sent; 0: it has ended.
-        term: Of the leader, as the member that answered knew it before it asked that leader.
+        ttl: Lifetime of the lease in seconds, from when the keep-alive was sent; 0: it has ended.
+        term: Term of the leader, as known to the member that replied before it passed the keep-alive on.
     """
 
     ttl: float
@@ -204,13 +206,13 @@ class Renewal:
 
 
 async def renew(members: Members, connection: EtcdChannel, lease: int, timeout: float) -> Renewal:
-    """Send one keep-alive to a member, on a stream of its own.
+    """Send one keep-alive to a member, on its own stream.
 
-    A stream for each costs a lease little, and none is ever left on a member that has lost its leader.
+    A stream for each costs little, and none ever stays on a member that has lost its leader.
 
     Raises:
-        EtcdUnavailable: No answer in time; it may have been prolonged or not.
-        EtcdRefused: It is refused.
+        EtcdUnavailable: No reply in time; it may have been renewed or not.
+        EtcdRefused: etcd refused it.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -219,7 +221,7 @@ async def renew(members: Members, connection: EtcdChannel, lease: int, timeout: 
                 connection, timeout, lambda token, _: _renew(members, connection, lease, token)
             )
     except TimeoutError:
-        raise EtcdUnavailable(f"{connection.where}: no answer to a keep-alive for {timeout:g} s") from None
+        raise EtcdUnavailable(f"{connection.where}: no reply to a keep-alive for {timeout:g} s") from None
 
 
 async def _renew(members: Members, connection: EtcdChannel, lease: int, token: str) -> Renewal:
@@ -228,7 +230,7 @@ async def _renew(members: Members, connection: EtcdChannel, lease: int, token: s
         await connection.outcome(call.write(lease_pb2.LeaseKeepAliveRequest(id=lease)))
         response = await connection.outcome(call.read())
         if response is grpc.aio.EOF:
-            raise EtcdUnavailable(f"{connection.where}: a keep-alive was not answered")
+            raise EtcdUnavailable(f"{connection.where}: the stream ended without a reply to a keep-alive")
         return Renewal(float(response.ttl), response.header.raft_term)
     finally:
         call.cancel()

@@ -1,4 +1,4 @@
-"""What is asked of etcd and what it answers, as plain values."""
+"""Requests to etcd and its responses, as plain values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class KeyValue:
 
     Attributes:
         key: Never empty.
-        value: Empty where only keys were asked for.
-        create_revision: Revision of the store at which the key was last made: the fencing token of who made it.
+        value: Empty if only keys were requested.
+        create_revision: Revision of the store at which the key was last created: the fencing token of its creator.
         mod_revision: Revision at which it was last written.
-        version: Writes since it was made, from 1.
-        lease: With which it dies; 0: none.
+        version: Writes since its creation, from 1.
+        lease: The lease with which it ends; 0: none.
     """
 
     key: bytes
@@ -31,7 +31,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a range held at one revision, in the order of the keys."""
+    """The content of a range at one revision, in the order of the keys."""
 
     pairs: Sequence[KeyValue]
     revision: int
@@ -39,7 +39,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of one key. Of a deleted key, `pair` has the key and the revision of its deletion only."""
+    """One change of one key. For a deleted key, `pair` has only the key and the revision of its deletion."""
 
     pair: KeyValue
     deleted: bool
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class CreateRevision:
-    """Holds if the key was made at this revision; 0: if it isn't there."""
+    """Holds if the key was created at this revision; 0: if it does not exist."""
 
     key: bytes
     equals: int
@@ -56,7 +56,7 @@ class CreateRevision:
 
 @dataclass(frozen=True, slots=True)
 class ModRevision:
-    """Holds if the key was last written at this revision; 0: if it isn't there."""
+    """Holds if the key was last written at this revision; 0: if it does not exist."""
 
     key: bytes
     equals: int
@@ -67,7 +67,7 @@ Compare = CreateRevision | ModRevision
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Writes a key. `lease`: with which it dies; 0: none."""
+    """Writes a key. `lease`: the lease with which it ends; 0: none."""
 
     key: bytes
     value: bytes
@@ -76,7 +76,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Removes a key, or the keys from it up to and without `end`."""
+    """Removes a key, or the keys from it up to, and excluding, `end`."""
 
     key: bytes
     end: bytes = b""
@@ -84,7 +84,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Reads a key, or the keys from it up to and without `end`; at most `limit` of them if that isn't 0."""
+    """Reads a key, or the keys from it up to, and excluding, `end`; at most `limit` of them if that is not 0."""
 
     key: bytes
     end: bytes = b""
@@ -97,9 +97,9 @@ Operation = Put | Delete | Get
 
 @dataclass(frozen=True, slots=True)
 class Txn:
-    """Does `then` if everything in `when` holds and `otherwise` if not, as one step.
+    """Performs `then` if all conditions of `when` hold and `otherwise` if not, as one step.
 
-    A key may be put once only; etcd takes 128 operations and 1.5 MiB unless it was told otherwise.
+    A key may be put only once; etcd accepts 128 operations and 1.5 MiB by default.
     """
 
     when: Sequence[Compare]
@@ -109,11 +109,11 @@ class Txn:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """What came of a transaction.
+    """The result of a transaction.
 
     Attributes:
-        succeeded: Whether the conditions held.
-        revision: Of the store after it; the mod_revision of what it wrote.
+        succeeded: True if the conditions held.
+        revision: Revision of the store after it; the mod_revision of the keys that it wrote.
         found: The keys that each `Get` of the branch found, in order.
     """
 
@@ -123,7 +123,7 @@ class TxnResult:
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    """The end of the range of all keys with this prefix; all keys there are for an empty one."""
+    """Return the end of the range of all keys with this prefix; of all keys if it is empty."""
     kept = prefix.rstrip(b"\xff")
     if not kept:
         # etcd's notation for "to the last key".
@@ -131,11 +131,11 @@ def prefix_end(prefix: bytes) -> bytes:
     return kept[:-1] + bytes([kept[-1] + 1])
 
 
-# ---- Our values as etcd's messages, and back.
+# ---- Conversion of our values to etcd's messages, and back.
 
 
 def to_txn(txn: Txn) -> kv_pb2.TxnRequest:
-    """A transaction as it is sent."""
+    """Return a transaction as it is sent."""
     return kv_pb2.TxnRequest(
         compare=[_to_compare(each) for each in txn.when],
         success=[_to_operation(each) for each in txn.then],
@@ -144,7 +144,7 @@ def to_txn(txn: Txn) -> kv_pb2.TxnRequest:
 
 
 def from_txn(response: kv_pb2.TxnResponse) -> TxnResult:
-    """What came of it."""
+    """Return the result of a transaction."""
     return TxnResult(
         response.succeeded,
         response.header.revision,
@@ -157,12 +157,12 @@ def from_txn(response: kv_pb2.TxnResponse) -> TxnResult:
 
 
 def from_pairs(pairs: Sequence[kv_pb2.KeyValue]) -> list[KeyValue]:
-    """Keys as they were read."""
+    """Return keys that were read."""
     return [_from_pair(pair) for pair in pairs]
 
 
 def from_events(events: Sequence[watch_pb2.Event]) -> list[Change]:
-    """Changes as they were told."""
+    """Return changes that were received."""
     return [
         Change(_from_pair(event.kv), event.type == watch_pb2.Event.EVENT_TYPE_DELETE, event.kv.mod_revision)
         for event in events

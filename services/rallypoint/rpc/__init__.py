@@ -1,1 +1,1 @@
-"""What clients and servers share: endpoints, TLS, channels, errors on the wire, replicas and the calls to them."""
+"""Shared by clients and servers: endpoints, TLS, channels, errors on the wire, replicas and calls to them."""

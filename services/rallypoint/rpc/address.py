@@ -1,4 +1,4 @@
-"""One replica of a service as clients know it: an address, and the name that its certificate is asked for."""
+"""Addresses of the replicas of a service, resolved from its endpoints."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TypeAlias
 from rallypoint.rpc.endpoint import Endpoint, Endpoints
 
 RESOLVE_TIMEOUT = 5.0
-"""Seconds that the name service has to answer; a resolver's own patience is several times that."""
+"""Timeout of the name service, seconds; a resolver's own timeout is several times longer."""
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Finds the addresses of a host name, for a port; raises OSError where there are none."""
+"""Return the addresses of a host name, for a port; raise OSError if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address to connect to; two of the same address are the same.
+    """The address of one replica. Compares by `endpoint` alone.
 
     Attributes:
-        endpoint: The address, or a name that gRPC resolves.
-        listed: What the address was found for; the server's certificate must have its host.
+        endpoint: Host and port to connect to; the host may be a name that gRPC resolves.
+        listed: The configured endpoint that resolved to it; its host must be in the server's certificate.
     """
 
     endpoint: Endpoint
@@ -35,35 +35,35 @@ class Address:
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> Address:
-        """The place that an endpoint itself names."""
+        """Return the address of an endpoint that is not resolved."""
         return cls(endpoint, endpoint)
 
 
 async def addresses_of(host: str, port: int) -> Sequence[str]:
-    """The addresses of a host name, as the machine's resolver has them.
+    """Return the addresses of a host name from the system's resolver.
 
     Raises:
-        OSError: There are none, or the name service doesn't answer.
+        OSError: There are none, or the name service does not reply.
     """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 async def listed_addresses(endpoints: Endpoints, resolve: Resolve = addresses_of) -> list[Address]:
-    """All places that a list of endpoints stands for, in its order; each once.
+    """Return the addresses of all endpoints, in their order, without duplicates.
 
-    A name that can't be resolved stands for itself: gRPC, which asks again, says what is wrong with it.
+    A name that cannot be resolved is returned as it is: gRPC resolves it again and reports the error.
 
     Args:
-        endpoints: The list.
-        resolve: Finds addresses; has RESOLVE_TIMEOUT seconds.
+        endpoints: The endpoints.
+        resolve: Resolves one name; limited to RESOLVE_TIMEOUT.
     """
     found = await asyncio.gather(*(_addresses(endpoint, resolve) for endpoint in endpoints.endpoints))
-    return list(dict.fromkeys(place for places in found for place in places))
+    return list(dict.fromkeys(address for addresses in found for address in addresses))
 
 
 def has_name(endpoint: Endpoint) -> bool:
-    """Whether an endpoint is given by name, which may have several addresses, and other ones later."""
+    """True if an endpoint has a host name, which may resolve to several addresses, and to others later."""
     if endpoint.path is not None:
         return False
     try:
@@ -81,5 +81,5 @@ async def _addresses(endpoint: Endpoint, resolve: Resolve) -> list[Address]:
             addresses = await resolve(endpoint.host, endpoint.port)
     except (OSError, TimeoutError, UnicodeError):
         return [Address.of(endpoint)]
-    places = [Address(Endpoint(address, endpoint.port), endpoint) for address in addresses]
-    return places or [Address.of(endpoint)]
+    resolved = [Address(Endpoint(address, endpoint.port), endpoint) for address in addresses]
+    return resolved or [Address.of(endpoint)]

@@ -1,22 +1,22 @@
-"""How long a client waits between attempts."""
+"""Delays between the attempts of a client."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# First and longest back-off between two attempts, each drawn from 0 to that. The longest is what a client may
-# lose at worst after the service is back. Seconds.
+# Bounds of the first and the longest delay, seconds; each delay is drawn from 0 to its bound. The longest is the most
+# that a client loses after the service is back.
 FIRST_BACKOFF = 0.05
 LONGEST_BACKOFF = 2.0
 
 
 class Backoff:
-    """Seconds between attempts: each drawn from 0 to a bound that doubles, so that clients do not come all at once."""
+    """Delays between attempts, seconds: each drawn from 0 to a bound that doubles, so that clients spread out."""
 
     def __init__(
         self, draw: Callable[[], float], *, first: float = FIRST_BACKOFF, longest: float = LONGEST_BACKOFF
     ) -> None:
-        """Begin with the shortest.
+        """Begin with the first bound.
 
         Args:
             draw: Returns a number from 0 to 1.
@@ -28,7 +28,7 @@ class Backoff:
         self._longest = longest
 
     def reset(self) -> None:
-        """Begin with the shortest again: an attempt has succeeded."""
+        """Begin with the first bound again, after a successful attempt."""
         self._bound = self._first
 
     def next(self) -> float:

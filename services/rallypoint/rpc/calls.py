@@ -1,4 +1,4 @@
-"""Unary calls that may be repeated, to whichever replica of a service answers them."""
+"""Unary calls that may be repeated, to any replica of a service that replies to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.rpc.pace import Pace
 from rallypoint.rpc.replica_client import ReplicaClient, ReplicaConnection
 from rallypoint.rpc.selector import ReplicaSearch
 
-_TELL_AFTER = 10.0  # seconds without an answer after which whoever reads the log is told why nothing goes on
+_LOG_AFTER = 10.0  # seconds without a reply after which the client logs the reason
 
 _Stub = TypeVar("_Stub")
 _Response = TypeVar("_Response")
@@ -26,17 +26,17 @@ _log = get_logger(__name__)
 class Attempts:
     """The attempts at one call."""
 
-    def __init__(self, pace: Pace, timeout: float, service: str, board: ReplicaClient | None = None) -> None:
+    def __init__(self, pace: Pace, timeout: float, service: str, client: ReplicaClient | None = None) -> None:
         """Begin.
 
         Args:
-            pace: How time passes.
-            timeout: There are attempts for so many seconds from now.
-            service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
-            board: Where the service is; None: always the same place.
+            pace: Clock, sleep and randomness.
+            timeout: Seconds from now in which attempts are made.
+            service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
+            client: Client of the service's replicas; None: one fixed address.
         """
-        self._replicas = board
-        self._search: ReplicaSearch | None = board.search() if board is not None else None
+        self._replicas = client
+        self._search: ReplicaSearch | None = client.search() if client is not None else None
         self._pace = pace
         self._timeout = timeout
         self._service = service
@@ -49,20 +49,20 @@ class Attempts:
         return max(0.0, self._deadline - self._pace.clock())
 
     async def connection(self) -> ReplicaConnection:
-        """The way to whom to ask next.
+        """Return a connection to the next replica to call.
 
         Raises:
-            ServiceError: It could not be had; see ReplicaClient.connect.
+            ServiceError: There is no connection; see ReplicaClient.connect.
         """
-        assert self._replicas is not None, "whom to ask was said"
+        assert self._replicas is not None, "attempts without a replica client"
         assert self._search is not None
         return await self._replicas.connect(self._search, self.remaining())
 
     async def failed(self, error: ServiceError) -> None:
-        """Wait until the next attempt, which comes at once where another replica is to be asked.
+        """Wait until the next attempt; return at once if another replica is to be called.
 
         Raises:
-            ServiceError: There is none: `error`, if it is final, otherwise UNAVAILABLE for the reason of the service.
+            ServiceError: No attempt is left: `error` if it is final, otherwise UNAVAILABLE with the service's reason.
         """
         if not _is_retryable(error):
             raise error
@@ -86,33 +86,33 @@ def _is_retryable(error: ServiceError) -> bool:
     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return error.retry_after is not None
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        # Without a reason of the service's it is our own deadline, which ends the attempts by itself.
+        # Without a reason from the service it is our own deadline, which ends the attempts anyway.
         return error.reason == error.code.name
     return error.code in GONE
 
 
 class RetryingCalls(Generic[_Stub]):
-    """Calls of one service. Each is repeated until it is answered: only for what may be done twice."""
+    """Calls of one service. Each is repeated until the service replies, so it must be safe to repeat."""
 
     def __init__(
-        self, board: ReplicaClient, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
+        self, client: ReplicaClient, stub: Callable[[grpc.aio.Channel], _Stub], service: str, pace: Pace
     ) -> None:
         """Set up.
 
         Args:
-            board: Where the service is.
-            stub: Makes its stub.
-            service: What is called, in one word: "store" is refused with STORE_UNAVAILABLE in the end.
-            pace: How time passes.
+            client: Client of the service's replicas.
+            stub: Creates the service's stub.
+            service: Name of the service, one word: "store" gives the reason STORE_UNAVAILABLE at the end.
+            pace: Clock, sleep and randomness.
         """
-        self._replicas = board
+        self._replicas = client
         self._stub = stub
         self._service = service
         self._pace = pace
         self._outage_logged = False
 
     def attempts(self, timeout: float) -> Attempts:
-        """The attempts at something that begins now and may take so many seconds."""
+        """Return the attempts of an operation that begins now; `timeout` in seconds."""
         return Attempts(self._pace, timeout, self._service, self._replicas)
 
     async def call(
@@ -124,14 +124,14 @@ class RetryingCalls(Generic[_Stub]):
         *,
         waits: bool = False,
     ) -> _Response:
-        """Call a method until it answers; what it answers.
+        """Call a method until it replies; return the response.
 
         Args:
-            pick: The method, of a stub.
-            request: What it gets.
-            timeout: Seconds for it all.
+            pick: Returns the method of a stub.
+            request: The request.
+            timeout: Seconds for all attempts.
             before_attempt: Called before each attempt.
-            waits: The service may take its time; otherwise one that is silent is left for another.
+            waits: The service may take its time; otherwise the next replica is called after a timeout.
 
         Raises:
             ServiceError: See Attempts.failed.
@@ -141,25 +141,25 @@ class RetryingCalls(Generic[_Stub]):
         while True:
             before_attempt()
             try:
-                line = await attempts.connection()
+                connection = await attempts.connection()
             except ServiceError as no_connection:
                 error = no_connection
             else:
                 began_attempt = self._pace.clock()
                 try:
-                    response = await self._one(line, pick, request, attempts.remaining(), waits=waits)
-                    line.answered()
+                    response = await self._one(connection, pick, request, attempts.remaining(), waits=waits)
+                    connection.answered()
                     self._outage_logged = False
                     return response
                 except grpc.aio.AioRpcError as failure:
                     error = decode(failure)
                     ours = error.reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
-                    # A call that had less time than that knows nothing: others must not shun the place for it.
-                    if not ours or self._pace.clock() - began_attempt >= line.timeout:
-                        line.failed(error)
+                    # A call with less time than the timeout proves nothing: do not mark the replica for it.
+                    if not ours or self._pace.clock() - began_attempt >= connection.timeout:
+                        connection.failed(error)
                 finally:
-                    line.hang_up()
-            if not self._outage_logged and self._pace.clock() - began >= _TELL_AFTER:
+                    connection.hang_up()
+            if not self._outage_logged and self._pace.clock() - began >= _LOG_AFTER:
                 self._outage_logged = True
                 _log.warning(
                     "no answer yet, trying again",
@@ -171,18 +171,20 @@ class RetryingCalls(Generic[_Stub]):
 
     async def _one(
         self,
-        line: ReplicaConnection,
+        connection: ReplicaConnection,
         pick: Callable[[_Stub], Callable[..., Awaitable[_Response]]],
         request: Any,
         remaining: float,
         *,
         waits: bool,
     ) -> _Response:
-        timeout = remaining if waits else min(remaining, line.timeout)
-        return await pick(line.stub(self._stub))(request, timeout=timeout, wait_for_ready=line.alone)
+        timeout = remaining if waits else min(remaining, connection.timeout)
+        return await pick(connection.stub(self._stub))(
+            request, timeout=timeout, wait_for_ready=connection.alone
+        )
 
 
-# ---- A question to whichever replica of a service answers it, for those who wait no longer than they must.
+# ---- One operation at any replica that replies, for callers that wait no longer than necessary.
 
 
 _Answer = TypeVar("_Answer")
@@ -190,83 +192,90 @@ _Answer = TypeVar("_Answer")
 _NOTHING_DONE = frozenset({"NOT_OWNER", "NO_CONNECTION"})
 
 OUTCOME_UNKNOWN = "OUTCOME_UNKNOWN"
-"""Reason of the error where what must not be done twice may have been done, by a replica that was lost then."""
+"""Reason of the error if an operation that must not be repeated may have been done, by a replica that was then lost."""
 
 
 async def call_any(
-    board: ReplicaClient,
+    client: ReplicaClient,
     stub: Callable[[grpc.aio.Channel], _Stub],
-    question: Callable[[_Stub], Awaitable[_Answer]],
+    operation: Callable[[_Stub], Awaitable[_Answer]],
     *,
     repeatable: bool = True,
     pace: Pace | None = None,
 ) -> _Answer:
-    """Ask each replica until one answers; a run that has no owner just now is waited for. Bound it with a timeout.
+    """Call each replica until one replies; wait for a run that has no owner yet. Limit it with a timeout.
 
     Args:
-        board: Where the service is.
-        stub: Makes its stub.
-        question: Makes the calls; from the first again where a replica could not be reached.
-        repeatable: Whether it may be done twice. If not, only who surely did nothing is left for another.
-        pace: How time passes.
+        client: Client of the service's replicas.
+        stub: Creates the service's stub.
+        operation: Makes the calls; from the first one again if a replica could not be reached.
+        repeatable: True if it may be done twice. If not, the next replica is called only if this one surely did
+            nothing.
+        pace: Clock, sleep and randomness.
 
     Raises:
-        ServiceError: Every replica refused, or could not be reached: as the last of those had it that answered.
-            OUTCOME_UNKNOWN: one was lost with what must not be done twice.
+        ServiceError: Every replica refused or could not be reached; the error of the last replica that replied.
+            OUTCOME_UNKNOWN: a replica was lost during an operation that must not be repeated.
     """
     pace = pace or Pace()
-    search = board.search()
+    search = client.search()
     backoff = pace.backoff()
-    said: ServiceError | None = None
+    last_reply: ServiceError | None = None
     while True:
         try:
-            line = await board.connect(search)
+            connection = await client.connect(search)
         except ServiceError as no_connection:
             error = no_connection
         else:
             try:
-                if not (repeatable or line.alone or line.connected):
+                if not (repeatable or connection.alone or connection.connected):
                     raise ServiceError(
-                        grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", f"{line.address} takes no connection"
+                        grpc.StatusCode.UNAVAILABLE,
+                        "NO_CONNECTION",
+                        f"{connection.address} accepts no connection",
                     )
-                answer = await _call_once(line, line.stub(stub), question, repeatable=repeatable)
-                line.answered()
+                answer = await _call_once(connection, connection.stub(stub), operation, repeatable=repeatable)
+                connection.answered()
                 return answer
             except ServiceError as failure:
                 error = failure
-                line.failed(error)
-                # Who never was the owner did nothing. Any other end of a call, once it was sent, leaves that open.
-                lost = error.reason == "OWNERSHIP_LOST" or (not line.alone and error.code in GONE)
+                connection.failed(error)
+                # A replica that never was the owner did nothing. Any other end of a sent call is unclear.
+                lost = error.reason == "OWNERSHIP_LOST" or (not connection.alone and error.code in GONE)
                 if not repeatable and lost and error.reason not in _NOTHING_DONE:
                     raise ServiceError(
                         error.code,
                         OUTCOME_UNKNOWN,
-                        f"{line.address} was lost before it answered, so it may have been done ({error.message})",
+                        f"{connection.address} was lost before it answered, so it may have been done ({error.message})",
                     ) from None
             finally:
-                line.hang_up()
+                connection.hang_up()
         if error.reason not in UNHEARD:
-            said = error
+            last_reply = error
         if search.at_once:
             continue
         if error.reason not in MOVED:
-            # One that is there knows better what is wrong than that another one is not.
-            raise said or error
-        board.rest(search)
+            # An error from a replica that answered is more useful than a connection error: raise that one.
+            raise last_reply or error
+        client.rest(search)
         await pace.sleep((error.retry_after or 0.0) + backoff.next())
 
 
 async def _call_once(
-    line: ReplicaConnection, stub: _Stub, question: Callable[[_Stub], Awaitable[_Answer]], *, repeatable: bool
+    connection: ReplicaConnection,
+    stub: _Stub,
+    operation: Callable[[_Stub], Awaitable[_Answer]],
+    *,
+    repeatable: bool,
 ) -> _Answer:
-    patience = line.timeout if repeatable else float("inf")
+    timeout = connection.timeout if repeatable else float("inf")
     try:
-        async with asyncio.timeout(patience if patience < float("inf") else None) as bound:
-            return await question(stub)
+        async with asyncio.timeout(timeout if timeout < float("inf") else None) as bound:
+            return await operation(stub)
     except TimeoutError:
         if not bound.expired():
             raise
-        message = f"{line.address} gave no answer within {patience:g} s"
+        message = f"{connection.address} gave no answer within {timeout:g} s"
         raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ANSWER", message) from None
     except grpc.aio.AioRpcError as failure:
         raise decode(failure) from None

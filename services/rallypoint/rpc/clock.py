@@ -1,52 +1,51 @@
-"""The watchdog's own clock: it stands still while the watchdog was not watching.
+"""The watchdog's own clock: it stands still while the watchdog did not run.
 
-A watchdog that was paused (SIGSTOP, a starved machine, a paused VM) finds on waking that timers are overdue
-whose releases wait, unread, in its sockets. It must not accuse those workers. So deadlines are kept on a clock
-that leaves out the time of which the watchdog can tell that it slept through it. That moves every deadline at
-once, at no cost.
+When a watchdog was paused (SIGSTOP, a starved machine, a paused VM), timers are overdue after it, and their releases
+wait unread in its sockets. It must not report those workers. So deadlines are kept on a clock that leaves out the time
+in which the watchdog measurably did not run. That moves every deadline at once, at no cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Seconds by which sums of floats may be off.
+# Rounding error of sums of floats, seconds.
 _ROUNDING = 1e-6
-# Seconds from a pause to the first look after it. Half of it is the most by which another pause, right after the first,
-# may be forgiven too little.
+# Seconds from a pause to the first check after it. Half of it is the largest amount by which a second pause, right
+# after the first, may be compensated too little.
 _FIRST_LOOK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class LagSettings:
-    """How lag is measured and forgiven. All in seconds."""
+    """How lag is measured and compensated. All in seconds."""
 
-    # A wake-up this late is ordinary scheduling and forgives nothing. Default 0.1: twice the lateness that
-    # expiries may have, so that a busy machine doesn't slow the clock for good. Lower accuses less readily and
-    # expires later under load.
+    # A wake-up this late is ordinary scheduling and is not compensated. Default 0.1: twice the lateness that
+    # expiries may have, so that a busy machine does not slow the clock permanently. Lower gives fewer false expiries,
+    # and later ones under load.
     tolerance: float = 0.1
-    # The watchdog wakes at least this often while it has timers, only to notice whether it was stopped; oftener right
+    # The watchdog wakes at least this often while it has timers, only to detect its own pauses; more often right
     # after a pause, see WatchClock.next_look.
-    # Default 0.25: four wake-ups a second cost nothing. A pause is noticed short by at most this much.
+    # Default 0.25: four wake-ups a second cost nothing. A pause is measured too short by at most this much.
     pulse: float = 0.25
-    # What is forgiven beyond a measured lag of at least the pulse, though never more than the lag itself: the part
-    # of a pause that the pulse did not see, and time to read what waits in the sockets. Default 1. A shorter lag is
-    # a busy machine, not a pause, and comes again: doubled, it would make expiries late for nothing.
+    # Extra compensation for a lag of at least the pulse, but never more than the lag itself: for the part of a pause
+    # before the missed wake-up, and for time to read the messages in the sockets. Default 1. A shorter lag is a busy
+    # machine, not a pause, and comes again: doubled, it would make expiries late without a reason.
     settle: float = 1.0
 
 
 class WatchClock:
-    """Monotonic seconds, less those in which the watchdog was not watching.
+    """Monotonic seconds, less those in which the watchdog did not run.
 
-    A pause of at least twice the pulse is left out whole. The time h from its beginning to the look that was due is
-    hidden; the rest of its length P, at least a pulse, is measured and forgiven, with a grace on top that must make up
-    for h. Long after the pause before, the grace is `settle` or as much as was measured, each of which is at least h.
-    Soon after it, only half of the time watched since may be taken back. So looks are close together then: each is due
-    after as long as was watched before it, so that h, which is no longer than that, is at most half of what was watched
-    by the time of the look.
+    A pause of at least twice the pulse is left out whole. The time h from its beginning to the next planned check is
+    hidden; the rest of its length P, at least a pulse, is measured and compensated, plus a grace that must make up for
+    h. Long after the previous pause, the grace is `settle` or the measured time, each of which is at least h. Soon
+    after it, only half of the time watched since then may be taken back. So checks are close together then: each is due
+    after as long as was watched before it, so that h, which is no longer than that, is at most half of the time watched
+    until the check.
 
-    It may step back, by at most `settle`. It always gets on: of the time really watched, `settle` takes back at
-    most half, so a worker that hangs is accused even by a watchdog that stumbles for ever.
+    The clock may step back, by at most `settle`. It always advances: of the time really watched, `settle` takes back at
+    most half, so a worker that hangs is reported even by a watchdog that is paused again and again.
     """
 
     def __init__(self, now: float, settings: LagSettings) -> None:
@@ -56,20 +55,20 @@ class WatchClock:
 
     @property
     def forgiven(self) -> float:
-        """Seconds left out so far."""
+        """Seconds left out until now."""
         return self._forgiven
 
     def read(self, now: float) -> float:
-        """What this clock shows when the monotonic clock shows `now`."""
+        """Return the time of this clock when the monotonic clock is at `now`."""
         return now - self._forgiven
 
     def next_look(self, now: float) -> float:
-        """When to look next, by the monotonic clock, so that no pause from now on is forgiven too little."""
+        """Return when to check next, by the monotonic clock, so that every later pause is compensated in full."""
         watched = self.read(now) - self._settled_at
         return now + min(self._settings.pulse, max(_FIRST_LOOK, watched))
 
     def observe(self, now: float, due: float) -> float:
-        """Takes note that the watchdog wakes at `now` and meant to at `due`; returns the seconds forgiven."""
+        """Record that the watchdog wakes at `now` and planned to at `due`; return the seconds left out for it."""
         lag = now - due
         if lag <= self._settings.tolerance:
             return 0.0

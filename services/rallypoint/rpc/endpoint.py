@@ -1,4 +1,4 @@
-"""What an endpoint looks like: `host:port`, `[ipv6]:port` or `unix:/path`."""
+"""Endpoints (`host:port`, `[ipv6]:port` or `unix:/path`), and the settings of servers and clients."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# ---- What can be set on a server and on a client, as plain values, and the error for what cannot be honoured.
+# ---- Settings of a server and of a client, as plain values, and the error for a setting that cannot be applied.
 
 
 class SettingError(ValueError):
-    """A setting that cannot be honoured. Its text is one line for the person who chose the setting."""
+    """A setting that cannot be applied. Its text is one line for the person who chose the setting."""
 
 
 class ServiceStartError(SettingError):
-    """A server cannot start as it was told to: port in use, TLS files unusable, plaintext refused."""
+    """A server cannot start with its settings: port in use, TLS files unusable, plaintext refused."""
 
 
 class PortInUseError(ServiceStartError):
-    """Another program listens where a server is to."""
+    """Another program listens on the server's address."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """How one server process listens, logs and ends. Field `tls_cert` is the flag `--tls-cert`, and so on."""
+    """Settings of one server process. Field `tls_cert` is the flag `--tls-cert`, and so on."""
 
     host: str = "127.0.0.1"
     """Name or address to listen on, or `unix:/path` (then `port` is ignored). Only loopback and Unix sockets
     may go without TLS."""
 
     port: int = 0
-    """0 to 65535. 0 lets the kernel choose; `Server.address` then tells."""
+    """0 to 65535. 0 lets the kernel choose; `Server.address` then has the port."""
 
     tls_cert: Path | None = None
     """PEM certificate chain of the server, its own certificate first. Read again when the file changes."""
@@ -40,23 +40,23 @@ class ServerOptions:
     """PEM private key of `tls_cert`, not encrypted."""
 
     tls_client_ca: Path | None = None
-    """PEM certificates that must have signed a client's certificate. Given: clients without one are refused."""
+    """PEM certificates that must have signed a client's certificate. If set, clients without one are refused."""
 
     insecure: bool = False
-    """Allow plaintext on any address. Whoever can reach the port can then read and steer every run."""
+    """Allow plaintext on any address. Every client that can reach the port can then read and control every run."""
 
     drain_grace: float = 5.0
-    """Seconds that open calls get to end after SIGTERM. 5 stays below the 10 s after which `docker stop`
-    kills; longer makes restarts slower, shorter cuts more calls off."""
+    """Seconds that open calls get to end after SIGTERM. 5 is below the 10 s after which `docker stop` kills;
+    longer makes restarts slower, shorter cuts off more calls."""
 
     request_rate: float = 10_000.0
-    """Calls a second that one client (host, or /64 of IPv6) may begin; 0: any number. Over it: RESOURCE_EXHAUSTED,
+    """Calls a second that one client (host, or /64 of IPv6) may begin; 0: unlimited. Above it: RESOURCE_EXHAUSTED,
     TOO_MANY_REQUESTS. 10,000 is more than a process on one core serves, so that a thousand agents behind one address
-    never meet it: lower it where hosts that don't trust each other share a service."""
+    never reach it: lower it if hosts that do not trust each other share a service."""
 
     request_burst: int = 20_000
-    """Calls that one client may begin at once; at least 1. 20,000 are every node of the largest run, reconnecting
-    from one address."""
+    """Calls that one client may begin at once; at least 1. 20,000 are enough for every node of the largest run to
+    reconnect from one address."""
 
     log_level: str = "info"
     """debug, info, warning or error."""
@@ -67,7 +67,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """What TLS files are called where they were given, for messages."""
+    """Names of the TLS files in messages: the flags or settings that gave them."""
 
     certificate: str = "--tls-cert"
     key: str = "--tls-key"
@@ -76,25 +76,25 @@ class FileNames:
 
 @dataclass(frozen=True, slots=True)
 class ClientTLS:
-    """The files with which a client speaks TLS."""
+    """The TLS files of a client."""
 
     ca: Path | None = None
     """PEM certificates that must have signed the server's. None: the public roots that gRPC carries."""
 
     certificate: Path | None = None
-    """PEM certificate chain that this client shows (mutual TLS); goes with `key`."""
+    """PEM certificate chain that this client sends (mutual TLS); requires `key`."""
 
     key: Path | None = None
     """PEM private key of `certificate`, not encrypted."""
 
     names: FileNames = field(default=FileNames(), compare=False, repr=False)
-    """What the files are called where they were given."""
+    """Names of the files in messages."""
 
 
 _EXPECTED = "expected host:port, [ipv6]:port or unix:/path"
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
-# sun_path of Linux holds 108 bytes, the closing NUL included.
+# sun_path of Linux holds 108 bytes, including the final NUL.
 _LONGEST_SOCKET_PATH = 107
 
 
@@ -104,7 +104,7 @@ class EndpointError(SettingError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A place to connect to or to listen on: either `path`, or `host` (IPv6 without brackets) and `port`."""
+    """An address to connect to or to listen on: either `path`, or `host` (IPv6 without brackets) and `port`."""
 
     host: str
     port: int
@@ -117,7 +117,7 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """The same for gRPC, with an explicit scheme, so that an address is never looked up as a name."""
+        """Return it for gRPC, with an explicit scheme, so that an address is never resolved as a name."""
         if self.path is not None:
             return f"unix:{self.path}"
         try:
@@ -128,7 +128,7 @@ class Endpoint:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it: 127.0.0.0/8, ::1, localhost, a Unix socket."""
+        """True if only this machine can reach it: 127.0.0.0/8, ::1, localhost, a Unix socket."""
         if self.path is not None or self.host.lower() == "localhost":
             return True
         try:
@@ -138,26 +138,26 @@ class Endpoint:
 
 
 def without_password(text: str) -> str:
-    """An endpoint or URL as it was given, without the password that may be in it; for messages.
+    """Return an endpoint or URL without the password that may be in it; for messages.
 
-    What looks like a host may be a part of a password in which somebody forgot to quote a slash: all up to the last @
-    counts as one.
+    The part before the last @ counts as user and password, because a password may contain a slash that was not quoted
+    and looks like the end of a host.
     """
     scheme, mark, rest = text.partition("://") if "://" in text else ("", "", text)
-    userinfo, _, place = rest.rpartition("@")
+    userinfo, _, host = rest.rpartition("@")
     user, colon, _ = userinfo.partition(":")
-    shown = f"{scheme}{mark}{user}:***@{place}" if colon else text
+    shown = f"{scheme}{mark}{user}:***@{host}" if colon else text
     return re.sub(r"([?&]password=)[^&]*", r"\1***", shown)
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Reads an endpoint to connect to.
+    """Parse an endpoint to connect to.
 
     Args:
         text: `host:port`, `[ipv6]:port` or `unix:/path`; port 1 to 65535.
 
     Raises:
-        EndpointError: it is none of these; the message says what is wrong with it.
+        EndpointError: it is none of these; the message names the mistake.
     """
     if text.startswith("unix:"):
         return _socket(text)
@@ -179,14 +179,14 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def listening_endpoint(host: str, port: int) -> Endpoint:
-    """Reads where to listen.
+    """Parse an address to listen on.
 
     Args:
         host: a name or address (IPv6 with or without brackets), or `unix:/path`.
         port: 0 to 65535, 0 for one that the kernel chooses; ignored with `unix:`.
 
     Raises:
-        EndpointError: there cannot be such a place.
+        EndpointError: the address is not valid.
     """
     if host.startswith("unix:"):
         return _socket(host)
@@ -221,12 +221,12 @@ def _host(host: str, text: str) -> str:
     return host
 
 
-# ---- Where a service of several replicas is: a list of endpoints, as in `a:29400,b:29400,c:29400`.
+# ---- The endpoints of a service with several replicas: a list, as in `a:29400,b:29400,c:29400`.
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Places of one service, each once, in the order in which they were given; at least one."""
+    """Endpoints of one service, without duplicates, in the given order; at least one."""
 
     endpoints: tuple[Endpoint, ...]
 
@@ -235,32 +235,32 @@ class Endpoints:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach any of them."""
-        return all(place.loopback for place in self.endpoints)
+        """True if only this machine can reach all of them."""
+        return all(endpoint.loopback for endpoint in self.endpoints)
 
 
 def parse_endpoints(text: str) -> Endpoints:
-    """Reads where a service is.
+    """Parse the endpoints of a service.
 
     Args:
         text: One or more of `host:port`, `[ipv6]:port` and `unix:/path`, separated by commas. A name may have
-            several addresses. What is there twice counts once.
+            several addresses. Duplicates are dropped.
 
     Raises:
-        EndpointError: A part is none of these; the message says which, and what is wrong with it.
+        EndpointError: A part is none of these; the message names the part and the mistake.
     """
     parts = [part.strip() for part in text.split(",")]
-    # A password has no place here; of one that is given, no part is to be told as an endpoint of its own.
+    # An endpoint has no password; if one was given, no part of it may appear in a message as an endpoint.
     if len(parts) == 1 or ("@" in text and "unix:" not in text):
         return Endpoints((parse_endpoint(text),))
-    places = []
+    endpoints = []
     for number, part in enumerate(parts, 1):
         if not part:
             raise EndpointError(
                 f"endpoint {number} of {text!r} is empty, expected host:port,host:port and so on"
             )
         try:
-            places.append(parse_endpoint(part))
+            endpoints.append(parse_endpoint(part))
         except EndpointError as error:
             raise EndpointError(f"endpoint {number} of {len(parts)}: {error}") from None
-    return Endpoints(tuple(dict.fromkeys(places)))
+    return Endpoints(tuple(dict.fromkeys(endpoints)))

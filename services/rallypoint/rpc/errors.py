@@ -15,23 +15,23 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from rallypoint.rpc.endpoint import ClientTLS
 
 DOMAIN = "rallypoint"
-"""`google.rpc.ErrorInfo.domain` of every error that a service of Rallypoint answers with."""
+"""`google.rpc.ErrorInfo.domain` of every error of a Rallypoint service."""
 
-# A client drops an answer whose trailing metadata passes 8 KiB (gRPC's default), and with it the error. The
-# message travels twice, once percent-encoded (up to three bytes for one) and once with the details in base64
-# (four for three): 3 x 1000 + 4/3 x 3000 bytes stay clear of that.
+# A client drops a reply whose trailing metadata exceeds 8 KiB (gRPC's default), and loses the error. The message
+# is sent twice, once percent-encoded (up to three bytes for one) and once with the details in base64
+# (four for three): 3 x 1000 + 4/3 x 3000 bytes are clearly below that.
 _MESSAGE_BYTES = 1000
 _DETAILS_BYTES = 3000
 _VALUE_BYTES = 256
 
 
-# Codes that tell of a connection or a server that is gone, and perhaps soon back.
+# Codes that mean that a connection or a server is lost, and may soon be back.
 GONE = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
-        # Not by us: that would be asyncio's CancelledError. A server under a storm of connects drops calls with it.
+        # Not from this client: that would be asyncio's CancelledError. A server overloaded by connects sends it.
         grpc.StatusCode.CANCELLED,
-        # No service of ours answers with these two: they are broken connections that gRPC couldn't name better.
+        # No service of Rallypoint sends these two: gRPC reports some broken connections with them.
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
     }
@@ -39,18 +39,18 @@ GONE = frozenset(
 
 
 MOVED = frozenset({"NOT_OWNER", "OWNERSHIP_LOST"})
-"""Reasons of those who do not own what was asked for, and name who does, if they know it. With the second it may have
-been done all the same: the owner changed on the way."""
+"""Reasons of a replica that does not own the run; it names the owner if it knows it. With the second the request may
+have been carried out: the owner changed in the meantime."""
 
 
 UNHEARD = frozenset({grpc.StatusCode.UNAVAILABLE.name, "NO_CONNECTION", "NO_ANSWER"})
-"""Reasons that nobody gave who was asked: there was no answer. One who answers knows better what is wrong."""
+"""Reasons of errors that no replica sent: there was no reply. The error of a replica that replied is more useful."""
 
 
 class ServiceError(Exception):
-    """What a service answers instead of a result, and what its client raises when it gets that answer.
+    """The error that a service returns instead of a result, and that its client raises.
 
-    Raise it in a handler: the chassis sends it. Overlong texts are cut and surplus details left out on the way.
+    Raise it in a handler: the server sends it. Texts that are too long are cut, and surplus details left out.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class ServiceError(Exception):
         field_violations: Sequence[tuple[str, str]] = (),
         retry_after: float | None = None,
     ) -> None:
-        """Makes the error.
+        """Create the error.
 
         Args:
-            code: what a generic client should do. OK, UNKNOWN and INTERNAL are bugs when a handler raises them.
+            code: action for a generic client. OK, UNKNOWN and INTERNAL are bugs when a handler raises them.
             reason: UPPER_SNAKE, at most 63 characters; stable, for programs (`google.rpc.ErrorInfo.reason`).
-            message: one sentence for people. What was wrong, where, what was expected.
+            message: one sentence for people: the mistake, its location, the expected value.
             metadata: facts for programs (`ErrorInfo.metadata`).
-            field_violations: (field path, what is wrong with it) pairs (`google.rpc.BadRequest`).
-            retry_after: seconds, at least 0, after which to try again (`google.rpc.RetryInfo`).
+            field_violations: (field path, mistake) pairs (`google.rpc.BadRequest`).
+            retry_after: seconds, at least 0, until the next attempt (`google.rpc.RetryInfo`).
         """
         super().__init__(message)
         self.code = code
@@ -86,11 +86,11 @@ class ServiceError(Exception):
 
 
 def invalid(field: str, description: str) -> ServiceError:
-    """The error for a request that no state of the service could make right.
+    """Return the error for a request that is wrong in every state of the service.
 
     Args:
         field: path of the offending field in the request message, as in `settings.min_nodes`.
-        description: what is wrong with it and what was expected.
+        description: the mistake and the expected value.
     """
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -101,7 +101,7 @@ def invalid(field: str, description: str) -> ServiceError:
 
 
 def encode(error: ServiceError) -> grpc.Status:
-    """The error as gRPC sends it: code, message, and a `google.rpc.Status` in the trailing metadata."""
+    """Return the error as gRPC sends it: code, message, and a `google.rpc.Status` in the trailing metadata."""
     status = status_pb2.Status(code=error.code.value[0], message=_clip(error.message, _MESSAGE_BYTES))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
@@ -132,19 +132,19 @@ def encode(error: ServiceError) -> grpc.Status:
 
 
 def decode(error: grpc.aio.AioRpcError) -> ServiceError:
-    """The service's error again, on the client's side.
+    """Return the service's error, on the client's side.
 
-    An answer without details (from gRPC itself: unreachable, cancelled, deadline passed; or from a service of
-    others) gives an error whose reason is the name of its code.
+    A reply without details (from gRPC itself: unreachable, cancelled, deadline exceeded; or from another service)
+    gives an error whose reason is the name of its code.
     """
     decoded = ServiceError(error.code(), error.code().name, error.details() or error.code().name)
     try:
-        # from_call asks for a grpc.Call and touches only what AioRpcError has too.
+        # from_call is typed for a grpc.Call, but uses only attributes that AioRpcError has too.
         status = rpc_status.from_call(error)
         for detail in status.details if status is not None else ():
             _unpack(detail, decoded)
     except (ValueError, DecodeError):
-        # Details that contradict the status or are no protobuf: the code and the message still hold.
+        # Details that contradict the status or are no protobuf: the code and the message are still valid.
         pass
     return decoded
 
@@ -164,34 +164,34 @@ def _unpack(detail: AnyDetail, into: ServiceError) -> None:
 
 
 def _clip(text: str, size: int) -> str:
-    """At most `size` bytes of UTF-8, whole characters; what UTF-8 cannot carry becomes question marks."""
+    """Return at most `size` bytes of UTF-8, whole characters; invalid characters become question marks."""
     data = text.encode(errors="replace")
     if len(data) <= size:
         return data.decode()
     return data[: size - 3].decode(errors="ignore") + "…"
 
 
-# ---- What to change when a connection fails in the TLS handshake, of which gRPC tells in the words of its libraries.
+# ---- The change to make when a connection fails in the TLS handshake: gRPC reports only the texts of its libraries.
 
 
 _NO_TLS_THERE = "it speaks plaintext: leave the --tls flags out"
 _UNKNOWN_AUTHORITY = "its certificate is not signed by an authority in --tls-ca"
 _OTHER_NAME = "its certificate is for another host name: connect to a name that is in it"
-_EXPIRED = "its certificate is expired, or not valid yet: replace it, or look at the clocks"
-_WANTS_TLS = "it may want TLS: give --tls-ca"
-_WANTS_CERTIFICATE = "it may want a client certificate: give --tls-cert and --tls-key"
-_WANTS_ANOTHER = "it may want a client certificate of another authority: look at --tls-cert"
+_EXPIRED = "its certificate is expired, or not valid yet: replace it, or check the clocks"
+_WANTS_TLS = "it may require TLS: give --tls-ca"
+_WANTS_CERTIFICATE = "it may require a client certificate: give --tls-cert and --tls-key"
+_WANTS_ANOTHER = "it may require a client certificate of another authority: check --tls-cert"
 
 
 def tls_advice(message: str, tls: ClientTLS | None) -> str | None:
-    """Says what to change, where a failed connection looks like one of TLS.
+    """Return the change to make if a failed connection looks like a TLS problem.
 
     Args:
-        message: what gRPC says of the failure.
-        tls: what was connected with; None for plaintext.
+        message: gRPC's text for the failure.
+        tls: the client's TLS files; None for plaintext.
 
     Returns:
-        Half a sentence about the server; None if the message tells of something else.
+        Half a sentence about the server; None if the message is about something else.
     """
     if tls is None:
         return _WANTS_TLS if "Socket closed" in message else None

@@ -1,8 +1,8 @@
 """Structured logs: coloured lines on a terminal, one JSON object a line anywhere else, always on stderr.
 
-`get_logger` and lines of JSON cost nothing but the standard library; structlog, which draws the lines that people
-see, is imported when `configure_logs` finds that somebody watches (it takes some 50 ms). A program that never calls
-that sees our records like those of any library, through its own `logging`.
+`get_logger` and lines of JSON need only the standard library; structlog, which formats lines for terminals, is
+imported when `configure_logs` finds a terminal (it takes some 50 ms). A program that never calls `configure_logs`
+receives our records like those of any library, through its own `logging`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEVELS = {
 
 
 class _Event:
-    """The message of our records: a fixed name for what happened, and its fields."""
+    """The message of our records: a fixed event name, and its fields."""
 
     __slots__ = ("fields", "name")
 
@@ -37,7 +37,7 @@ class _Event:
 
 
 class Logger:
-    """Logs events: `log.info("node lost", run_id=..., reason=...)`. Fields must be what JSON or str() can show."""
+    """Logs events: `log.info("node lost", run_id=..., reason=...)`. JSON or str() must be able to show the fields."""
 
     __slots__ = ("_fields", "_logger")
 
@@ -46,55 +46,55 @@ class Logger:
         self._fields = fields
 
     def bind(self, **fields: object) -> Logger:
-        """A logger that adds these fields to each event."""
+        """Return a logger that adds these fields to each event."""
         return Logger(self._logger, {**self._fields, **fields})
 
     @property
     def debugging(self) -> bool:
-        """Whether debug events are shown; where they are many, who would log them need not make them up."""
+        """True if debug events are shown; check it before you build many of them."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def debug(self, event: str, **fields: object) -> None:
-        """For whoever debugs Rallypoint itself."""
+        """Log an event for a developer of Rallypoint."""
         self._log(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """A fact that an operator wants to find later."""
+        """Log a fact that an operator may need later."""
         self._log(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Something is off and was dealt with."""
+        """Log a problem that was handled."""
         self._log(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """Something failed that a person should look at."""
+        """Log a failure that a person should look at."""
         self._log(logging.ERROR, event, fields)
 
     def exception(self, event: str, *, error: BaseException | None = None, **fields: object) -> None:
-        """An error with its traceback: `error`'s, or that of the exception being handled."""
+        """Log an error with its traceback: `error`'s, or that of the exception being handled."""
         self._log(logging.ERROR, event, fields, error or sys.exc_info()[1])
 
     def _log(
         self, level: int, event: str, fields: dict[str, object], error: BaseException | None = None
     ) -> None:
         if self._logger.isEnabledFor(level):
-            # 3: the frame of whoever called info(), debug() ...
+            # 3: the frame of the caller of info(), debug() ...
             message = _Event(event, {**self._fields, **fields})
             self._logger.log(level, message, exc_info=error, stacklevel=3)
 
 
 def get_logger(name: str, **fields: object) -> Logger:
-    """A logger of that name whose events carry `fields`. Cheap; call it at the top of a module."""
+    """Return a logger of that name whose events carry `fields`. Cheap; call it at the top of a module."""
     return Logger(logging.getLogger(name), fields)
 
 
 def configure_logs(level: str = "info", format: str = "auto", stream: TextIO | None = None) -> None:
-    """Sends all logs of this process, ours and the standard library's, to stderr. A second call replaces the first.
+    """Send all logs of this process, ours and the standard library's, to stderr. A second call replaces the first.
 
     Args:
         level: debug, info, warning or error.
         format: human, json, or auto: human when the stream is a terminal, json otherwise.
-        stream: where to, if not to stderr.
+        stream: the stream to use instead of stderr.
 
     Raises:
         ValueError: no such level or format.
@@ -115,13 +115,13 @@ def configure_logs(level: str = "info", format: str = "auto", stream: TextIO | N
     root.addHandler(handler)
     root.setLevel(_LEVELS[level])
     logging.captureWarnings(True)
-    # Their debug chatter (selector choice, every cancelled call) drowns ours.
+    # Their debug output (selector choice, every cancelled call) hides ours.
     for name in ("asyncio", "grpc"):
         logging.getLogger(name).setLevel(max(_LEVELS[level], logging.WARNING))
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.msg
@@ -140,7 +140,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _formatter_for_people(colours: bool) -> logging.Formatter:
-    # Here and not at the top: see the module's docstring.
+    # Imported here and not at the top: see the module's docstring.
     import structlog  # noqa: PLC0415
 
     drawn: list[Any] = [
@@ -161,7 +161,7 @@ def _formatter_for_people(colours: bool) -> logging.Formatter:
 def _spread_fields(
     _logger: object, _method: str, event_dict: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Turns the record of one of our events back into its name and fields."""
+    """Split the record of one of our events into its name and fields."""
     message = event_dict["_record"].msg
     if isinstance(message, _Event):
         event_dict["event"] = message.name
@@ -171,10 +171,10 @@ def _spread_fields(
 
 
 def _worth_showing(record: logging.LogRecord) -> bool:
-    """Drops two things that grpc.aio logs as errors with tracebacks and that are daily life.
+    """Return False for two normal events that grpc.aio logs as errors with tracebacks.
 
-    Two of its threads raced for one wake-up, and nothing is lost; or a client went away while a message was being
-    written to it, which every killed client does. (An ExecuteBatchError of another kind is a bug and stays.)
+    Two of its threads raced for one wake-up, and nothing is lost; or a client disconnected while a message was being
+    written to it, as every killed client does. (An ExecuteBatchError of another kind is a bug and is kept.)
     """
     if record.name == "asyncio":
         return "PollerCompletionQueue._handle_events" not in record.getMessage()
@@ -184,18 +184,18 @@ def _worth_showing(record: logging.LogRecord) -> bool:
 
 
 def leave_out_ends_of_streams() -> None:
-    """Keep the ends of streams out of gRPC's log, also where this process does not configure its logs itself.
+    """Keep the ends of streams out of gRPC's log, also if this process does not configure its logs itself.
 
-    A program that embeds one of our servers, through the launcher's API or torchrun, has handlers of its own, or none:
-    then Python writes errors to stderr. To be called by whatever serves or calls over gRPC; more than once is harmless.
+    A program that embeds one of our servers, through the launcher's API or torchrun, has its own handlers, or none:
+    then Python writes errors to stderr. Every server and client of gRPC calls it; more than once is harmless.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_worth_showing)
 
 
 def is_end_of_stream(error: BaseException) -> bool:
-    """True if grpc.aio failed to send on a stream because the other side has ended it, or is gone.
+    """True if grpc.aio failed to send on a stream because the other side has ended it, or is lost.
 
-    gRPC has no public type for it. By name: this module is loaded before gRPC, and where there is none. An
-    ExecuteBatchError with another text is a misuse of the call, as two writes at a time.
+    gRPC has no public type for it. Compared by name, because this module is loaded before gRPC, or without it. An
+    ExecuteBatchError with another text is a misuse of the call, for example two writes at a time.
     """
     return type(error).__name__ == "ExecuteBatchError" and 'Failed "execute_batch"' in str(error)

@@ -1,4 +1,4 @@
-"""The event loop of every process that speaks gRPC, and a clock that goes on while the machine is suspended."""
+"""The event loop of every process that uses gRPC, and a clock that advances while the machine is suspended."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs a program's main coroutine under uvloop and closes the loop after it. One per process.
+    """Run a program's main coroutine under uvloop and close the loop after it. One per process.
 
-    Ctrl-C cancels `main`; when it has cleaned up after itself, the process ends with exit code 130 and without
-    a traceback. A `main` that handles SIGINT itself, such as `Server.serve_until_signal`, keeps doing so.
+    Ctrl-C cancels `main`; when its clean-up is done, the process ends with exit code 130 and without
+    a traceback. A `main` that handles SIGINT itself, such as `Server.serve_until_signal`, continues to do so.
 
     Returns:
-        What `main` returns.
+        The result of `main`.
 
     Raises:
         SystemExit: with code 130, after Ctrl-C.
@@ -28,10 +28,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         try:
             return runner.run(main)
         except KeyboardInterrupt:
-            # 128 + SIGINT, what a shell reports for a program that Ctrl-C ended.
+            # 128 + SIGINT, as a shell reports for a program that Ctrl-C ended.
             raise SystemExit(130) from None
 
 
 def boot_time() -> float:
-    """Seconds of a monotonic clock that also counts while the machine is suspended."""
+    """Return the seconds of a monotonic clock that also advances while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -13,12 +13,12 @@ from rallypoint.rpc.backoff import LONGEST_BACKOFF, Backoff
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How time passes for a client, and what spreads its attempts.
+    """Clock, sleep and randomness of a client.
 
     Attributes:
-        clock: Seconds, monotonic.
-        sleep: Waits for some seconds.
-        draw: A number from 0 to 1, for the jitter.
+        clock: Monotonic time, seconds.
+        sleep: Waits for a number of seconds.
+        draw: Returns a number from 0 to 1, for the jitter.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -26,5 +26,5 @@ class Pace:
     draw: Callable[[], float] = random.random
 
     def backoff(self, longest: float = LONGEST_BACKOFF) -> Backoff:
-        """Return a back-off that is drawn by this pace; `longest` in seconds."""
+        """Return a back-off with this randomness; `longest` in seconds."""
         return Backoff(self.draw, longest=longest)

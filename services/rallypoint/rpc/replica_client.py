@@ -1,4 +1,4 @@
-"""How a client reaches a service of several replicas: a channel to each that it needs, and the route between them."""
+"""A client's connections to a service of several replicas: one channel for each replica in use, and the choice."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from rallypoint.rpc.channel import channel_at, credentials_of
 from rallypoint.rpc.endpoint import ClientTLS, EndpointError, Endpoints, parse_endpoint, parse_endpoints
 from rallypoint.rpc.errors import GONE, MOVED, ServiceError
 from rallypoint.rpc.pace import Pace
-from rallypoint.rpc.selector import ANSWER_PATIENCE, CONNECT_PATIENCE, ReplicaSearch, ReplicaSelector
+from rallypoint.rpc.selector import CONNECT_TIMEOUT, REPLY_TIMEOUT, ReplicaSearch, ReplicaSelector
 
 IDLE_TIMEOUT = 60.0
-"""Seconds after which a channel that nobody uses is closed, unless it leads to where the next call goes. A replica that
-comes and goes is met again on the same connection; longer keeps one per client and replica open for nothing."""
+"""Seconds after which an idle channel is closed, unless it leads to the next replica to call. A replica that goes and
+comes back is reached on the same connection; longer keeps one open per client and replica without need."""
 
-# Seconds between two questions to the name service, as in channel.CLIENT_ARGUMENTS.
+# Seconds between two look-ups of names, as in channel.CLIENT_ARGUMENTS.
 _RESOLVE_INTERVAL = 2.0
 
 _Stub = TypeVar("_Stub")
 
 
 class _CachedChannel:
-    """A channel to one place, and the stubs made for it."""
+    """A channel to one address, and the stubs made for it."""
 
     __slots__ = ("address", "channel", "stubs", "used_at", "users")
 
-    def __init__(self, place: Address | None, channel: grpc.aio.Channel) -> None:
-        self.address = place
+    def __init__(self, address: Address | None, channel: grpc.aio.Channel) -> None:
+        self.address = address
         self.channel = channel
         self.stubs: dict[Callable[[grpc.aio.Channel], Any], Any] = {}
         self.users = 0
@@ -42,79 +42,79 @@ class _CachedChannel:
 
 
 class ReplicaConnection:
-    """One attempt's way to one replica. Say what came of it, and hang up.
+    """The connection of one attempt to one replica. Report the result, then hang up.
 
     Attributes:
-        alone: Whether there is no other place to ask: then waiting is all that one can do.
-        patience: Seconds to wait for an answer that should come at once; without end if `alone`.
+        alone: True if there is no other replica: then all the client can do is wait.
+        timeout: Seconds to wait for a reply that should come at once; infinite if `alone`.
     """
 
     __slots__ = ("_client", "_connection", "_hung_up", "_search", "alone", "timeout")
 
     def __init__(
         self,
-        board: ReplicaClient,
+        client: ReplicaClient,
         search: ReplicaSearch,
-        connection: _CachedChannel,
-        patience: float,
+        cached: _CachedChannel,
+        timeout: float,
         *,
         alone: bool,
     ) -> None:
-        self._client = board
+        self._client = client
         self._search = search
-        self._connection = connection
-        self.timeout = patience
+        self._connection = cached
+        self.timeout = timeout
         self.alone = alone
         self._hung_up: Callable[[], object] = lambda: None
-        connection.users += 1
+        cached.users += 1
 
     @property
     def address(self) -> str:
-        """Where it leads, for messages."""
+        """The address of the replica, for messages."""
         return str(self._connection.address or self._client)
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection. Without one a call may fail though nothing was sent, and does not say so."""
+        """True if there is a connection. Without one a call may fail before anything was sent, and not report that."""
         return self._connection.channel.get_state() is grpc.ChannelConnectivity.READY
 
     def stub(self, kind: Callable[[grpc.aio.Channel], _Stub]) -> _Stub:
-        """The stub of a service there."""
+        """Return the stub of a service on this connection."""
         stubs = self._connection.stubs
         if (made := stubs.get(kind)) is None:
             made = stubs[kind] = kind(self._connection.channel)
         return cast(_Stub, made)
 
     def answered(self) -> None:
-        """It did what it was asked."""
+        """Report a successful call."""
         if self._connection.address is not None:
             self._search.answered(self._connection.address)
 
     def failed(self, error: ServiceError) -> None:
-        """It did not; the route learns from it where to go next."""
+        """Report that it failed; the selector chooses the next replica from it."""
         if self._connection.address is not None:
             self._client.learn(self._search, self._connection.address, error)
 
-    def when_moved(self, tell: Callable[[Address], None]) -> None:
-        """Until it is hung up, have `tell` called when another call finds that the owner is elsewhere."""
+    def when_moved(self, callback: Callable[[Address], None]) -> None:
+        """Call `callback` when another call finds that another replica is the owner, until `hang_up`."""
         here = self._connection.address
 
         def found(owner: Address) -> None:
             if here is not None and owner != here:
-                tell(owner)
+                callback(owner)
 
         self._hung_up = self._search.selector.when_found(found)
 
     def hang_up(self) -> None:
-        """Nobody uses it any more."""
+        """End the use of the connection."""
         self._hung_up()
         self._client.release(self._connection)
 
 
 class ReplicaClient:
-    """Finds a way to whoever answers for a service. Belongs to one event loop; close it when done.
+    """Connects to the replicas of a service. Belongs to one event loop; close it when done.
 
-    Channels are opened when first needed, one per address. With one address all is as with a channel.
+    Channels are opened when first needed, one per address. With one address it behaves like a channel.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class ReplicaClient:
         """Set up; nothing is opened yet.
 
         Args:
-            endpoints: Where the service is; text as parse_endpoints takes it.
-            tls: The files to speak TLS with, with all replicas alike; None: plaintext.
-            pace: How time passes, and what spreads clients over the replicas.
-            resolve: Finds the addresses of names.
+            endpoints: The service's endpoints; text as for parse_endpoints.
+            tls: The client's TLS files, the same for all replicas; None: plaintext.
+            pace: Clock, sleep and randomness, which spreads clients over the replicas.
+            resolve: Resolves names.
 
         Raises:
-            EndpointError: There are no such endpoints.
+            EndpointError: The endpoints are not valid.
             TLSFileError: A TLS file is missing, unusable or does not match.
         """
         self._endpoints = parse_endpoints(endpoints) if isinstance(endpoints, str) else endpoints
@@ -155,15 +155,15 @@ class ReplicaClient:
 
     @classmethod
     def over(cls, channel: grpc.aio.Channel, endpoint: str = "unix:/") -> Self:
-        """One channel, which stays its owner's: every call goes over it.
+        """Return a client that makes every call over one channel, and does not close the channel.
 
         Args:
             channel: The channel.
-            endpoint: Where it leads, for messages.
+            endpoint: Its endpoint, for messages.
         """
-        board = cls(endpoint)
-        board._fixed = _CachedChannel(None, channel)
-        return board
+        client = cls(endpoint)
+        client._fixed = _CachedChannel(None, channel)
+        return client
 
     def __str__(self) -> str:
         return self._text
@@ -177,7 +177,7 @@ class ReplicaClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all channels; calls under way are cancelled."""
+        """Close all channels; calls in progress are cancelled."""
         if self._sweep is not None:
             self._sweep.cancel()
         if self._resolving is not None:
@@ -189,50 +189,50 @@ class ReplicaClient:
         )
 
     def search(self) -> ReplicaSearch:
-        """Begin to look for who answers: for one call, or for one stream after the other."""
+        """Begin a search for a replica that replies: for one call, or for a series of streams."""
         return ReplicaSearch(self._selector)
 
     async def connect(self, search: ReplicaSearch, within: float = float("inf")) -> ReplicaConnection:
-        """The way to whom to ask next, connected if there are others to ask.
+        """Return a connection to the next replica to call; it is connected if there are other replicas.
 
         Args:
-            search: The attempts so far; it is told if this one fails here.
-            within: Seconds that it may take.
+            search: The attempts so far; a failure to connect is recorded in it.
+            within: Limit in seconds.
 
         Raises:
-            ServiceError: UNAVAILABLE, NO_CONNECTION: that place took no connection in time; nothing was sent to it.
+            ServiceError: UNAVAILABLE, NO_CONNECTION: the replica did not connect in time; nothing was sent to it.
         """
         if self._fixed is not None:
             return ReplicaConnection(self, search, self._fixed, float("inf"), alone=True)
         if self._named and self._resolved_at is None:
             await self._look_up(within)
-        place = search.next(self._pace.clock())
-        connection = self._connections.get(place)
-        if connection is None:
-            connection = self._connections[place] = _CachedChannel(place, self._open(place))
+        address = search.next(self._pace.clock())
+        cached = self._connections.get(address)
+        if cached is None:
+            cached = self._connections[address] = _CachedChannel(address, self._open(address))
         alone = len(self._selector.ordered) <= 1
-        line = ReplicaConnection(
-            self, search, connection, self._selector.timeout(place, ANSWER_PATIENCE), alone=alone
+        connection = ReplicaConnection(
+            self, search, cached, self._selector.timeout(address, REPLY_TIMEOUT), alone=alone
         )
         if alone:
-            return line
-        patience = self._selector.timeout(place, CONNECT_PATIENCE)
+            return connection
+        timeout = self._selector.timeout(address, CONNECT_TIMEOUT)
         try:
-            await _connected(connection.channel, min(patience, within))
+            await _connected(cached.channel, min(timeout, within))
         except TimeoutError:
-            message = f"{place} took no connection within {patience:g} s"
+            message = f"{address} accepted no connection within {timeout:g} s"
             error = ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_CONNECTION", message)
-            if within >= patience:  # who had less time knows less: the others must not shun it for that
-                line.failed(error)
-            line.hang_up()
+            if within >= timeout:  # a shorter limit proves nothing: do not mark the replica for it
+                connection.failed(error)
+            connection.hang_up()
             raise error from None
         except BaseException:
-            line.hang_up()
+            connection.hang_up()
             raise
-        return line
+        return connection
 
     def rest(self, search: ReplicaSearch) -> None:
-        """A search found nobody, and pauses: what names stand for is looked up anew, without waiting for it."""
+        """Prepare a pause of a search that found no replica: names are resolved again, in the background."""
         search.rest()
         if (
             self._named
@@ -241,23 +241,23 @@ class ReplicaClient:
         ):
             self._begin_to_look_up()
 
-    def learn(self, search: ReplicaSearch, place: Address, error: ServiceError) -> None:
-        """What a failed call says of the way to go."""
+    def learn(self, search: ReplicaSearch, address: Address, error: ServiceError) -> None:
+        """Record a failed call in the search and the selector."""
         now = self._pace.clock()
         if error.reason in MOVED:
-            search.pointed(place, self._named_owner(error.metadata.get("owner", "")), now)
+            search.pointed(address, self._named_owner(error.metadata.get("owner", "")), now)
         elif error.reason in ("NO_CONNECTION", "NO_ANSWER", grpc.StatusCode.DEADLINE_EXCEEDED.name):
-            search.refused(place, now, silent=True)
+            search.refused(address, now, silent=True)
         elif error.code in GONE and error.reason not in ("SUBSCRIBER_TOO_SLOW", "FIRST_MESSAGE_LATE"):
-            search.refused(place, now)
+            search.refused(address, now)
         else:
-            search.declined(place)
+            search.declined(address)
 
-    def release(self, connection: _CachedChannel) -> None:
-        """A line over a connection is hung up."""
-        connection.users -= 1
-        connection.used_at = time.monotonic()
-        if connection.users == 0 and self._sweep is None and len(self._connections) > 1:
+    def release(self, cached: _CachedChannel) -> None:
+        """Count down the users of a connection."""
+        cached.users -= 1
+        cached.used_at = time.monotonic()
+        if cached.users == 0 and self._sweep is None and len(self._connections) > 1:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_TIMEOUT, self._close_idle)
 
     def _named_owner(self, address: str) -> Address | None:
@@ -266,13 +266,13 @@ class ReplicaClient:
         except EndpointError:
             return None
 
-    def _open(self, place: Address) -> grpc.aio.Channel:
-        name = place.listed.host if place.listed != place.endpoint else None
-        return channel_at(place.endpoint, self._credentials, name)
+    def _open(self, address: Address) -> grpc.aio.Channel:
+        name = address.listed.host if address.listed != address.endpoint else None
+        return channel_at(address.endpoint, self._credentials, name)
 
     async def _look_up(self, within: float) -> None:
         looking = self._begin_to_look_up()
-        # Shared by all calls that wait for it: one that is given up must not end it for the others.
+        # Shared by all calls that wait for it: one that is cancelled must not end it for the others.
         await asyncio.wait({looking}, timeout=None if within == float("inf") else within)
 
     def _begin_to_look_up(self) -> asyncio.Task[None]:
@@ -288,37 +288,37 @@ class ReplicaClient:
             self._resolving = None
 
     def _close_idle(self) -> None:
-        """Close what nobody has used for long."""
+        """Close channels that were idle for long."""
         self._sweep = None
         now = time.monotonic()
-        for place, connection in [*self._connections.items()]:
-            if connection.users or place in (self._selector.owner, self._selector.good):
+        for address, cached in [*self._connections.items()]:
+            if cached.users or address in (self._selector.owner, self._selector.good):
                 continue
-            if now < connection.used_at + IDLE_TIMEOUT / 2:
+            if now < cached.used_at + IDLE_TIMEOUT / 2:
                 self._sweep = self._sweep or asyncio.get_running_loop().call_later(
                     IDLE_TIMEOUT, self._close_idle
                 )
                 continue
-            del self._connections[place]
-            task = asyncio.create_task(connection.channel.close())
+            del self._connections[address]
+            task = asyncio.create_task(cached.channel.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
 
 Where: TypeAlias = "ReplicaClient | grpc.aio.Channel"
-"""Where a client's service is: replicas, or one server over a channel that stays its owner's."""
+"""A client's service: its replicas, or one server over a channel that the client does not close."""
 
 
 def replica_client(where: Where) -> ReplicaClient:
-    """A switchboard as it is; a channel as one that has nothing else."""
+    """Return a replica client for a service; one for a single channel if a channel is given."""
     return where if isinstance(where, ReplicaClient) else ReplicaClient.over(where)
 
 
 async def _connected(channel: grpc.aio.Channel, timeout: float) -> None:
-    """Wait until a channel is connected, or has failed to: then the next call fails at once, and says why.
+    """Wait until a channel is connected, or has failed to connect: then the next call fails at once, with the reason.
 
     Raises:
-        TimeoutError: Neither came to be.
+        TimeoutError: Neither happened in time.
     """
     state = channel.get_state(try_to_connect=True)
     if state not in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):

@@ -1,4 +1,4 @@
-"""Which replica of a service a client asks next: decided from what the ones before said. No clock and no network."""
+"""The choice of the replica that a client calls next, from the results of earlier calls. No clock and no network."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from dataclasses import dataclass
 
 from rallypoint.rpc.address import Address
 
-CONNECT_PATIENCE = 2.0
-"""Seconds that a place has to take a connection, where there are others to ask: a lost first packet costs one."""
+CONNECT_TIMEOUT = 2.0
+"""Timeout for a connection if there are other replicas, seconds: enough for one lost first packet."""
 
-ANSWER_PATIENCE = 4.0
-"""Seconds that a place has for an answer, where there are others. One that is paused or cut off takes them all; longer
-holds up its clients, shorter makes them go away from one that is merely busy."""
+REPLY_TIMEOUT = 4.0
+"""Timeout for a reply if there are other replicas, seconds. A replica that is paused or cut off costs all of it; longer
+delays its clients, shorter makes them leave a replica that is only busy."""
 
-_LONGEST_PATIENCE = 16.0
-# Seconds for which nobody's word brings a client back to a place that failed it: refused at once, which costs little
-# to try again, or silent, which costs a patience.
+_LONGEST_TIMEOUT = 16.0
+# Seconds in which a failed replica is called after all others: one that refused at once, which costs little to try
+# again, or one that was silent, which costs a timeout.
 _DOUBT_OF_REFUSING = 1.0
 _DOUBT_OF_SILENT = 2.0
 _LONGEST_DOUBT = 16.0
-# An owner names another, and that one another: a chain longer than this is replicas that don't agree yet.
+# An owner names another owner, and so on: in a chain longer than this the replicas do not agree yet.
 _MOST_HOPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _DoubtedReplica:
-    """A place that failed: until when it is not trusted, and how often it was silent since it last answered."""
+    """A replica that failed: the end of its doubt, and the number of times that it was silent since its last reply."""
 
     until: float
     silences: int
 
 
 class ReplicaSelector:
-    """What a client knows of the replicas of one service; shared by all its calls."""
+    """A client's knowledge of the replicas of one service; shared by all its calls."""
 
-    def __init__(self, places: Sequence[Address], draw: Callable[[], float]) -> None:
-        """Know these places and nothing else.
+    def __init__(self, addresses: Sequence[Address], draw: Callable[[], float]) -> None:
+        """Begin with these addresses only.
 
         Args:
-            places: In the order given.
-            draw: A number from 0 to 1. The list is gone through from a place drawn by it, so that a thousand clients
-                with the same list don't all begin with its first.
+            addresses: In the given order.
+            draw: Returns a number from 0 to 1. It selects the address to begin with, so that a thousand clients with
+                the same list do not all begin with its first.
         """
         self.owner: Address | None = None
         self.good: Address | None = None
-        self._addresses = tuple(places)
+        self._addresses = tuple(addresses)
         self._draw = draw
         self._start = int(draw() * len(self._addresses))
         self._doubts: dict[Address, _DoubtedReplica] = {}
@@ -54,128 +54,128 @@ class ReplicaSelector:
 
     @property
     def ordered(self) -> Sequence[Address]:
-        """All that may be asked, the best first: the owner, the one that answered last, the others in turn."""
-        known = [place for place in (self.owner, self.good) if place is not None]
+        """All addresses, the best first: the owner, the last that replied, the others in turn."""
+        known = [address for address in (self.owner, self.good) if address is not None]
         if not self._addresses:
             return known
         start = self._start % len(self._addresses)
         return tuple(dict.fromkeys((*known, *self._addresses[start:], *self._addresses[:start])))
 
-    def renew(self, places: Sequence[Address]) -> None:
-        """The list has these places now; an owner or one that answers stays known, wherever it is."""
-        if set(places) != set(self._addresses):
-            self._start = int(self._draw() * len(places))
-        self._addresses = tuple(places)
+    def renew(self, addresses: Sequence[Address]) -> None:
+        """Replace the addresses of the list; the owner and the last that replied stay known."""
+        if set(addresses) != set(self._addresses):
+            self._start = int(self._draw() * len(addresses))
+        self._addresses = tuple(addresses)
 
     def known_as(self, endpoint: Address) -> Address:
-        """A place that somebody names, as the list has it: with the name that its certificate is asked for."""
-        for place in self._addresses:
-            if place == endpoint or place.listed == endpoint.endpoint:
-                return place
+        """Return the list's form of an address that a server sent: with the name that its certificate must have."""
+        for address in self._addresses:
+            if address == endpoint or address.listed == endpoint.endpoint:
+                return address
         return endpoint
 
-    def is_doubtful(self, place: Address, now: float) -> bool:
-        """Whether a place failed so lately that it is asked after all others."""
-        doubt = self._doubts.get(place)
+    def is_doubtful(self, address: Address, now: float) -> bool:
+        """True if a replica failed so recently that it is called after all others."""
+        doubt = self._doubts.get(address)
         return doubt is not None and now < doubt.until
 
-    def timeout(self, place: Address, base: float) -> float:
-        """Seconds to wait for a place: `base`, doubled with each time that it was silent; without end if it is alone.
+    def timeout(self, address: Address, base: float) -> float:
+        """Return the timeout for a replica: `base`, doubled for each time that it was silent; infinite if it is alone.
 
-        Doubled, since one that is busy rather than gone would never be done with a call that is always broken off.
+        Doubled, because a busy replica would never finish a call if every attempt was cut off after the same time.
         """
         if len(self.ordered) <= 1:
             return math.inf
-        doubt = self._doubts.get(place)
-        return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_PATIENCE)
+        doubt = self._doubts.get(address)
+        return min(base * 2.0 ** (doubt.silences if doubt is not None else 0), _LONGEST_TIMEOUT)
 
-    def answered(self, place: Address) -> None:
-        """A place did what it was asked."""
-        self.good = place
-        self._doubts.pop(place, None)
+    def answered(self, address: Address) -> None:
+        """Record a successful call of a replica."""
+        self.good = address
+        self._doubts.pop(address, None)
 
-    def refused(self, place: Address, now: float, *, silent: bool) -> None:
-        """A place could not be reached, is going away or gave no answer (`silent`)."""
-        before = self._doubts.get(place)
+    def refused(self, address: Address, now: float, *, silent: bool) -> None:
+        """Record that a replica could not be reached, is draining, or did not reply (`silent`)."""
+        before = self._doubts.get(address)
         silences = (before.silences if before is not None else 0) + silent
         span = min(_DOUBT_OF_SILENT * 2.0 ** (silences - 1), _LONGEST_DOUBT) if silent else _DOUBT_OF_REFUSING
-        self._doubts[place] = _DoubtedReplica(now + span, silences)
-        if self.owner == place:
+        self._doubts[address] = _DoubtedReplica(now + span, silences)
+        if self.owner == address:
             self.owner = None
-        if self.good == place:
+        if self.good == address:
             self.good = None
 
-    def pointed(self, place: Address, owner: Address | None) -> None:
-        """A place is not the owner, and names who is; None: nobody just now."""
-        if self.good == place:
+    def pointed(self, address: Address, owner: Address | None) -> None:
+        """Record that a replica is not the owner, and the owner that it names; None: it knows none."""
+        if self.good == address:
             self.good = None
-        self.owner = owner if owner != place else None
-        # It is there and speaks; who was silent before may have been slow.
-        self._doubts.pop(place, None)
+        self.owner = owner if owner != address else None
+        # It replies now; earlier silence may have been slowness.
+        self._doubts.pop(address, None)
 
-    def when_found(self, tell: Callable[[Address], None]) -> Callable[[], None]:
-        """Have `tell` called whenever the owner is found; undone by calling what this returns."""
-        self._finders.add(tell)
-        return lambda: self._finders.discard(tell)
+    def when_found(self, callback: Callable[[Address], None]) -> Callable[[], None]:
+        """Call `callback` whenever the owner is found; calling the returned function undoes this."""
+        self._finders.add(callback)
+        return lambda: self._finders.discard(callback)
 
     def found(self, owner: Address) -> None:
-        """A place answered what another had refused for not being the owner: it is."""
-        for tell in [*self._finders]:
-            tell(owner)
+        """Report the owner: it accepted a request that another replica had refused as not the owner."""
+        for callback in [*self._finders]:
+            callback(owner)
 
     def rotate(self) -> None:
-        """Begin the list with the next place from now on."""
+        """Begin with the next address of the list from now on."""
         self._start += 1
 
 
 class ReplicaSearch:
-    """The attempts of one call, or one stream after the other, to find who answers."""
+    """The attempts of one call, or of a series of streams, to find a replica that replies."""
 
-    def __init__(self, route: ReplicaSelector) -> None:
-        """`route`: what is known, to which it adds."""
-        self.selector = route
+    def __init__(self, selector: ReplicaSelector) -> None:
+        """Begin; `selector` is shared, and learns from these attempts."""
+        self.selector = selector
         self._tried: set[Address] = set()
         self._hops = 0
         self._at_once = False
-        # Whom the place that was asked last named as the owner.
+        # The owner that the last called replica named.
         self._followed: Address | None = None
 
     def next(self, now: float) -> Address:
-        """Whom to ask: who was not asked since the last rest and is not in doubt, the best first."""
+        """Return the replica to call: one not tried since the last pause and not in doubt, the best first."""
         return min(
             self.selector.ordered,
-            key=lambda place: (place in self._tried, self.selector.is_doubtful(place, now)),
+            key=lambda address: (address in self._tried, self.selector.is_doubtful(address, now)),
         )
 
     @property
     def at_once(self) -> bool:
-        """Whether to ask the next without a rest."""
+        """True if the next replica is to be called without a pause."""
         return self._at_once
 
-    def answered(self, place: Address) -> None:
-        """A place did what it was asked."""
-        self.selector.answered(place)
+    def answered(self, address: Address) -> None:
+        """Record a successful call of a replica."""
+        self.selector.answered(address)
         followed = self._followed
         self._begin_again()
-        if place == followed:
-            self.selector.found(place)
+        if address == followed:
+            self.selector.found(address)
 
-    def declined(self, place: Address) -> None:
-        """A place answered that it can't just now; nothing is wrong with the way there."""
-        self.selector.answered(place)
+    def declined(self, address: Address) -> None:
+        """Record that a replica replied that it cannot do it now; the connection to it works."""
+        self.selector.answered(address)
         self._at_once = False
 
-    def refused(self, place: Address, now: float, *, silent: bool = False) -> None:
-        """A place could not be reached, is going away, or gave no answer in time (`silent`)."""
-        self.selector.refused(place, now, silent=silent)
+    def refused(self, address: Address, now: float, *, silent: bool = False) -> None:
+        """Record that a replica could not be reached, is draining, or did not reply in time (`silent`)."""
+        self.selector.refused(address, now, silent=silent)
         self._followed = None
-        self._tried.add(place)
+        self._tried.add(address)
         self._at_once = any(other not in self._tried for other in self.selector.ordered)
 
-    def pointed(self, place: Address, owner: Address | None, now: float) -> None:
-        """A place is not the owner, and names who is; None: nobody just now, which another would say as well."""
-        self.selector.pointed(place, owner)
-        self._tried.add(place)
+    def pointed(self, address: Address, owner: Address | None, now: float) -> None:
+        """Record that a replica is not the owner; if it names no owner, the other replicas know none either."""
+        self.selector.pointed(address, owner)
+        self._tried.add(address)
         self._hops += 1
         self._at_once = (
             owner is not None
@@ -186,7 +186,7 @@ class ReplicaSearch:
         self._followed = owner
 
     def rest(self) -> None:
-        """A pause comes: everybody may be asked again after it."""
+        """Prepare a pause, after which every replica may be called again."""
         self._begin_again()
         self.selector.rotate()
 

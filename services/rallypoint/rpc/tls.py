@@ -1,4 +1,4 @@
-"""TLS from files: checked before use, so that a wrong file is named, and read again by a server when they change."""
+"""TLS from files: checked before use, so that errors name the wrong file; a server reloads them when they change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = get_logger(__name__)
 
 
 class TLSFileError(SettingError):
-    """A TLS file cannot be read, is not what it should be, or does not fit another. Names file and flag."""
+    """A TLS file cannot be read, is not valid, or does not match another. The message has file and flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A certificate chain with its private key, and the authorities that the peer's must come from, all PEM."""
+    """A certificate chain with its private key, and the authorities that must have signed the peer's, all PEM."""
 
     certificate: bytes | None
     key: bytes | None
@@ -29,22 +29,22 @@ class Identity:
 
 
 def transport(options: ServerOptions) -> str:
-    """What a server with these options speaks, for people: `plaintext`, `TLS` or `mutual TLS`."""
+    """Return the transport of a server with these options, for people: `plaintext`, `TLS` or `mutual TLS`."""
     if options.tls_cert is None:
         return "plaintext"
     return "TLS" if options.tls_client_ca is None else "mutual TLS"
 
 
 def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.ServerCredentials | None:
-    """What to listen with.
+    """Return the credentials of a server.
 
     Args:
-        options: the TLS files, and whether plaintext is wanted.
-        endpoint: where the server is going to listen; only loopback goes without TLS by itself.
+        options: the TLS files, and whether plaintext is allowed.
+        endpoint: the address to listen on; without TLS only loopback is accepted by default.
 
     Returns:
-        None for plaintext. The credentials follow their files: a handshake that finds one changed reads all of
-        them again, and stays with the old ones while the new ones are no good (half written, for example).
+        None for plaintext. The credentials follow their files: a handshake after a change reads all of them again,
+        and keeps the old ones while the new ones are unusable (half written, for example).
 
     Raises:
         TLSFileError: a file is missing, unusable or does not match.
@@ -53,7 +53,7 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
     if options.tls_cert is None and options.tls_key is None:
         if options.tls_client_ca is not None:
             raise SettingError(
-                "--tls-client-ca asks clients for certificates, which takes --tls-cert and --tls-key"
+                "--tls-client-ca requires certificates from clients, and needs --tls-cert and --tls-key"
             )
         if not (options.insecure or endpoint.loopback):
             raise SettingError(
@@ -67,7 +67,7 @@ def server_credentials(options: ServerOptions, endpoint: Endpoint) -> grpc.Serve
     first = files.read()
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first),
-        # The stubs forget that None means "no change".
+        # The stubs do not allow None, which means "no change".
         _reloader(files),  # type: ignore[arg-type]
         require_client_authentication=options.tls_client_ca is not None,
     )
@@ -77,7 +77,7 @@ _OF_SERVERS = FileNames(authorities="--tls-client-ca")
 
 
 def client_credentials(tls: ClientTLS) -> grpc.ChannelCredentials:
-    """What to connect with. The files are read once: a client that wants the new ones opens a new channel.
+    """Return the credentials of a client. The files are read once: open a new channel to use new files.
 
     Raises:
         TLSFileError: a file is missing, unusable or does not match.
@@ -99,7 +99,7 @@ class _Files:
             given, missing = names.certificate, names.key
             if self.certificate is None:
                 given, missing = missing, given
-            raise TLSFileError(f"{given} is of no use without {missing}: give both")
+            raise TLSFileError(f"{given} needs {missing}: give both")
         certificate = _content(self.certificate, names.certificate)
         key = _content(self.key, names.key)
         authorities = _content(self.authorities, names.authorities)
@@ -110,14 +110,14 @@ class _Files:
         return Identity(certificate, key, authorities)
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Differs when a file was written, replaced or removed."""
+        """Return a value that differs after a file was written, replaced or removed."""
         return tuple(
             file_stamp(path) for path in (self.certificate, self.key, self.authorities) if path is not None
         )
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """Differs when a file was written or replaced; None: it is not there."""
+    """Return a value that differs after a file was written or replaced; None: it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -134,7 +134,7 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def _reloader(files: _Files) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
-    """What gRPC asks at each handshake, on a thread of its own: new credentials, or None to keep the present ones."""
+    """Return gRPC's callback for each handshake, on its own thread: returns new credentials, or None for no change."""
     seen = files.stamp()
 
     def reload() -> grpc.ServerCertificateConfiguration | None:
@@ -146,7 +146,7 @@ def _reloader(files: _Files) -> Callable[[], grpc.ServerCertificateConfiguration
         try:
             configuration = _configuration(files.read())
         except TLSFileError as error:
-            log.warning("TLS files changed and are unusable; staying with the old ones", cause=str(error))
+            log.warning("TLS files changed and are unusable; keeping the old ones", cause=str(error))
             return None
         log.info("TLS files changed and were read again", certificate=str(files.certificate))
         return configuration
@@ -164,7 +164,7 @@ def _content(path: Path | None, flag: str) -> bytes | None:
 
 
 def _check_pair(certificate: Path, key: Path, names: FileNames) -> None:
-    # PROTOCOL_TLS_SERVER asks no peer for anything here: the context only serves to load and compare.
+    # PROTOCOL_TLS_SERVER checks no peer's certificate here: the context only serves to load and compare.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     encrypted = False
 

@@ -1,4 +1,4 @@
-"""The --config file: TOML, with a table per command that sets what the command's flags set."""
+"""The --config file: TOML, with a table per command that holds values of the command's flags."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import click
 
 
 class ConfigFileError(click.ClickException):
-    """Something is wrong with a configuration file. One line: file, table, key, what was expected."""
+    """A mistake in a configuration file. One line: file, table, key, and the expected value."""
 
     exit_code: ClassVar[int] = 2
 
 
 def read_config(context: click.Context, _parameter: click.Parameter, file: Path | None) -> None:
-    """Callback of an eager --config option: makes the command's table the defaults of its options.
+    """Callback of an eager --config option: use the command's table as the defaults of its options.
 
-    click then lets flags and environment variables win over them. `rallypoint serve timer` reads the table
-    `[serve.timer]`, a program that is a single command the top of the file. Keys are the flags' names, with
+    In click, flags and environment variables then override them. `rallypoint serve timer` reads the table
+    `[serve.timer]`, a program with a single command the top of the file. Keys are the names of the flags, with
     dashes or underscores.
 
     Raises:
-        ConfigFileError: unreadable, no TOML, an unknown command or key, a value of the wrong type or range.
+        ConfigFileError: unreadable, not TOML, an unknown command or key, a value of the wrong type or range.
     """
     if file is None:
         return
@@ -48,7 +48,7 @@ def _load(file: Path) -> Mapping[str, Any]:
 
 
 def _ancestry(context: click.Context) -> list[tuple[click.Context, str]]:
-    """From the program down: each group on the way to the command, with the name of what follows in it."""
+    """Return each group on the way from the program to the command, with the name of the next element."""
     way: list[tuple[click.Context, str]] = []
     while context.parent is not None:
         way.append((context.parent, context.info_name or ""))
@@ -93,7 +93,7 @@ def _values(file: Path, path: list[str], table: Mapping[str, Any], context: clic
 
 
 def _check_type(where: str, option: click.Option, value: object) -> None:
-    """Holds a value to the type that its flag takes, because click would take "8" for 8 and 1 for true."""
+    """Check that a value has the type of its flag, because click would accept "8" for 8 and 1 for true."""
     wanted = _toml_type(option)
     if option.multiple or option.nargs != 1:
         if not isinstance(value, list):
@@ -102,7 +102,7 @@ def _check_type(where: str, option: click.Option, value: object) -> None:
     else:
         each = [value]
     for item in each:
-        # A float flag takes 5 as well as 5.0.
+        # A float flag accepts 5 as well as 5.0.
         if _spoken(item) != wanted and not (wanted == "a float" and _spoken(item) == "an integer"):
             raise ConfigFileError(f"{where} must be {wanted}, not {_spoken(item)}")
 

@@ -1,4 +1,4 @@
-"""How often somebody may do something: a token bucket, and one bucket for each of many. Pure: no clock."""
+"""Rate limits: a token bucket, and one bucket for each client; time limits of waits, first messages and writes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rallypoint.rpc.errors import ServiceError
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many a second for ever, and so many at once."""
+    """A rate limit: per second in the long run, and at once."""
 
     per_second: float
     """More than 0."""
 
     burst: int
-    """At least 1: what may come at once after a pause long enough."""
+    """Events that may come at once after a long enough pause; at least 1."""
 
     def __post_init__(self) -> None:
         if not self.per_second > 0 or self.burst < 1:
@@ -30,15 +30,15 @@ class Rate:
 
 
 class Bucket:
-    """What one party has used up of its rate."""
+    """The used part of one client's rate."""
 
     __slots__ = ("_at", "_burst", "_level", "_per_second")
 
     def __init__(self, rate: Rate, now: float) -> None:
-        """A bucket of which nothing is used up.
+        """Begin with an unused rate.
 
         Args:
-            rate: what it allows.
+            rate: the limit.
             now: monotonic seconds.
         """
         self._per_second = rate.per_second
@@ -47,7 +47,7 @@ class Bucket:
         self._at = now
 
     def take(self, now: float) -> float:
-        """Uses one up; returns 0, or if there is none the seconds until there is one again. Then none is used up."""
+        """Use one event; return 0, or, if none is left, the seconds until the next; then none is used."""
         level = max(0.0, self._level - (now - self._at) * self._per_second)
         self._level, self._at = level, now
         excess = level + 1 - self._burst
@@ -58,18 +58,18 @@ class Bucket:
 
 
 class Buckets:
-    """A bucket for each of the parties seen last.
+    """One bucket for each of the clients seen last.
 
-    Whoever was not seen for longer than all the others has its bucket dropped when there are too many, and comes back
-    with a fresh one. So memory is bounded, and a party gains by that only if so many others came meanwhile.
+    If there are too many, the bucket of the client that was not seen for longest is dropped, and that client later
+    begins with a new one. So memory is limited, and a client gains by it only if that many others came in the meantime.
     """
 
     def __init__(self, rate: Rate, most: int) -> None:
-        """No bucket yet.
+        """Begin without buckets.
 
         Args:
-            rate: what each allows.
-            most: how many to keep; at least 1. Each takes about 250 bytes, and those of its name.
+            rate: the limit of each client.
+            most: how many buckets to keep; at least 1. Each takes about 250 bytes, plus its name.
         """
         self._rate = rate
         self._most = most
@@ -79,7 +79,7 @@ class Buckets:
         return len(self._buckets)
 
     def take(self, party: str, now: float) -> float:
-        """Uses one up of a party's bucket; see `Bucket.take`."""
+        """Use one event of a client's bucket; see `Bucket.take`."""
         bucket = self._buckets.get(party)
         if bucket is None:
             bucket = self._buckets[party] = Bucket(self._rate, now)
@@ -90,18 +90,17 @@ class Buckets:
         return bucket.take(now)
 
 
-# ---- Waits that are bounded by a time, many at once: as `asyncio.timeout`, with one timer for all that share a time.
+# ---- Waits with a time limit, many at once: like `asyncio.timeout`, but with one timer for all that share a limit.
 #
-# Most waits are over long before their time, and a timer for each costs more than the rest of them: a tenth of
-# what a
-# service did while a thousand nodes connected.
+# Most waits end long before their limit, and a timer for each costs more than the rest of them: a tenth of the time of
+# a service while a thousand nodes connected.
 
 
 _T = TypeVar("_T")
 
 
 class _Wait:
-    """One wait: of a task that is let go at a deadline, unless it has gone by then (None)."""
+    """One wait of a task, which is cancelled at a deadline; `task` is None once the wait has ended."""
 
     __slots__ = ("cancelling", "deadline", "over", "task")
 
@@ -113,7 +112,7 @@ class _Wait:
 
 
 class _TimedWaits:
-    """The waits of one loop that share a time: they come due in the order in which they began."""
+    """The waits of one loop with the same limit: they expire in the order in which they began."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._loop = loop
@@ -122,9 +121,9 @@ class _TimedWaits:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> _Wait:
-        """Begin to wait, in the task that calls."""
+        """Begin a wait of the calling task."""
         task = asyncio.current_task(self._loop)
-        assert task is not None, "only a task can be let go"
+        assert task is not None, "only a task can be cancelled"
         wait = _Wait(task, self._loop.time() + self._seconds)
         waits = self._waits
         while waits and waits[0].task is None:
@@ -148,7 +147,7 @@ _waits: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, _TimedWaits]] =
 
 
 async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
-    """Wait for something for so many seconds at most. For times of which there are few: each is kept in mind.
+    """Wait for `awaitable` for at most `seconds`. Use few different limits: each one stays in memory.
 
     Raises:
         TimeoutError: It took longer, and was cancelled.
@@ -165,7 +164,7 @@ async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
     try:
         return await awaitable
     except asyncio.CancelledError:
-        # Cancelled by nobody else as well: as asyncio.timeout tells the two apart.
+        # Cancelled by nothing else: the same distinction as in asyncio.timeout.
         if wait.over and task is not None and task.uncancel() <= wait.cancelling:
             raise TimeoutError from None
         raise
@@ -173,38 +172,38 @@ async def bounded(awaitable: Awaitable[_T], seconds: float) -> _T:
         wait.task = None
 
 
-# ---- First messages of streams: waited for, but neither for ever nor by a server that is going away.
+# ---- First messages of streams: the wait has a limit, and ends when the server drains.
 
 
 _M = TypeVar("_M")
 
 
 class ServerDraining(Exception):
-    """The server is going away, and the stream has not said what it is for."""
+    """The server is draining, and the stream has not sent its first message."""
 
 
 class UnopenedStreams:
-    """The streams of a service of which nobody knows yet what they are for.
+    """The streams of a service that have not received their first message.
 
-    Without this, one client that was cut off between its call and its first message would hold up the end of the server
-    for as long as it may take to send that.
+    Without this, one client that was cut off between its call and its first message would delay the end of the server
+    for the whole time limit of that message.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Wait for `seconds` at most, each time."""
+        """Set the limit for each first message, seconds."""
         self._seconds = seconds
-        # With how often each was cancelled by others before.
+        # Each with the number of earlier cancellations by others.
         self._waiting: dict[asyncio.Task[Any], int] = {}
         self._over = False
 
     async def first(self, requests: AsyncIterator[_M]) -> _M:
-        """The first message of a stream.
+        """Return the first message of a stream.
 
         Raises:
-            ServerDraining: The server is going away; or it was when this was called.
+            ServerDraining: The server drains, or drained already when this was called.
             StopAsyncIteration: The client has ended the stream.
             ServiceError: UNAVAILABLE, FIRST_MESSAGE_LATE: None came in time. Client, server or network may have
-                stalled: that is no reason to refuse the client for good.
+                stalled, so the client may try again.
         """
         task = asyncio.current_task()
         assert task is not None, "a stream is served by a task"
@@ -220,7 +219,7 @@ class UnopenedStreams:
                 f"the stream's first message did not come within {self._seconds:g} s: open another stream",
             ) from None
         except asyncio.CancelledError:
-            # By nobody else as well: as asyncio.timeout tells the two apart.
+            # Cancelled by nothing else: the same distinction as in asyncio.timeout.
             if task not in self._waiting and task.uncancel() <= cancelling:
                 raise ServerDraining from None
             raise
@@ -228,51 +227,51 @@ class UnopenedStreams:
             self._waiting.pop(task, None)
 
     def end(self) -> None:
-        """Wait no more."""
+        """End all waits."""
         self._over = True
         while self._waiting:
             task, _ = self._waiting.popitem()
             task.cancel()
 
 
-# ---- How long a stream waits for a subscriber to take a message.
+# ---- Time limit for a subscriber to receive a message.
 
 
-# Seconds, before the subscriber's stream is ended. It loses nothing by that: it comes back, and is told the latest.
+# Seconds until the subscriber's stream is ended. It loses nothing: it reconnects, and receives the latest state.
 WRITE_TIMEOUT = 10.0
 
 
 class Subscriber:
-    """Who receives the answers of one stream, each within a time.
+    """The client of one stream; each message to it has a time limit.
 
-    The headers go before the first answer and wait for nobody: what a client doesn't read doesn't hold them up. Sent
-    with an answer that is given up, they would be taken for unsent: gRPC would send them again, fail, and the stream
-    would end with no status.
+    The headers are sent before the first message and do not wait for the client to read. If they were sent with a
+    message that is given up, gRPC would regard them as unsent, send them again, fail, and the stream would end without
+    a status.
     """
 
     __slots__ = ("_context", "_greeted", "_timeout")
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any], timeout: float = WRITE_TIMEOUT) -> None:
-        """Nothing is sent yet.
+        """Begin; nothing is sent yet.
 
         Args:
-            context: The stream's.
-            timeout: Seconds for each answer.
+            context: The stream's context.
+            timeout: Seconds for each message.
         """
         self._context = context
         self._timeout = timeout
         self._greeted = False
 
     async def greet(self) -> None:
-        """Send the headers, by which a client learns that its stream is there."""
+        """Send the headers, which confirm the stream to the client."""
         self._greeted = True
         await self._context.send_initial_metadata(())
 
     async def send(self, message: object) -> None:
-        """Send an answer.
+        """Send a message.
 
         Raises:
-            ServiceError: SUBSCRIBER_TOO_SLOW: it was not taken, and the stream is to be ended.
+            ServiceError: SUBSCRIBER_TOO_SLOW: the client did not read it, and the stream must be ended.
         """
         if not self._greeted:
             await self.greet()

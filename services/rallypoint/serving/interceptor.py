@@ -1,6 +1,6 @@
-"""Around every call that a server takes: no exception leaves it unmapped, and there are bounds to what it takes.
+"""The interceptor of every call: it maps every exception to a status, and limits calls and messages.
 
-A draining server takes no more; one client takes no more than its rate, nor a stream than that of its service.
+A draining server accepts no new calls; each client has a rate of calls, each stream the message rate of its service.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from rallypoint.rpc.errors import ServiceError, encode
 from rallypoint.rpc.logs import get_logger
 from rallypoint.serving.flow import Bucket, Buckets, Rate
 
-# ---- Whom a peer address of gRPC stands for when it is counted who asks how often.
+# ---- The client behind a gRPC peer address, for its rate of calls.
 
 
-# A connection keeps its address, and asks again and again. 65,536: several times the connections of a large service;
+# A connection keeps its address, and makes many calls. 65,536: several times the connections of a large service;
 # each entry takes about 300 bytes.
 @lru_cache(maxsize=65_536)
 def client_of(peer: str) -> str:
-    """The client behind `context.peer()`: its host, whatever the port.
+    """Return the client behind `context.peer()`: its host, without the port.
 
-    An IPv6 client is its /64: whoever has one address of it has them all. Unix sockets have no address, so everybody
-    at the service's own socket is one client. A certificate doesn't count, nor a token: a fleet often shares one, and
-    the address of a connection can't be forged.
+    An IPv6 client is its /64, because a host with one address of it can use all. Unix sockets have no address, so all
+    clients of the service's own socket count as one. Certificates and tokens do not count: a fleet often shares one,
+    and the address of a connection cannot be forged.
     """
     scheme, _, place = peer.partition(":")
     if scheme == "ipv4":
         return place.rpartition(":")[0]
     if scheme == "ipv6":
-        # As in ipv6:%5Bfe80::1%25eth0%5D:50051; the brackets are encoded by some versions only.
+        # As in ipv6:%5Bfe80::1%25eth0%5D:50051; only some versions encode the brackets.
         host = unquote(place).rpartition(":")[0].strip("[]").partition("%")[0]
         try:
             return str(ipaddress.IPv6Network((host, 64), strict=False))
@@ -53,22 +53,22 @@ def client_of(peer: str) -> str:
 log = get_logger(__name__)
 
 Translate = Callable[[Exception], ServiceError | None]
-"""Turns an exception that a service knows into its answer; None for one that it does not know."""
+"""Converts an exception that a service knows into its error; None for one that it does not know."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
-# gRPC's own services (health, reflection) answer while the server drains, and nobody waits for them to end.
+# gRPC's own services (health, reflection) reply while the server drains, and the drain does not wait for them.
 _OWN_TO_GRPC = "/grpc."
-# What one of their streams (reflection) may ask: far more than a person's tool does.
+# Limit for one of their streams (reflection): far more than a person's tool sends.
 _OWN_MESSAGES = Rate(200, 1_000)
-# Clients whose rate is kept track of: a hostile one would need as many addresses to be forgotten.
+# Clients whose rate is kept: a hostile client would need as many addresses to have its rate forgotten.
 _MOST_CLIENTS = 16_384
-# When a client whose stream was ended for its messages is to come back, seconds, at the earliest.
+# Earliest reconnection of a client whose stream was ended for its messages, seconds.
 _STREAM_RETRY = 1.0
-# They tell a caller nothing it could act on, so a handler that raises them has a bug.
+# A client cannot act on these, so a handler that raises them has a bug.
 _NEVER_SENT = (grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
-# (request streaming, response streaming) -> where a handler keeps its function, and what makes such a handler.
+# (request streaming, response streaming) -> the handler's attribute for its function, and the maker of such a handler.
 _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -78,14 +78,14 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Maps every exception of a handler to a status with details, counts open calls, and refuses what is too much.
+    """Maps every exception of a handler to a status with details, counts open calls, and enforces the limits.
 
-    A ServiceError is sent as it is; what `translate` knows, as the ServiceError it returns. Anything else is a
-    bug: it is logged with its traceback under an incident number, and the caller gets UNAVAILABLE with reason
+    A ServiceError is sent as it is; an exception known to `translate`, as the ServiceError it returns. Any other is a
+    bug: it is logged with its traceback under an incident number, and the caller receives UNAVAILABLE with reason
     UNEXPECTED_ERROR and that number, never the exception's text. Cancellation and `context.abort` pass.
 
-    Handlers are wrapped once per method, and each keeps its shape (coroutine or async generator), so that other
-    interceptors see what they would see without this one.
+    Handlers are wrapped once per method, and each keeps its kind (coroutine or async generator), so that other
+    interceptors see the same handlers as without this one.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         request_rate: Rate | None = None,
         message_rates: Mapping[str, Rate] = MappingProxyType({}),
     ) -> None:
-        """Refuses nothing yet.
+        """Begin without a refusal.
 
         Args:
-            translate: the answer to an exception of the services' own; None for those it does not know.
-            new_incident: makes up the number under which a bug is logged.
+            translate: returns the error for an exception of the services; None for those it does not know.
+            new_incident: returns a new number under which a bug is logged.
             clock: monotonic seconds.
-            request_rate: calls that one client may begin; None: any number. Those of health and reflection don't
-                count: whoever floods a server must not make it look ill to its orchestrator.
-            message_rates: by the name of a service, what a client may send on one of its streams.
+            request_rate: calls that one client may begin; None: unlimited. Those of health and reflection are not
+                counted: a client that floods a server must not make it look unhealthy to its orchestrator.
+            message_rates: by the name of a service, the messages that a client may send on one of its streams.
         """
         self.open_calls = 0
         self.refusal: ServiceError | None = None
@@ -119,11 +119,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._idle.set()
 
     def refuse(self, error: ServiceError) -> None:
-        """From now on answers every new call with `error`, except those of health and reflection."""
+        """From now on refuse every new call with `error`, except those of health and reflection."""
         self.refusal = error
 
     async def idle(self) -> None:
-        """Waits until no call is open, those of health and reflection aside."""
+        """Wait until no call is open, except those of health and reflection."""
         await self._idle.wait()
 
     async def intercept_service(
@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """gRPC's hook: wraps the handler of a call that is about to start."""
+        """Wrap the handler of a call that is about to start (gRPC's hook)."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -143,33 +143,33 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def excess(self, peer: str) -> ServiceError | None:
-        """Counts a call of a client; returns the answer to it if that is one too many."""
+        """Count a call of a client; return the error if it exceeds the rate."""
         if self._requests is None:
             return None
         wait = self._requests.take(client_of(peer), self._clock())
         if wait == 0.0:
             return None
-        return _too_many(f"this client asks too often: wait {wait:.3f} s", wait)
+        return _too_many(f"this client sends too many requests: wait {wait:.3f} s", wait)
 
     def metered(self, method: str, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The messages of a stream, ended with an error if they come too quickly."""
+        """Return the messages of a stream; they end with an error if they exceed the rate."""
         service = method[1:].partition("/")[0]
         rate = _OWN_MESSAGES if method.startswith(_OWN_TO_GRPC) else self._message_rates.get(service)
         return messages if rate is None else _Metered(messages, rate, self._clock)
 
     def opened(self) -> None:
-        """A call has started."""
+        """Count a call that has started."""
         self.open_calls += 1
         self._idle.clear()
 
     def closed(self) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self.open_calls -= 1
         if self.open_calls == 0:
             self._idle.set()
 
     def answer(self, method: str, error: BaseException) -> ServiceError:
-        """The answer to a call whose handler raised `error`."""
+        """Return the error for a call whose handler raised `error`."""
         if isinstance(error, Exception):
             try:
                 known = error if isinstance(error, ServiceError) else self._translate(error)
@@ -191,11 +191,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _HandledCall:
-    """One call, as the context in which its handler runs. What the handler raises becomes the call's status.
+    """One call, as the context in which its handler runs. An exception of the handler becomes the call's status.
 
     The status is set, and nothing is raised: gRPC keeps the exception that its `abort` raises, whose traceback holds
-    the call and all that its handler had in hand. Only the garbage collector takes such a circle apart, and until it
-    comes by, every refused request would stay in memory, up to 4 MiB each.
+    the call and all objects of its handler. Only the garbage collector frees such a cycle, and until it runs, every
+    refused request would stay in memory, up to 4 MiB each.
     """
 
     __slots__ = ("_calls", "_context", "_counted", "_method")
@@ -212,11 +212,11 @@ class _HandledCall:
         return self
 
     def admit(self) -> None:
-        """Raises why the call is refused before its handler begins, if it is."""
+        """Raise the error with which the call is refused before its handler begins, if any."""
         if self._counted:
             refusal = self._calls.refusal or self._calls.excess(self._context.peer())
             if refusal is not None:
-                # One that is raised again and again would collect every traceback.
+                # An exception that is raised many times would collect every traceback.
                 raise refusal.with_traceback(None)
 
     def __exit__(
@@ -226,7 +226,7 @@ class _HandledCall:
             if error is None or self._passes(error):
                 return False
             self._end(self._missing(error) or self._calls.answer(self._method, error))
-            # Other circles: a future that a handler waits for, and the exception that it ends with.
+            # Other cycles: a future that a handler waits for, and the exception that it ends with.
             clear_frames(traceback)
             return True
         finally:
@@ -234,24 +234,24 @@ class _HandledCall:
                 self._calls.closed()
 
     def _missing(self, error: BaseException) -> ServiceError | None:
-        """The answer where a service has left a method of its contract out, as gRPC's own health does with List."""
-        # What generated code does in the place of a handler; NotImplementedError alone may come from anywhere.
+        """Return the error for a method that a service does not implement, such as List of gRPC's own health."""
+        # Generated code does this in place of a handler; NotImplementedError alone may have other sources.
         if isinstance(error, NotImplementedError) and self._context.code() is grpc.StatusCode.UNIMPLEMENTED:
             return ServiceError(
-                grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"this server doesn't have {self._method}"
+                grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"not implemented: {self._method}"
             )
         return None
 
     def _passes(self, error: BaseException) -> bool:
         if isinstance(error, asyncio.CancelledError):
-            # A cancellation of this very call passes. One that leaked out of something the handler awaited
-            # must not: gRPC would send no status at all, and the client would wait for its deadline or for ever.
+            # A cancellation of this call passes. One that leaked out of an awaitable of the handler must not:
+            # gRPC would send no status at all, and the client would wait for its deadline or for ever.
             task = asyncio.current_task()
             return task is not None and task.cancelling() > 0
         if not isinstance(error, Exception):
             return True
-        # The call has its status already (aborted), or its client is gone and a write to it failed; what grpc.aio
-        # raises for its misuse does not count as that.
+        # The call has its status already (aborted), or its client has disconnected and a write to it failed; the
+        # exceptions that grpc.aio raises for its misuse do not count as that.
         gone = isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)
         return gone or self._context.done()
 
@@ -263,7 +263,7 @@ class _HandledCall:
 
 
 class _Metered:
-    """A stream's messages, each counted when the next is asked for: a bare step costs less than a generator's."""
+    """A stream's messages, counted when the next is requested; a class, because a generator's step costs more."""
 
     __slots__ = ("_bucket", "_clock", "_next")
 
@@ -289,15 +289,15 @@ def _too_many(message: str, retry_after: float) -> ServiceError:
 
 
 def _wrap(calls: CallInterceptor, method: str, handler: Handler) -> Handler:
-    """The same handler inside a `_HandledCall`.
+    """Return the same handler inside a `_HandledCall`.
 
-    gRPC decodes a single request before the handler runs and encodes a single answer after it, both out of
-    reach of any interceptor and with UNKNOWN for what fails. So that happens in here too.
+    gRPC decodes a single request before the handler runs and encodes a single response after it, both outside every
+    interceptor, and reports failures as UNKNOWN. So that happens in here too.
     """
     name, make = _KINDS[handler.request_streaming, handler.response_streaming]
     behaviour = getattr(handler, name)
     checked = _checked(method, handler.request_deserializer or _unchanged)
-    # A stream's messages are decoded one by one while the handler reads them, within reach of the mapping.
+    # A stream's messages are decoded one by one while the handler reads them, so their errors are mapped too.
     before: Callable[[Any], Any] = checked
     on_stream = None
     if handler.request_streaming:
@@ -321,7 +321,7 @@ def _single(
         with _HandledCall(calls, method, context) as call:
             call.admit()
             answer = await behaviour(before(request), context)
-            # gRPC sends no message with a status other than OK, and such a handler may well return None.
+            # gRPC sends no message with a status other than OK, and such a handler may return None.
             if context.code() in (None, grpc.StatusCode.OK):
                 return encode_(answer)
         return b""
@@ -368,7 +368,7 @@ def _checked(method: str, decode: Callable[[bytes], Any]) -> Callable[[bytes], A
             raise ServiceError(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "MALFORMED_MESSAGE",
-                f"a message of {len(data)} bytes sent to {method} is not what its .proto file says",
+                f"the {len(data)} bytes sent to {method} are not a valid message of its .proto file",
             ) from None
 
     return decode_or_refuse

@@ -1,7 +1,7 @@
-"""Figures for Prometheus over HTTP, for any process of ours that is asked for them with `--metrics-address`.
+"""Metrics for Prometheus over HTTP, for any process that is started with `--metrics-address`.
 
-Served on the process's own event loop: prometheus_client's server looks for its end twice a second in a thread of its
-own, and looks up its name in DNS before it serves, which on a cluster without DNS takes seconds.
+Served on the process's own event loop: prometheus_client's server polls for its end twice a second in its own thread,
+and looks up its name in DNS before it serves, which takes seconds on a cluster without DNS.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from rallypoint.rpc.endpoint import Endpoint, EndpointError, ServiceStartError, 
 from rallypoint.rpc.logs import get_logger
 
 if TYPE_CHECKING:
-    # Costs 50 ms to load, and a process that nobody asks for figures need not have it.
+    # Costs 50 ms to load, and a process without metrics does not need it.
     from prometheus_client import CollectorRegistry
 
-_PATIENCE = 10.0  # seconds that a request and its answer may take together
-_MOST_AT_ONCE = 32  # requests under way; a scraper makes one, a broken one many
+_TIMEOUT = 10.0  # timeout for a request and its response together, seconds
+_MOST_AT_ONCE = 32  # requests in progress; a scraper makes one, a broken one many
 _LARGEST_REQUEST = 16 * 1024  # bytes
 
-# A name of its own: an agent hides what the services inside it say, and shows where its figures are.
+# Its own logger name: an agent hides the logs of the services inside it, but shows the address of its metrics.
 _log = get_logger("rallypoint.metrics")
 
 
 def parse_metrics_address(text: str) -> Endpoint:
-    """Reads a value of `--metrics-address`: HOST:PORT, or :PORT for 127.0.0.1; port 0 for any free one.
+    """Parse a value of `--metrics-address`: HOST:PORT, or :PORT for 127.0.0.1; port 0 for any free one.
 
     Raises:
-        EndpointError: It is none.
+        EndpointError: The value is not valid.
     """
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
@@ -41,17 +41,17 @@ def parse_metrics_address(text: str) -> Endpoint:
 
 @asynccontextmanager
 async def serve_metrics(text: str, registry: CollectorRegistry) -> AsyncIterator[str]:
-    """Serve a registry at /metrics for as long as the context lasts; yields the address, as host:port.
+    """Serve a registry at /metrics for as long as the context lasts; yield the address, as host:port.
 
-    In plaintext, and to whoever can reach the address: figures can be read there, and nothing can be changed.
+    In plaintext, to every client that can reach the address; the metrics are read-only.
 
     Args:
-        text: Where; see `parse_metrics_address`.
-        registry: What to serve.
+        text: The address; see `parse_metrics_address`.
+        registry: The metrics.
 
     Raises:
-        EndpointError: That is no address.
-        ServiceStartError: It can't be had; one line.
+        EndpointError: The address is not valid.
+        ServiceStartError: The server cannot listen there; one line.
     """
     endpoint = parse_metrics_address(text)
     if endpoint.path is not None:
@@ -62,14 +62,14 @@ async def serve_metrics(text: str, registry: CollectorRegistry) -> AsyncIterator
             exposition.answer, endpoint.host, endpoint.port, limit=_LARGEST_REQUEST
         )
     except OSError as error:
-        # asyncio says all of it again in a sentence of its own; of a name, only the resolver knows what is wrong.
+        # asyncio repeats the address in its text; for a host name, only the resolver's text has the reason.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise ServiceStartError(f"--metrics-address {text}: can't listen there: {reason}") from None
     port: int = server.sockets[0].getsockname()[1]
     address = str(Endpoint(endpoint.host, port))
     if not endpoint.loopback:
-        _log.info("metrics can be read by whoever reaches this address", address=address)
+        _log.info("metrics are readable by every client that can reach this address", address=address)
     _log.info("metrics ready", metrics=f"http://{address}/metrics")
     try:
         yield address
@@ -80,7 +80,7 @@ async def serve_metrics(text: str, registry: CollectorRegistry) -> AsyncIterator
 
 
 class _Exposition:
-    """Answers requests, one on each connection."""
+    """Replies to requests, one on each connection."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -92,13 +92,13 @@ class _Exposition:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None, "a connection is answered in a task"
+        assert task is not None, "a connection is served by a task"
         if len(self._under_way) >= _MOST_AT_ONCE:
             writer.transport.abort()
             return
         self._under_way.add(task)
         try:
-            # Whoever asks may go away at any time, or say nothing.
+            # The client may disconnect at any time, or send nothing.
             with suppress(
                 OSError,
                 TimeoutError,
@@ -106,7 +106,7 @@ class _Exposition:
                 asyncio.LimitOverrunError,
                 asyncio.CancelledError,
             ):
-                async with asyncio.timeout(_PATIENCE):
+                async with asyncio.timeout(_TIMEOUT):
                     request = await reader.readuntil(b"\r\n\r\n")
                     writer.write(self._response(request.decode("latin-1")))
                     await writer.drain()
@@ -119,10 +119,10 @@ class _Exposition:
         method, _, rest = first.partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
         if method not in ("GET", "HEAD"):
-            return _message("405 Method Not Allowed", "text/plain", b"figures can only be read\n")
+            return _message("405 Method Not Allowed", "text/plain", b"metrics are read-only: use GET\n")
         if path not in ("/metrics", "/"):
-            return _message("404 Not Found", "text/plain", b"figures are at /metrics\n")
-        # Loaded when it is asked for; whoever made the registry has paid for it.
+            return _message("404 Not Found", "text/plain", b"metrics are at /metrics\n")
+        # Imported on the first request; creating the registry has loaded most of it.
         from prometheus_client.exposition import choose_encoder  # noqa: PLC0415
 
         headers = {

@@ -1,4 +1,4 @@
-"""The command-line options that all servers share, and those of all clients.
+"""The command-line options that all servers have, and those of all clients.
 
 A value comes from the flag, else from the environment (`RALLYPOINT_TLS_CERT` for `--tls-cert`), else from the
 command's table in the --config file, else from the default.
@@ -25,11 +25,11 @@ Flag = Callable[[Callable[..., Any]], Callable[..., Any]]
 _FILE = click.Path(path_type=Path)
 _DEFAULT = ServerOptions()
 _KEY_HELP = "PEM private key of --tls-cert, not encrypted."
-_CA_HELP = "PEM certificates that must have signed the server's that we connect to. Turns TLS on."
+_CA_HELP = "PEM certificates that must have signed the server's certificate. Turns TLS on."
 
 
 class Setting(click.Option):
-    """A click option that the environment can set too: `--lease-time` as RALLYPOINT_LEASE_TIME.
+    """A click option that an environment variable can set too: `--lease-time` as RALLYPOINT_LEASE_TIME.
 
     Use it for a command's own options: `@click.option("--journal", cls=Setting)`.
     """
@@ -57,25 +57,25 @@ class Finite(click.FloatRange):
 
 
 class Seconds(Finite):
-    """A click type for how long something may take."""
+    """A click type for a duration in seconds."""
 
     unit: ClassVar[str] = "a number of seconds"
 
 
 class SettingRefused(click.ClickException):
-    """A setting could not be honoured when it was used. One line, exit code 2."""
+    """A setting could not be applied when it was used. One line, exit code 2."""
 
     exit_code: ClassVar[int] = 2
 
 
 def server_options(default_port: int = 29400, *, also_client: bool = False) -> Callable[[Command], Command]:
-    """Gives a click command the flags of a server, and --config.
+    """Give a click command the flags of a server, and --config.
 
     The command gets them as the keyword argument `options`, a ServerOptions. A SettingError that it raises
     (ServiceStartError is one) becomes a one-line error with exit code 2.
 
     Args:
-        default_port: where this kind of server listens unless told otherwise.
+        default_port: default of --port.
         also_client: for a server that connects to others: adds --tls-ca, and the keyword argument `tls`, a
             ClientTLS with that authority and the server's own certificate; None for plaintext without --tls-ca.
     """
@@ -139,7 +139,7 @@ def server_options(default_port: int = 29400, *, also_client: bool = False) -> C
 
 
 def client_options(command: Command) -> Command:
-    """Gives a click command the TLS flags of a client.
+    """Give a click command the TLS flags of a client.
 
     The command gets them as the keyword argument `tls`, a ClientTLS, or None for plaintext when no flag is set.
     A SettingError that it raises (EndpointError is one) becomes a one-line error with exit code 2.
@@ -165,7 +165,7 @@ def _log_options() -> tuple[Flag, ...]:
             "--log-level",
             type=click.Choice(["debug", "info", "warning", "error"]),
             default=_DEFAULT.log_level,
-            help="Log this and what is graver.",
+            help="Log events of this level and above.",
         ),
         _setting(
             "--log-format",
@@ -177,7 +177,7 @@ def _log_options() -> tuple[Flag, ...]:
 
 
 def _config_option() -> Flag:
-    # Here and not at the top: clients have no such file, and `rallypoint run` is to be quick.
+    # Imported here and not at the top: clients have no such file, and `rallypoint run` must start quickly.
     from rallypoint.serving.config_file import read_config  # noqa: PLC0415
 
     return _setting(
@@ -198,7 +198,7 @@ def _setting(*declarations: str, **attributes: Any) -> Flag:
 def _command_with(
     flags: Iterable[Flag], take: Callable[[dict[str, Any]], None]
 ) -> Callable[[Command], Command]:
-    """A decorator that adds flags to a command; `take` turns their values into the arguments that it gets."""
+    """Return a decorator that adds flags to a command; `take` converts their values into its arguments."""
     flags = tuple(flags)
 
     def decorate(command: Command) -> Command:

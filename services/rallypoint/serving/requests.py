@@ -1,4 +1,4 @@
-"""Fields of requests that every service takes: names, sentences and numbers, checked in one way."""
+"""Checks of fields that every service receives: names, sentences and numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def name(field: str, value: str) -> None:
 
 
 def text(field: str, value: str, most_bytes: int) -> None:
-    """Check a text that ends up in logs and on terminals.
+    """Check a text that is shown in logs and on terminals.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, naming the field.

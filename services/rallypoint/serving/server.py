@@ -32,17 +32,17 @@ from rallypoint.rpc.tls import server_credentials, transport
 from rallypoint.serving.flow import Rate
 from rallypoint.serving.interceptor import CallInterceptor, Translate
 
-# ---- Whether an address can be listened on, and what is in the way if not.
+# ---- The check that an address is free, and the error if it is not.
 
 
 async def check_free(endpoint: Endpoint) -> None:
-    """Tries the address before gRPC does.
+    """Try the address before gRPC does.
 
-    gRPC does not say why it fails, and takes a name of which one address is in use (localhost as ::1 and
+    gRPC does not report why it fails, and accepts a name with one address in use (localhost as ::1 and
     127.0.0.1) as long as another one is free.
 
     Raises:
-        ServiceStartError: somebody listens there, or nobody could.
+        ServiceStartError: another program listens there, or listening there is impossible.
     """
     if endpoint.path is not None:
         _check_socket_free(endpoint, endpoint.path)
@@ -55,7 +55,7 @@ async def check_free(endpoint: Endpoint) -> None:
         raise ServiceStartError(
             f"cannot find the address of {endpoint.host} ({error.strerror}): change --host"
         ) from None
-    failures = [_attempt(family, place) for family, _, _, _, place in found]
+    failures = [_attempt(family, address) for family, _, _, _, address in found]
     if errno.EADDRINUSE in failures:
         raise PortInUseError(f"{endpoint} is in use: choose another --port, or stop what listens there")
     if errno.EACCES in failures:
@@ -65,13 +65,13 @@ async def check_free(endpoint: Endpoint) -> None:
         raise ServiceStartError(f"{endpoint.host} is no address of this machine ({reason}): change --host")
 
 
-def _attempt(family: int, place: tuple[object, ...]) -> int | None:
-    """Binds and lets go at once. The errno of what is in the way, or None."""
+def _attempt(family: int, address: tuple[object, ...]) -> int | None:
+    """Bind the address and release it at once; return the errno of a failure, or None."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As gRPC does: connections of an earlier server that the kernel still remembers are not in the way.
+            # As gRPC does: connections of an earlier server that the kernel still keeps do not matter.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+            probe.bind(address)
     except OSError as error:
         return error.errno
     return None
@@ -90,7 +90,7 @@ def _check_socket_free(endpoint: Endpoint, path: str) -> None:
             probe.setblocking(False)
             probe.connect(path)
     except ConnectionRefusedError:
-        # Left behind by a server that was killed; gRPC replaces it.
+        # The socket file of a server that was killed; gRPC replaces it.
         return
     except OSError as error:
         if error.errno != errno.EAGAIN:
@@ -105,27 +105,27 @@ __all__ = ["SERVER_ARGUMENTS", "Registration", "Server", "ServerOptions", "Servi
 log = get_logger(__name__)
 
 SERVER_ARGUMENTS: tuple[tuple[str, int], ...] = (
-    # Otherwise two servers can share a port, each getting some of the calls.
+    # Otherwise two servers can share a port, and each receives some of the calls.
     ("grpc.so_reuseport", 0),
-    # Calls that arrived and were not yet picked up. With the defaults (1,000 and 3,000) a storm of connecting
-    # clients loses calls at random. Each costs a few KB while it waits.
+    # Calls that arrived and are not yet accepted. With the defaults (1,000 and 3,000) many clients that connect at
+    # once lose calls at random. Each costs a few KB while it waits.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
-    # Clients ping every 10 s (channel.CLIENT_ARGUMENTS); without these two they would be told to go away.
+    # Clients ping every 10 s (channel.CLIENT_ARGUMENTS); without these two the server would send them GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # A client that vanished without a word is noticed after 20 + 10 s, which frees its connection. Leases
-    # notice it sooner and do not depend on this.
+    # A client that vanished silently is detected after 20 + 10 s, which frees its connection. Leases
+    # detect it sooner and do not depend on this.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # as in channel.CLIENT_ARGUMENTS
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 
-# After the last call of ours, its status is still on its way to the socket, and only health watches and
-# reflection streams stay open. They are cut after this many seconds.
+# After the last call of our services, its status is still on its way to the socket, and only health watches and
+# reflection streams stay open. They are cancelled after this many seconds.
 _FLUSH = 0.5
-# Past its grace gRPC ends without waiting for anybody. Should it not, the process goes on after so many seconds.
+# After its grace gRPC ends without waiting for calls; if it fails to, the process continues after this many seconds.
 _OVERDUE = 5.0
 _FOR_EVER = 1e9
 
@@ -141,10 +141,10 @@ class Registration:
     """Adds the servicer: `functools.partial(add_TimerServiceServicer_to_server, servicer)`, for one."""
 
     on_drain: Callable[[], Awaitable[None]] | None = None
-    """Called when the server begins to end: tell streams to go elsewhere and end them. Bounded by the grace."""
+    """Called when the server begins to drain: make streams reconnect and end them. Limited by the grace."""
 
     message_rate: Rate | None = None
-    """What a client may send on one of its streams before that is ended with TOO_MANY_REQUESTS; None: anything."""
+    """Messages that a client may send on one stream before it is ended with TOO_MANY_REQUESTS; None: unlimited."""
 
 
 def _know_nothing(_error: Exception) -> ServiceError | None:
@@ -154,7 +154,7 @@ def _know_nothing(_error: Exception) -> ServiceError | None:
 class Server:
     """Serves a set of services, with health, reflection, error mapping and a graceful end.
 
-    Health (`grpc.health.v1`) answers SERVING for each service's full name and for "" once started and ready,
+    Health (`grpc.health.v1`) reports SERVING for each service's full name and for "" once started and ready,
     NOT_SERVING once draining. Belongs to one event loop; starts once.
     """
 
@@ -166,13 +166,13 @@ class Server:
         translate: Translate = _know_nothing,
         ready: bool = True,
     ) -> None:
-        """Makes a server that does nothing until `start`.
+        """Create a server that does nothing until `start`.
 
         Args:
-            options: where and how to listen, and how long to drain.
-            services: what to serve.
-            translate: the answer to an exception of the services' own; None for those it does not know.
-            ready: whether health answers SERVING from the start, and not only when `set_ready` was told so.
+            options: the address to listen on, TLS, and the drain grace.
+            services: the services.
+            translate: returns the error for an exception of the services; None for those it does not know.
+            ready: True if health reports SERVING from the start; False: only after `set_ready`.
         """
         self._ready = ready
         self._options = options
@@ -193,7 +193,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where it listens, as `open_channel` takes it: `host:port` with the real port, or `unix:/path`.
+        """Its address, as for `open_channel`: `host:port` with the real port, or `unix:/path`.
 
         Raises:
             RuntimeError: it was not started.
@@ -203,11 +203,11 @@ class Server:
         return str(self._endpoint)
 
     async def start(self) -> None:
-        """Listens and serves. When it fails, nothing is left open.
+        """Listen and serve. If it fails, nothing is left open.
 
         Raises:
-            ServiceStartError: the address cannot be had or is not to be served in plaintext, or a TLS file is
-                unusable. One line that says what to change.
+            ServiceStartError: the address is not available or must not be served in plaintext, or a TLS file is
+                unusable. One line that names the change to make.
             RuntimeError: it was started before.
         """
         if self._server is not None:
@@ -226,7 +226,7 @@ class Server:
             port = _bind(server, endpoint, credentials)
             await server.start()
         except BaseException:
-            # A server that was never started does not let go of what it holds when it is stopped.
+            # A server that was never started does not release its resources when it is stopped.
             await server.start()
             await server.stop(None)
             raise
@@ -248,17 +248,17 @@ class Server:
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
     async def set_ready(self, ready: bool) -> None:
-        """Says by health whether the services can do their work: load balancers then send calls, or don't.
+        """Report by health that the services can do their work, or not: load balancers then send calls, or do not.
 
-        Calls are taken in either case; once the server drains, health says NOT_SERVING whatever this says.
+        Calls are accepted in either case; once the server drains, health always reports NOT_SERVING.
         """
         if ready != self._ready:
             self._ready = ready
             await self._publish_health()
 
     async def _publish_health(self) -> None:
-        said = health_pb2.HealthCheckResponse
-        status = said.SERVING if self._ready else said.NOT_SERVING
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if self._ready else response.NOT_SERVING
         for name in ("", *(service.service_name for service in self._services)):
             await self._health.set(name, status)
 
@@ -267,15 +267,15 @@ class Server:
         before_drain: Callable[[], Awaitable[None]] | None = None,
         after_start: Callable[[], None] | None = None,
     ) -> None:
-        """Starts, unless that was done, and serves until SIGTERM or SIGINT; then drains. A second one stops at once.
+        """Start, if not started yet, and serve until SIGTERM or SIGINT; then drain. A second signal stops at once.
 
-        Takes both signals over meanwhile, from before it is ready, so that none kills a server that looks ready.
-        Returns early when the server is drained or stopped from elsewhere. Cancelled, it leaves the server running.
+        Handles both signals from before it is ready, so that none kills a server that looks ready. Returns early when
+        the server is drained or stopped by another task. If cancelled, it leaves the server running.
 
         Args:
-            before_drain: what is to be done first, while the server still answers. No grace bounds it; the second
-                signal does.
-            after_start: what is to be done as soon as it listens, and `address` is known.
+            before_drain: awaited before the drain, while the server still accepts calls. No grace limits it; the
+                second signal does.
+            after_start: called as soon as the server listens, and `address` is known.
 
         Raises:
             ServiceStartError: see `start`.
@@ -289,7 +289,7 @@ class Server:
             try:
                 name = await _first(received, ended)
                 if name is None:
-                    # Raises what broke gRPC's own serving loop, if that is why it ended.
+                    # Raises the error of gRPC's own serving loop, if that is why it ended.
                     ended.result()
                     return
                 log.info("signal received", signal=name)
@@ -311,17 +311,17 @@ class Server:
 
     async def _ended(self) -> None:
         if self._server is not None:
-            # Without a timeout, cancelling this wait would cancel the server's own end with it.
+            # Without a timeout, cancelling this wait would also cancel the server's own end.
             await self._server.wait_for_termination(timeout=_FOR_EVER)
 
     async def drain(self, grace: float | None = None) -> None:
-        """Ends gracefully: health says NOT_SERVING, new calls are refused, streams are told, open calls end.
+        """End gracefully: health reports NOT_SERVING, new calls are refused, streams are informed, open calls end.
 
         Returns when the last call has ended and the port is free, at the latest some seconds after the grace.
         Calls still open after the grace are cancelled. A second call waits for the first one's end.
 
         Args:
-            grace: seconds; the options' `drain_grace` when None.
+            grace: seconds; None: the options' `drain_grace`.
         """
         if self._server is None:
             return
@@ -333,11 +333,11 @@ class Server:
             self._draining.result()
 
     async def idle(self) -> None:
-        """Returns when no call is open, those of health and reflection aside."""
+        """Wait until no call is open, except those of health and reflection."""
         await self._calls.idle()
 
     async def stop(self) -> None:
-        """Ends at once: open calls are cancelled."""
+        """End at once: open calls are cancelled."""
         if self._server is None:
             return
         if self._draining is not None:
@@ -350,15 +350,15 @@ class Server:
             ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
                 "DRAINING",
-                "this server is about to end: connect again, to another one where there is one",
+                "this server is about to end: connect again, to another one if there is one",
                 retry_after=1.0,
             )
         )
         try:
             async with asyncio.timeout(grace):
-                told = (service.on_drain for service in self._services if service.on_drain is not None)
+                drained = (service.on_drain for service in self._services if service.on_drain is not None)
                 await asyncio.gather(
-                    self._health.enter_graceful_shutdown(), *(_call_on_drain(each) for each in told)
+                    self._health.enter_graceful_shutdown(), *(_call_on_drain(each) for each in drained)
                 )
                 await self._calls.idle()
         except TimeoutError:
@@ -370,18 +370,18 @@ class Server:
         closing = asyncio.create_task(server.stop(grace))
         _, open_still = await asyncio.wait({closing}, timeout=_OVERDUE + (grace or 0))
         if open_still:
-            log.error("gRPC does not end; leaving it", open_calls=self._calls.open_calls)
+            log.error("gRPC does not stop; continuing without it", open_calls=self._calls.open_calls)
 
 
 def _tune_interpreter() -> None:
-    """Set Python up for what a server does: many objects that stay, and threads that wait for one another.
+    """Configure Python for a server: many objects that stay, and threads that wait for one another.
 
-    The garbage collector looks through every object that is there whenever so many new ones have come, and a thousand
-    streams that open at once are a hundred thousand objects that stay: a tenth of the time went into looking at them
-    again and again. What is freed is freed at once for lack of references; only cycles wait longer.
+    The garbage collector examines every object after a number of new ones, and a thousand streams that open at once are
+    a hundred thousand objects that stay: a tenth of the time was spent examining them again and again. An object
+    without references is freed at once in any case; only cycles wait longer.
 
-    A thread that wants to run waits for a busy one for as long as the switch interval. SQLite's gives way several
-    times a statement: with Python's 5 ms a journal beside a busy event loop takes ten times as long to commit.
+    A thread that wants to run waits for a busy one for up to the switch interval. SQLite's thread releases the lock
+    several times a statement: with Python's 5 ms a journal beside a busy event loop takes ten times as long to commit.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -397,7 +397,7 @@ async def _call_on_drain(on_drain: Callable[[], Awaitable[None]]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
-    """SIGTERM and SIGINT as they come, while it lasts."""
+    """Receive SIGTERM and SIGINT while the context lasts."""
     loop = asyncio.get_running_loop()
     received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     handled = (signal.SIGTERM, signal.SIGINT)
@@ -411,7 +411,7 @@ def _signals() -> Iterator[asyncio.Queue[signal.Signals]]:
 
 
 async def _first(received: asyncio.Queue[signal.Signals], other: asyncio.Task[None]) -> str | None:
-    """The next signal's name, or None when `other` ended before one came."""
+    """Return the next signal's name, or None if `other` ended before one came."""
     waiting = asyncio.create_task(received.get())
     try:
         await asyncio.wait({waiting, other}, return_when=asyncio.FIRST_COMPLETED)

@@ -40,10 +40,10 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_ENDED: _JobState.ValueType  # 5
     """It ended."""
     JOB_STATE_DRAINING: _JobState.ValueType  # 6
-    """Its workers run, and were warned that this host is going to leave."""
+    """Its workers run, and were warned that this host is about to leave."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
-    """JobState is what a job does on this host."""
+    """JobState is the state of a job on this host."""
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 """Not set; never sent."""
@@ -58,7 +58,7 @@ JOB_STATE_WAITING_FOR_OTHERS: JobState.ValueType  # 4
 JOB_STATE_ENDED: JobState.ValueType  # 5
 """It ended."""
 JOB_STATE_DRAINING: JobState.ValueType  # 6
-"""Its workers run, and were warned that this host is going to leave."""
+"""Its workers run, and were warned that this host is about to leave."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 class _WorkerState:
@@ -77,7 +77,7 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """It ended otherwise."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
-    """WorkerState is what a worker does."""
+    """WorkerState is the state of a worker."""
 
 WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
 """Not set; never sent."""
@@ -141,15 +141,15 @@ class Job(_message.Message):
     node_id: _builtins.str
     """Name of this node in it."""
     state: Global___JobState.ValueType
-    """What it does."""
+    """Its state."""
     round: _builtins.int
     """Round of the workers that run or ran last; 0: none yet."""
     restart_count: _builtins.int
-    """Times that workers were restarted for a failure, over the whole run."""
+    """How many times workers were restarted for a failure, over the whole run."""
     exit_code: _builtins.int
     """Exit code of the job, in ENDED."""
     detail: _builtins.str
-    """How it ended, for people, in ENDED; what it waits for or why it stops, before."""
+    """How it ended, for people, in ENDED; before: the reason for waiting or stopping."""
     log_dir: _builtins.str
     """Folder of its logs."""
     world_size: _builtins.int
@@ -159,12 +159,10 @@ class Job(_message.Message):
     launch_id: _builtins.str
     """The launch_id it was launched with."""
     failure_report: _builtins.str
-    """The failure that ended the run, on whichever host it was, for people: several lines. In ENDED, if there was one;
-    empty in ListJobs.
-    """
+    """The failure that ended the run, on any host, for people: several lines. In ENDED, if any; empty in ListJobs."""
     watchdog_trouble: _builtins.str
-    """Why no watchdog guards the workers here, for people: their timers count down, but nobody is reaped. Empty: one does,
-    or it is not known yet.
+    """Why no watchdog supervises the workers here, for people: their timers count down, but no worker is reaped. Empty:
+    a watchdog supervises them, or it is not known yet.
     """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
@@ -172,7 +170,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was taken on, by this host's clock."""
+        """When this host accepted it, by this host's clock."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
@@ -180,7 +178,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def drain_deadline(self) -> _timestamp_pb2.Timestamp:
-        """When the grace of its workers is over, in DRAINING."""
+        """End of its workers' grace, in DRAINING."""
 
     def __init__(
         self,
@@ -226,13 +224,13 @@ class Worker(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     local_rank: _builtins.int
-    """Its number on this host."""
+    """Its local rank on this host."""
     rank: _builtins.int
     """Its global rank."""
     pid: _builtins.int
     """Process id."""
     state: Global___WorkerState.ValueType
-    """What it does."""
+    """Its state."""
     exit_code: _builtins.int
     """Exit code once it has ended; negative: minus the signal that ended it."""
     @_builtins.property
@@ -241,11 +239,11 @@ class Worker(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___WorkerUsage:
-        """What it uses; set by ListWorkers, for a worker that runs."""
+        """Its resource usage; set by ListWorkers, for a worker that runs."""
 
     @_builtins.property
     def progress(self) -> Global___WorkerProgress:
-        """How far it said it was, if it ever did; set by ListWorkers."""
+        """Its last report of progress, if any; set by ListWorkers."""
 
     def __init__(
         self,
@@ -269,7 +267,7 @@ Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
 @_typing.final
 class WorkerUsage(_message.Message):
-    """WorkerUsage is what a worker with all its descendants uses of its host."""
+    """WorkerUsage is the resources that a worker with all its descendants uses on its host."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -279,11 +277,11 @@ class WorkerUsage(_message.Message):
     PROCESS_COUNT_FIELD_NUMBER: _builtins.int
     THREAD_COUNT_FIELD_NUMBER: _builtins.int
     processors: _builtins.float
-    """Processors it kept busy, on average, since it was last asked for, or in its whole life: 1.0 is one whole core."""
+    """Average number of busy processors since the previous request, or in its whole life: 1.0 is one whole core."""
     memory_bytes: _builtins.int
-    """Bytes of memory that are its own: the proportional share of what it shares with others, where the kernel tells."""
+    """Bytes of memory: its own, and its proportional share of shared memory, where the kernel reports that."""
     process_count: _builtins.int
-    """Processes, itself included."""
+    """Number of processes, including the worker."""
     thread_count: _builtins.int
     """Threads of all of them."""
     @_builtins.property
@@ -337,7 +335,7 @@ Global___WorkerProgress: _TypeAlias = WorkerProgress  # noqa: Y015
 
 @_typing.final
 class GetJobRequest(_message.Message):
-    """GetJobRequest asks for a job."""
+    """GetJobRequest requests a job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -383,7 +381,7 @@ Global___GetJobResponse: _TypeAlias = GetJobResponse  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
-    """ListJobsRequest asks for the jobs."""
+    """ListJobsRequest requests the jobs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,7 +468,7 @@ Global___WatchJobResponse: _TypeAlias = WatchJobResponse  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):
-    """ListWorkersRequest asks for a job's workers."""
+    """ListWorkersRequest requests a job's workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -520,7 +518,7 @@ Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
 
 @_typing.final
 class LogCursor(_message.Message):
-    """LogCursor is a place in what one worker wrote."""
+    """LogCursor is a position in the output of one worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -535,7 +533,7 @@ class LogCursor(_message.Message):
     attempt: _builtins.int
     """Number of the attempt, as in the folder `attempt_<n>`: the starts of workers on this host, counted from 0."""
     offset: _builtins.int
-    """Bytes of it that come before the place."""
+    """Bytes of this output before the position."""
     def __init__(
         self,
         *,
@@ -554,7 +552,7 @@ Global___LogCursor: _TypeAlias = LogCursor  # noqa: Y015
 
 @_typing.final
 class StreamLogsRequest(_message.Message):
-    """StreamLogsRequest says which output is wanted."""
+    """StreamLogsRequest selects the output to send."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -569,10 +567,10 @@ class StreamLogsRequest(_message.Message):
     stream: Global___LogStream.ValueType
     """Which stream."""
     follow: _builtins.bool
-    """Go on with what comes, until the job has ended."""
+    """Continue with new output until the job has ended."""
     tail_bytes: _builtins.int
-    """Only so many of the last bytes of each stream of the latest attempt, from the beginning of a line on if one
-    begins there; 0: all that is kept, of all attempts.
+    """Only this many of the last bytes of each stream of the latest attempt, beginning at the start of a line if one
+    starts there; 0: all that is kept, of all attempts.
     """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -580,7 +578,7 @@ class StreamLogsRequest(_message.Message):
 
     @_builtins.property
     def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogCursor]:
-        """Begin where another stream of logs ended: its latest cursors. Streams that are not named begin as tail_bytes says."""
+        """Begin at the end of an earlier stream of logs: its latest cursors. The others begin as tail_bytes defines."""
 
     def __init__(
         self,
@@ -602,7 +600,7 @@ Global___StreamLogsRequest: _TypeAlias = StreamLogsRequest  # noqa: Y015
 
 @_typing.final
 class StreamLogsResponse(_message.Message):
-    """StreamLogsResponse is a piece of what one worker wrote."""
+    """StreamLogsResponse is a piece of the output of one worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -615,12 +613,12 @@ class StreamLogsResponse(_message.Message):
     data: _builtins.bytes
     """The piece; at most 256 KiB."""
     lost_bytes: _builtins.int
-    """Bytes before the piece that are gone, since their files were rotated away; -1: whole attempts were removed, and
-    nobody knows how many bytes they had.
+    """Bytes before the piece that are lost, because their files were rotated away; -1: whole attempts were removed, and
+    the number of their bytes is not known.
     """
     @_builtins.property
     def cursor(self) -> Global___LogCursor:
-        """Where the piece ends: resume from here."""
+        """End of the piece: resume from here."""
 
     def __init__(
         self,
@@ -640,7 +638,7 @@ Global___StreamLogsResponse: _TypeAlias = StreamLogsResponse  # noqa: Y015
 
 @_typing.final
 class StopJobRequest(_message.Message):
-    """StopJobRequest asks for an end."""
+    """StopJobRequest requests the end of a job on this host."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -652,7 +650,7 @@ class StopJobRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run; see the service."""
     now: _builtins.bool
-    """Kill the workers at once instead of asking them first."""
+    """Kill the workers at once instead of terminating them first."""
     def __init__(
         self,
         *,
@@ -670,7 +668,7 @@ Global___StopJobRequest: _TypeAlias = StopJobRequest  # noqa: Y015
 
 @_typing.final
 class StopJobResponse(_message.Message):
-    """StopJobResponse says that the stop has begun, or was not needed."""
+    """StopJobResponse confirms that the stop has begun, or was not needed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -687,7 +685,7 @@ Global___StopJobResponse: _TypeAlias = StopJobResponse  # noqa: Y015
 
 @_typing.final
 class RestartWorkersRequest(_message.Message):
-    """RestartWorkersRequest asks for a restart."""
+    """RestartWorkersRequest requests a restart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -713,7 +711,7 @@ Global___RestartWorkersRequest: _TypeAlias = RestartWorkersRequest  # noqa: Y015
 
 @_typing.final
 class RestartWorkersResponse(_message.Message):
-    """RestartWorkersResponse says what was restarted."""
+    """RestartWorkersResponse is the effect of a restart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -765,7 +763,7 @@ Global___ReapWorkerRequest: _TypeAlias = ReapWorkerRequest  # noqa: Y015
 
 @_typing.final
 class ReapWorkerResponse(_message.Message):
-    """ReapWorkerResponse says what became of it."""
+    """ReapWorkerResponse is the worker that was killed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -774,7 +772,7 @@ class ReapWorkerResponse(_message.Message):
     pid: _builtins.int
     """Its process id."""
     evidence_file: _builtins.str
-    """File on this host with what it was doing."""
+    """File on this host with its recorded stacks."""
     def __init__(
         self,
         *,
@@ -791,7 +789,7 @@ Global___ReapWorkerResponse: _TypeAlias = ReapWorkerResponse  # noqa: Y015
 
 @_typing.final
 class DumpStacksRequest(_message.Message):
-    """DumpStacksRequest says whose stacks are wanted."""
+    """DumpStacksRequest selects workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -843,7 +841,7 @@ Global___DumpStacksResponse: _TypeAlias = DumpStacksResponse  # noqa: Y015
 
 @_typing.final
 class WorkerStacks(_message.Message):
-    """WorkerStacks is what one worker is doing."""
+    """WorkerStacks is the stacks of one worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -854,12 +852,12 @@ class WorkerStacks(_message.Message):
     rank: _builtins.int
     """Its global rank."""
     local_rank: _builtins.int
-    """Its number on this host."""
+    """Its local rank on this host."""
     pid: _builtins.int
     """Its process id."""
     text: _builtins.str
     """State, Python stacks and kernel's wait channels of its threads, for people; at most 256 KiB, and 3 MiB for all
-    workers together, shared alike: the end is left out.
+    workers together, divided equally: the end is cut off.
     """
     def __init__(
         self,
@@ -879,7 +877,7 @@ Global___WorkerStacks: _TypeAlias = WorkerStacks  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """DrainRequest asks for a gentle leave."""
+    """DrainRequest requests a gentle leave."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -892,7 +890,7 @@ class DrainRequest(_message.Message):
     """Why, for people; at most 1,024 bytes. Workers can read it."""
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long workers may take; unset: as the job is set."""
+        """How long workers may take; unset: the job's own setting."""
 
     def __init__(
         self,
@@ -911,14 +909,14 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
-    """DrainResponse says that workers were warned."""
+    """DrainResponse confirms that workers were warned."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The runs that this host is going to leave."""
+        """The runs that this host is about to leave."""
 
     def __init__(
         self,
@@ -935,7 +933,7 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class JobSpec(_message.Message):
-    """JobSpec is what to run, and in which run."""
+    """JobSpec is the workers to run, and their run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1022,8 +1020,8 @@ class JobSpec(_message.Message):
     """Name of this node in it; unset: made of the host's name."""
     rendezvous_endpoint: _builtins.str
     """Address of the rendezvous service, as host:port, or those of its replicas, separated by commas; a name may have
-    several addresses. Unset: the one that every daemon has at its own address, for the first host of a job that names
-    no other.
+    several addresses. Unset: the service that every daemon has at its own address, for the first host of a job that
+    names no other.
     """
     timer_endpoint: _builtins.str
     """Address of the timer service; unset: the agent watches timers itself."""
@@ -1032,7 +1030,7 @@ class JobSpec(_message.Message):
     max_nodes: _builtins.int
     """Most nodes of a round; unset: min_nodes."""
     max_restarts: _builtins.int
-    """Restarts of failing workers over the whole run."""
+    """How many times failing workers may be restarted, over the whole run."""
     local_world_size: _builtins.int
     """Workers on this host; unset: 1."""
     role: _builtins.str
@@ -1042,7 +1040,7 @@ class JobSpec(_message.Message):
     log_dir: _builtins.str
     """Folder for logs on this host; unset: a new temporary one."""
     topology: _builtins.str
-    """Where this host is, from the outermost place to the innermost, as in "hall2/rack7"."""
+    """Location of this host, from the outermost level to the innermost, as in "hall2/rack7"."""
     @_builtins.property
     def rendezvous_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Further settings of the rendezvous, as in `--rdzv-conf`."""
@@ -1063,8 +1061,8 @@ class JobSpec(_message.Message):
 
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Flags of `rallypoint run` by their names without dashes, as in {"numa-binding": "node", "log-max-size": "1GiB"}:
-        those that have no field here.
+        """Flags of `rallypoint run` that have no field here, by their names without dashes, as in
+        {"numa-binding": "node", "log-max-size": "1GiB"}.
         """
 
     def __init__(
@@ -1098,14 +1096,14 @@ Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
 
 @_typing.final
 class LaunchJobRequest(_message.Message):
-    """LaunchJobRequest brings a job."""
+    """LaunchJobRequest is a job to start."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
     launch_id: _builtins.str
-    """Made up by the caller for this launch, so that it can be sent again; at most 256 bytes; unset: none."""
+    """Chosen by the caller for this launch, so that it can be sent again; at most 256 bytes; unset: none."""
     @_builtins.property
     def spec(self) -> Global___JobSpec:
         """The job."""

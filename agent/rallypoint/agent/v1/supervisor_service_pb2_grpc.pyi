@@ -27,30 +27,30 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SupervisorServiceStub:
-    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+    """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
-    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
-    run, an agent asks which.
+    Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
+    request is refused with WHICH_JOB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
-      NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
-      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
-      FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+      NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
+      FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
-      UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
-      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
-      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
-      UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
-      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
+      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
+      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs only the job that it was started for
+      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job at the moment
+      UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
-      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
+      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @_typing.overload
@@ -60,141 +60,137 @@ class SupervisorServiceStub:
     GetJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.GetJobRequest, _supervisor_service_pb2.GetJobResponse]
     """GetJob returns a job with its workers."""
     ListJobs: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListJobsRequest, _supervisor_service_pb2.ListJobsResponse]
-    """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers."""
+    """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers."""
     WatchJob: _grpc.UnaryStreamMultiCallable[_supervisor_service_pb2.WatchJobRequest, _supervisor_service_pb2.WatchJobResponse]
-    """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
-    ended.
-    """
+    """WatchJob streams a job: its present state first, then the latest state after changes, until it has ended."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListWorkersRequest, _supervisor_service_pb2.ListWorkersResponse]
-    """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+    """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
     reads of /proc for each of their processes.
     """
     StreamLogs: _grpc.UnaryStreamMultiCallable[_supervisor_service_pb2.StreamLogsRequest, _supervisor_service_pb2.StreamLogsResponse]
-    """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
-    the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
+    """StreamLogs sends the output of workers: the existing part and, with `follow`, the new part, over restarts, until
+    the job has ended. Bytes are never changed, and never sent twice; a slow reader delays no other.
     """
     StopJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.StopJobRequest, _supervisor_service_pb2.StopJobResponse]
-    """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts go on. To end
+    """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts continue. To end
     a run on all hosts, close it at the rendezvous service. Returns once the stop has begun; stopping a job that
     has ended changes nothing.
     """
     RestartWorkers: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.RestartWorkersRequest, _supervisor_service_pb2.RestartWorkersResponse]
-    """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
-    Returns once the rendezvous service has taken it.
+    """RestartWorkers restarts all workers of the run, on all hosts; it uses no restart of the budget. Returns once the
+    rendezvous service has accepted it.
     """
     ReapWorker: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.ReapWorkerRequest, _supervisor_service_pb2.ReapWorkerResponse]
-    """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
-    written down first, and it counts as a failure. Returns when it is dead.
+    """ReapWorker kills a worker with all its child processes, as if one of its timers had expired: the agent records its
+    stacks first, and counts it as a failure. Returns when the worker is dead.
     """
     DumpStacks: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.DumpStacksRequest, _supervisor_service_pb2.DumpStacksResponse]
-    """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down."""
+    """DumpStacks returns the stacks of workers, and disturbs them no longer than recording them takes."""
     Drain: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.DrainRequest, _supervisor_service_pb2.DrainResponse]
-    """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
-    and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
-    with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+    """Drain makes this host leave its run gently: it warns its workers, by a notice that `should_checkpoint()` sees and
+    by a signal if the job has one, and gives them a grace to finish or to save their state; then the host leaves as
+    with StopJob. Returns once they have been warned. A repeated request has an effect only if its grace is shorter.
     """
     LaunchJob: _grpc.UnaryUnaryMultiCallable[_supervisor_service_pb2.LaunchJobRequest, _supervisor_service_pb2.LaunchJobResponse]
     """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-    taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-    by the same launch_id, changes nothing and returns what it did the first time.
+    accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+    with the same launch_id, changes nothing and returns the first response again.
     """
 
 @_typing.type_check_only
 class SupervisorServiceAsyncStub(SupervisorServiceStub):
-    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+    """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
-    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
-    run, an agent asks which.
+    Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
+    request is refused with WHICH_JOB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
-      NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
-      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
-      FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+      NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
+      FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
-      UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
-      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
-      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
-      UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
-      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
+      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
+      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs only the job that it was started for
+      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job at the moment
+      UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
-      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
+      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.GetJobRequest, _supervisor_service_pb2.GetJobResponse]  # type: ignore[assignment]
     """GetJob returns a job with its workers."""
     ListJobs: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListJobsRequest, _supervisor_service_pb2.ListJobsResponse]  # type: ignore[assignment]
-    """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers."""
+    """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers."""
     WatchJob: _aio.UnaryStreamMultiCallable[_supervisor_service_pb2.WatchJobRequest, _supervisor_service_pb2.WatchJobResponse]  # type: ignore[assignment]
-    """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
-    ended.
-    """
+    """WatchJob streams a job: its present state first, then the latest state after changes, until it has ended."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ListWorkersRequest, _supervisor_service_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+    """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
     reads of /proc for each of their processes.
     """
     StreamLogs: _aio.UnaryStreamMultiCallable[_supervisor_service_pb2.StreamLogsRequest, _supervisor_service_pb2.StreamLogsResponse]  # type: ignore[assignment]
-    """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
-    the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
+    """StreamLogs sends the output of workers: the existing part and, with `follow`, the new part, over restarts, until
+    the job has ended. Bytes are never changed, and never sent twice; a slow reader delays no other.
     """
     StopJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.StopJobRequest, _supervisor_service_pb2.StopJobResponse]  # type: ignore[assignment]
-    """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts go on. To end
+    """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts continue. To end
     a run on all hosts, close it at the rendezvous service. Returns once the stop has begun; stopping a job that
     has ended changes nothing.
     """
     RestartWorkers: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.RestartWorkersRequest, _supervisor_service_pb2.RestartWorkersResponse]  # type: ignore[assignment]
-    """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
-    Returns once the rendezvous service has taken it.
+    """RestartWorkers restarts all workers of the run, on all hosts; it uses no restart of the budget. Returns once the
+    rendezvous service has accepted it.
     """
     ReapWorker: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.ReapWorkerRequest, _supervisor_service_pb2.ReapWorkerResponse]  # type: ignore[assignment]
-    """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
-    written down first, and it counts as a failure. Returns when it is dead.
+    """ReapWorker kills a worker with all its child processes, as if one of its timers had expired: the agent records its
+    stacks first, and counts it as a failure. Returns when the worker is dead.
     """
     DumpStacks: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.DumpStacksRequest, _supervisor_service_pb2.DumpStacksResponse]  # type: ignore[assignment]
-    """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down."""
+    """DumpStacks returns the stacks of workers, and disturbs them no longer than recording them takes."""
     Drain: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.DrainRequest, _supervisor_service_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
-    and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
-    with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+    """Drain makes this host leave its run gently: it warns its workers, by a notice that `should_checkpoint()` sees and
+    by a signal if the job has one, and gives them a grace to finish or to save their state; then the host leaves as
+    with StopJob. Returns once they have been warned. A repeated request has an effect only if its grace is shorter.
     """
     LaunchJob: _aio.UnaryUnaryMultiCallable[_supervisor_service_pb2.LaunchJobRequest, _supervisor_service_pb2.LaunchJobResponse]  # type: ignore[assignment]
     """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-    taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-    by the same launch_id, changes nothing and returns what it did the first time.
+    accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+    with the same launch_id, changes nothing and returns the first response again.
     """
 
 class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """SupervisorService lets others see and steer the jobs that an agent runs on its host.
+    """SupervisorService lets clients watch and control the jobs that an agent runs on its host.
 
-    Requests about a job name its run; without a name they mean the job that runs, or ran last, and where several
-    run, an agent asks which.
+    Requests about a job name its run. Without a name they mean the job that runs, or ran last; if several run, the
+    request is refused with WHICH_JOB.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT  the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not what this file says: wrong stubs
-      INVALID_ARGUMENT     WHICH_JOB         several jobs run and none was named; metadata "run_ids"
-      NOT_FOUND            NO_JOB            the agent runs no such job, and remembers none
-      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks" lists those it has
-      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: there is nothing to restart, to reap or to look into
-      FAILED_PRECONDITION  JOB_ENDED         the job is over, or on its way out
+      INVALID_ARGUMENT     MALFORMED_MESSAGE the bytes are not a message of this file: wrong stubs
+      INVALID_ARGUMENT     WHICH_JOB         several jobs run and the request names none; metadata "run_ids"
+      NOT_FOUND            NO_JOB            the agent runs no such job, and has no record of one
+      NOT_FOUND            NO_WORKER         the job has no worker of that rank on this host; metadata "ranks": its ranks
+      FAILED_PRECONDITION  JOB_NOT_RUNNING   the job's workers do not run: nothing to restart, to reap or to inspect
+      FAILED_PRECONDITION  JOB_ENDED         the job is over, or about to end
       FAILED_PRECONDITION  JOB_RUNNING       the agent runs as many jobs as it may, or one of this run; metadata "run_id"
-      UNAVAILABLE          DRAINING          the agent is going away: launch the job on another one
-      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not answer: nothing was changed
-      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs the one job it was started for
-      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job just now
-      UNAVAILABLE          LOGS_UNREADABLE   a worker's output can't be read, as on a file system that is gone
-      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client took no message for 10 s: connect again, and resume
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client asks too often: retry as RetryInfo says
+      UNAVAILABLE          DRAINING          the agent is shutting down: launch the job on another one
+      UNAVAILABLE          NO_RENDEZVOUS     the rendezvous service does not reply: nothing was changed
+      UNIMPLEMENTED        NOT_A_DAEMON      this agent runs only the job that it was started for
+      UNAVAILABLE          NO_PROCESSES      the host can start no process for the job at the moment
+      UNAVAILABLE          LOGS_UNREADABLE   a worker's output cannot be read, for example on a lost file system
+      UNAVAILABLE          SUBSCRIBER_TOO_SLOW the client read nothing for 10 s: connect again, and resume
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS this client sends too many requests: retry after RetryInfo.retry_delay
       RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS too many streams are open at this agent
-      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server's log
+      UNAVAILABLE          UNEXPECTED_ERROR  a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @_abc_1.abstractmethod
@@ -211,7 +207,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.ListJobsResponse, _abc.Awaitable[_supervisor_service_pb2.ListJobsResponse]]:
-        """ListJobs returns the jobs that run and the last that ended, the latest first, without their workers."""
+        """ListJobs returns the jobs that run and the last jobs that ended, the latest first, without their workers."""
 
     @_abc_1.abstractmethod
     def WatchJob(
@@ -219,9 +215,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.WatchJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_supervisor_service_pb2.WatchJobResponse], _abc.AsyncIterator[_supervisor_service_pb2.WatchJobResponse]]:
-        """WatchJob streams a job: its present state first, then its state after changes, the latest only, until it has
-        ended.
-        """
+        """WatchJob streams a job: its present state first, then the latest state after changes, until it has ended."""
 
     @_abc_1.abstractmethod
     def ListWorkers(
@@ -229,7 +223,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.ListWorkersResponse, _abc.Awaitable[_supervisor_service_pb2.ListWorkersResponse]]:
-        """ListWorkers returns the workers of a job's latest round on this host, with what they use of it. Costs a few
+        """ListWorkers returns the workers of a job's latest round on this host, with their resource usage. Costs a few
         reads of /proc for each of their processes.
         """
 
@@ -239,8 +233,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.StreamLogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_supervisor_service_pb2.StreamLogsResponse], _abc.AsyncIterator[_supervisor_service_pb2.StreamLogsResponse]]:
-        """StreamLogs sends what workers wrote: what is there, and, if it is to follow, what comes, over restarts, until
-        the job has ended. Bytes are never changed, and never sent twice; a slow reader holds nobody up.
+        """StreamLogs sends the output of workers: the existing part and, with `follow`, the new part, over restarts, until
+        the job has ended. Bytes are never changed, and never sent twice; a slow reader delays no other.
         """
 
     @_abc_1.abstractmethod
@@ -249,7 +243,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.StopJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.StopJobResponse, _abc.Awaitable[_supervisor_service_pb2.StopJobResponse]]:
-        """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts go on. To end
+        """StopJob makes this host leave its run in good order: its workers are stopped, the other hosts continue. To end
         a run on all hosts, close it at the rendezvous service. Returns once the stop has begun; stopping a job that
         has ended changes nothing.
         """
@@ -260,8 +254,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.RestartWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.RestartWorkersResponse, _abc.Awaitable[_supervisor_service_pb2.RestartWorkersResponse]]:
-        """RestartWorkers has all workers of the run, on all hosts, started anew; it uses up no restart of the budget.
-        Returns once the rendezvous service has taken it.
+        """RestartWorkers restarts all workers of the run, on all hosts; it uses no restart of the budget. Returns once the
+        rendezvous service has accepted it.
         """
 
     @_abc_1.abstractmethod
@@ -270,8 +264,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.ReapWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.ReapWorkerResponse, _abc.Awaitable[_supervisor_service_pb2.ReapWorkerResponse]]:
-        """ReapWorker kills a worker with all it has started, as if a timer of it had run out: what it was doing is
-        written down first, and it counts as a failure. Returns when it is dead.
+        """ReapWorker kills a worker with all its child processes, as if one of its timers had expired: the agent records its
+        stacks first, and counts it as a failure. Returns when the worker is dead.
         """
 
     @_abc_1.abstractmethod
@@ -280,7 +274,7 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.DumpStacksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.DumpStacksResponse, _abc.Awaitable[_supervisor_service_pb2.DumpStacksResponse]]:
-        """DumpStacks returns what workers are doing, and disturbs them for no longer than it takes to write it down."""
+        """DumpStacks returns the stacks of workers, and disturbs them no longer than recording them takes."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -288,9 +282,9 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _supervisor_service_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.DrainResponse, _abc.Awaitable[_supervisor_service_pb2.DrainResponse]]:
-        """Drain has this host leave its run gently: its workers are warned, by a notice that `should_checkpoint()` sees
-        and by a signal if the job has one, and get a grace to finish or to save their state; then the host leaves as
-        with StopJob. Returns once they have been warned. Asked again, only a shorter grace changes anything.
+        """Drain makes this host leave its run gently: it warns its workers, by a notice that `should_checkpoint()` sees and
+        by a signal if the job has one, and gives them a grace to finish or to save their state; then the host leaves as
+        with StopJob. Returns once they have been warned. A repeated request has an effect only if its grace is shorter.
         """
 
     @_abc_1.abstractmethod
@@ -300,8 +294,8 @@ class SupervisorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_supervisor_service_pb2.LaunchJobResponse, _abc.Awaitable[_supervisor_service_pb2.LaunchJobResponse]]:
         """LaunchJob starts a job on an agent that runs as a daemon (`rallypoint serve agent`). Returns once the agent has
-        taken the job on; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
-        by the same launch_id, changes nothing and returns what it did the first time.
+        accepted the job; follow it with WatchJob, or at the rendezvous service. Launching the job that runs already,
+        with the same launch_id, changes nothing and returns the first response again.
         """
 
 def add_SupervisorServiceServicer_to_server(servicer: SupervisorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -19,7 +19,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AuthenticateRequest(_message.Message):
-    """AuthenticateRequest asks for a token."""
+    """AuthenticateRequest requests a token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -55,7 +55,7 @@ class AuthenticateResponse(_message.Message):
     """token to send as the metadata `token` with each call."""
     @_builtins.property
     def header(self) -> _kv_pb2.ResponseHeader:
-        """header of every answer."""
+        """header of every response."""
 
     def __init__(
         self,

@@ -19,14 +19,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LeaseGrantRequest(_message.Message):
-    """LeaseGrantRequest makes a lease."""
+    """LeaseGrantRequest creates a lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TTL_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     ttl: _builtins.int
-    """ttl in seconds that is asked for; a server gives more where it is below what its elections take."""
+    """ttl in seconds that is requested; a server grants more if it is below the server's election timeout."""
     id: _builtins.int
     """id of the lease; 0: the server chooses."""
     def __init__(
@@ -56,12 +56,12 @@ class LeaseGrantResponse(_message.Message):
     id: _builtins.int
     """id of the lease."""
     ttl: _builtins.int
-    """ttl in seconds that it got."""
+    """ttl in seconds that was granted."""
     error: _builtins.str
     """error, if there was one."""
     @_builtins.property
     def header(self) -> _kv_pb2.ResponseHeader:
-        """header of every answer."""
+        """header of every response."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ Global___LeaseRevokeRequest: _TypeAlias = LeaseRevokeRequest  # noqa: Y015
 
 @_typing.final
 class LeaseRevokeResponse(_message.Message):
-    """LeaseRevokeResponse says that it is done."""
+    """LeaseRevokeResponse confirms the end of the lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _kv_pb2.ResponseHeader:
-        """header of every answer."""
+        """header of every response."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ Global___LeaseKeepAliveRequest: _TypeAlias = LeaseKeepAliveRequest  # noqa: Y015
 
 @_typing.final
 class LeaseKeepAliveResponse(_message.Message):
-    """LeaseKeepAliveResponse says for how long."""
+    """LeaseKeepAliveResponse is the renewed lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -159,10 +159,10 @@ class LeaseKeepAliveResponse(_message.Message):
     id: _builtins.int
     """id of the lease."""
     ttl: _builtins.int
-    """ttl in seconds that it has again; 0: there is no such lease (any more)."""
+    """ttl in seconds of the renewed lease; 0: the lease does not exist (any more)."""
     @_builtins.property
     def header(self) -> _kv_pb2.ResponseHeader:
-        """header of every answer."""
+        """header of every response."""
 
     def __init__(
         self,

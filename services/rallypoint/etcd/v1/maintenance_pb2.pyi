@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StatusRequest(_message.Message):
-    """StatusRequest asks one member how it is."""
+    """StatusRequest requests the status of one member."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -38,7 +38,7 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
-    """StatusResponse is how it is."""
+    """StatusResponse is the status of one member."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -61,10 +61,10 @@ class StatusResponse(_message.Message):
     is_learner: _builtins.bool
     """is_learner: it has no vote yet."""
     db_size_quota: _builtins.int
-    """db_size_quota in bytes past which it takes no writes; 0 before etcd 3.6."""
+    """db_size_quota in bytes above which it accepts no writes; 0 before etcd 3.6."""
     @_builtins.property
     def header(self) -> _kv_pb2.ResponseHeader:
-        """header of every answer."""
+        """header of every response."""
 
     @_builtins.property
     def errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

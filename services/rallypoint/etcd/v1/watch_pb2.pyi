@@ -40,9 +40,7 @@ class Event(_message.Message):
         """EVENT_TYPE_DELETE: it was deleted, or its lease ended."""
 
     class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
-        """EventType is what became of the key.
-        Zero means something in etcd, so the rule for it can't be kept.
-        """
+        """EventType is the change of the key. Zero has a meaning in etcd, so the lint rule for zero values cannot be kept."""
 
     EVENT_TYPE_PUT: Event.EventType.ValueType  # 0
     """buf:lint:ignore ENUM_ZERO_VALUE_SUFFIX
@@ -57,7 +55,7 @@ class Event(_message.Message):
     """type of the change."""
     @_builtins.property
     def kv(self) -> _kv_pb2.KeyValue:
-        """kv as it is now; of a deleted key, only key and mod_revision."""
+        """kv after the change; for a deleted key, only key and mod_revision."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
-    """WatchRequest is what a client sends on a watch stream."""
+    """WatchRequest is one message of a client on a watch stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -84,7 +82,7 @@ class WatchRequest(_message.Message):
     PROGRESS_REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def create_request(self) -> Global___WatchCreateRequest:
-        """create_request begins to watch."""
+        """create_request starts a watch."""
 
     @_builtins.property
     def cancel_request(self) -> Global___WatchCancelRequest:
@@ -92,7 +90,7 @@ class WatchRequest(_message.Message):
 
     @_builtins.property
     def progress_request(self) -> Global___WatchProgressRequest:
-        """progress_request asks for a word."""
+        """progress_request requests an empty response."""
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
 class WatchCreateRequest(_message.Message):
-    """WatchCreateRequest begins to watch."""
+    """WatchCreateRequest starts a watch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -125,13 +123,13 @@ class WatchCreateRequest(_message.Message):
     key: _builtins.bytes
     """key, or the first of a range."""
     range_end: _builtins.bytes
-    """range_end is behind the range; empty: that key alone."""
+    """range_end is the end of the range, exclusive; empty: that key alone."""
     start_revision: _builtins.int
-    """start_revision is the first whose changes are told; 0: only new ones."""
+    """start_revision is the first revision whose changes are sent; 0: only new ones."""
     progress_notify: _builtins.bool
-    """progress_notify asks for an empty answer now and then while nothing changes, with the revision that is told."""
+    """progress_notify requests an empty response from time to time while nothing changes, with the present revision."""
     fragment: _builtins.bool
-    """fragment lets the server tell the changes of a revision in several messages."""
+    """fragment lets the server send the changes of a revision in several messages."""
     def __init__(
         self,
         *,
@@ -173,7 +171,7 @@ Global___WatchCancelRequest: _TypeAlias = WatchCancelRequest  # noqa: Y015
 
 @_typing.final
 class WatchProgressRequest(_message.Message):
-    """WatchProgressRequest asks for an empty answer, to see whether the server lives."""
+    """WatchProgressRequest requests an empty response, to check that the server is alive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -190,7 +188,7 @@ Global___WatchProgressRequest: _TypeAlias = WatchProgressRequest  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
-    """WatchResponse is what a server sends on a watch stream."""
+    """WatchResponse is one message of the server on a watch stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -203,9 +201,9 @@ class WatchResponse(_message.Message):
     FRAGMENT_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     watch_id: _builtins.int
-    """watch_id that it is about; -1: all of the stream."""
+    """watch_id of the watch; -1: all watches of the stream."""
     created: _builtins.bool
-    """created answers create_request."""
+    """created is true in the response to create_request."""
     canceled: _builtins.bool
     """canceled: the watch is over."""
     compact_revision: _builtins.int
@@ -216,7 +214,7 @@ class WatchResponse(_message.Message):
     """fragment: more changes of the same revision follow in another message."""
     @_builtins.property
     def header(self) -> _kv_pb2.ResponseHeader:
-        """header of every answer."""
+        """header of every response."""
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:

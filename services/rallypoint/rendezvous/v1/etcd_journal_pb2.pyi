@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class EtcdHead(_message.Message):
     """EtcdHead is the one key that every commit of a journal on etcd writes. A commit compares the head's mod_revision with
-    what the commit before it left, so that a copy of a commit that arrives late finds the head changed and does nothing.
+    the one that the previous commit left, so that a late copy of a commit finds the head changed and does nothing.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -34,20 +34,20 @@ class EtcdHead(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     STAGED_PARTS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """How the keys of the space are laid out: 1. A reader that knows no such version must not read on."""
+    """Layout version of the keys of the space: 1. A reader that does not know the version must stop."""
     number: _builtins.int
     """Number of the commit: 1, 2, 3, … Steps that prepare or finish a large commit leave it as it is."""
     fence: _builtins.int
-    """Who wrote it: the create_revision of the owner key."""
+    """The writer's fence: the create_revision of the owner key."""
     id: _builtins.bytes
-    """Drawn anew for every transaction, so that whoever lost an answer can tell whether this is its own."""
+    """A new random value for every transaction, so that a writer that lost the reply can recognize its own commit."""
     packs: _builtins.int
-    """How many record packs there are: fewer, or more, are damage."""
+    """Number of record packs: fewer, or more, mean damage."""
     checkpoints: _builtins.int
-    """How many checkpoints there are."""
+    """Number of checkpoints."""
     staged_parts: _builtins.int
-    """Not 0: the commit `number` is durable as so many keys under staged/, and not yet, or only in part, in its places.
-    Whoever reads puts them there in its mind, and the next owner in deed. 0: what is under staged/ counts for nothing.
+    """Not 0: the commit `number` is durable as this many keys under staged/, and not yet, or only in part, at its final
+    keys. A reader applies them in memory, and the next owner in etcd. 0: ignore all keys under staged/.
     """
     def __init__(
         self,
@@ -70,8 +70,8 @@ Global___EtcdHead: _TypeAlias = EtcdHead  # noqa: Y015
 
 @_typing.final
 class EtcdValue(_message.Message):
-    """EtcdValue is what stands under any other key of a journal on etcd: the value, or the first part of one that is too
-    large for one key. The other parts stand, bare, under the same key with /0001, /0002, … behind it.
+    """EtcdValue is stored under every other key of a journal on etcd: the value, or the first part of a value that is too
+    large for one key. The other parts are stored, without this message, under the same key with suffix /0001, /0002, …
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -80,9 +80,9 @@ class EtcdValue(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     checksum: _builtins.int
-    """CRC-32 of the whole value, begun with that of the key without the prefix of the space."""
+    """CRC-32 of the key without the prefix of the space, followed by the whole value."""
     parts: _builtins.int
-    """In how many parts it is; 0 is 1."""
+    """Number of parts; 0 means 1."""
     content: _builtins.bytes
     """The first part."""
     def __init__(
@@ -139,7 +139,7 @@ class EtcdCheckpoint(_message.Message):
     keep_from: _builtins.int
     """Records of earlier revisions are dropped, also where a pack still has them."""
     era: _builtins.int
-    """How often the run was forgotten. Records and store entries stand under keys of their era."""
+    """How many times the run was forgotten. Records and store entries are stored under keys of their era."""
     content: _builtins.bytes
     """A RunSnapshot, encoded."""
     def __init__(
@@ -167,7 +167,7 @@ class EtcdStagedPart(_message.Message):
     OPERATIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___EtcdStagedOperation]:
-        """What it does. No two operations of a commit meet on a key, so their order doesn't matter."""
+        """The operations. No two operations of a commit use the same key, so their order does not matter."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class EtcdStagedOperation(_message.Message):
     put: _builtins.bytes
     """Put this."""
     delete_to: _builtins.bytes
-    """Delete all keys from `key` up to and without this one, likewise without the prefix. Empty: `key` alone."""
+    """Delete all keys from `key` up to, and not including, this one, also without the prefix. Empty: `key` alone."""
     def __init__(
         self,
         *,

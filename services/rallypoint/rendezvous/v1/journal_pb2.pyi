@@ -40,10 +40,10 @@ class _LossReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossReason
     LOSS_REASON_JOIN_TIMED_OUT: _LossReason.ValueType  # 5
     """Too few nodes joined before its join timeout."""
     LOSS_REASON_DEPARTURE_TIMED_OUT: _LossReason.ValueType  # 6
-    """It announced that it would leave, and did not within the confirm timeout."""
+    """It announced that it would leave, and did not leave within the confirm timeout."""
 
 class LossReason(_LossReason, metaclass=_LossReasonEnumTypeWrapper):
-    """LossReason is how the server came to hold a node for lost."""
+    """LossReason is the reason why the server regards a node as lost."""
 
 LOSS_REASON_UNSPECIFIED: LossReason.ValueType  # 0
 """Not set; never written."""
@@ -58,7 +58,7 @@ LOSS_REASON_CONFIRM_TIMED_OUT: LossReason.ValueType  # 4
 LOSS_REASON_JOIN_TIMED_OUT: LossReason.ValueType  # 5
 """Too few nodes joined before its join timeout."""
 LOSS_REASON_DEPARTURE_TIMED_OUT: LossReason.ValueType  # 6
-"""It announced that it would leave, and did not within the confirm timeout."""
+"""It announced that it would leave, and did not leave within the confirm timeout."""
 Global___LossReason: _TypeAlias = LossReason  # noqa: Y015
 
 @_typing.final
@@ -94,10 +94,10 @@ class JournalRecord(_message.Message):
     revision: _builtins.int
     """Number of the record in its run: 1, 2, 3, …"""
     actor: _builtins.str
-    """Who caused it; see Event."""
+    """The cause; see Event."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it was decided, by the server's wall clock. For people; and a recovery tells by it how long ago a restart was."""
+        """When it was decided, by the server's wall clock. For people, and for a recovery, to compute the age of a restart."""
 
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
@@ -149,15 +149,15 @@ class JournalRecord(_message.Message):
 
     @_builtins.property
     def node_evicted(self) -> Global___NodeEvicted:
-        """A node was taken out."""
+        """A node was evicted."""
 
     @_builtins.property
     def node_readmitted(self) -> Global___NodeReadmitted:
-        """An operator let a node in again."""
+        """An operator readmitted a node."""
 
     @_builtins.property
     def restart_requested(self) -> Global___RestartRequested:
-        """An operator asked for a restart."""
+        """An operator requested a restart."""
 
     @_builtins.property
     def exit_barrier_passed(self) -> Global___ExitBarrierPassed:
@@ -206,10 +206,10 @@ class RunCreated(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """Lease.incarnation. Empty: of an older version."""
+    """Lease.incarnation. Empty: written by an older version."""
     @_builtins.property
     def settings(self) -> _rendezvous_service_pb2.RunSettings:
-        """Settings that the first node brought."""
+        """Settings of the first node."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class NodeJoined(_message.Message):
     role: _builtins.str
     """Role of its workers."""
     topology: _builtins.str
-    """Where it is."""
+    """Its location."""
     def __init__(
         self,
         *,
@@ -269,7 +269,7 @@ Global___NodeJoined: _TypeAlias = NodeJoined  # noqa: Y015
 
 @_typing.final
 class NodeLost(_message.Message):
-    """NodeLost: a node's lease ended without its doing."""
+    """NodeLost: a node's lease ended without an action of the node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -279,9 +279,9 @@ class NodeLost(_message.Message):
     node_id: _builtins.str
     """The node."""
     reason: Global___LossReason.ValueType
-    """How it came to be held for lost."""
+    """The reason of the loss."""
     failed_round: _builtins.int
-    """The round whose workers failed because this node was gone, 0: none. If that round ended with a counted restart
+    """The round whose workers failed because this node was lost, 0: none. If that round ended with a counted restart
     already, the restart no longer counts.
     """
     def __init__(
@@ -310,7 +310,7 @@ class NodeLeft(_message.Message):
     node_id: _builtins.str
     """The node."""
     reason: _builtins.str
-    """Why, in its own words."""
+    """Why, from the node."""
     def __init__(
         self,
         *,
@@ -327,7 +327,7 @@ Global___NodeLeft: _TypeAlias = NodeLeft  # noqa: Y015
 
 @_typing.final
 class Seat(_message.Message):
-    """Seat is a node's place in a round."""
+    """Seat is a node's ranks in a round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -378,7 +378,7 @@ class NodeDeparting(_message.Message):
     node_id: _builtins.str
     """The node."""
     reason: _builtins.str
-    """Why, in its own words."""
+    """Why, from the node."""
     def __init__(
         self,
         *,
@@ -405,7 +405,7 @@ class RoundFrozen(_message.Message):
     """The number."""
     @_builtins.property
     def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seat]:
-        """The seats, by group rank."""
+        """The ranks of the participants, by group rank."""
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ Global___RoundFrozen: _TypeAlias = RoundFrozen  # noqa: Y015
 
 @_typing.final
 class NodeConfirmed(_message.Message):
-    """NodeConfirmed: a participant's old workers are gone."""
+    """NodeConfirmed: no old worker of a participant is alive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,10 +482,10 @@ class WorkerFailed(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     EARLIEST_FIELD_NUMBER: _builtins.int
     earliest: _builtins.bool
-    """It is the earliest of its round by now, and takes the place of the one that was."""
+    """It is the earliest failure of its round until now, and replaces the previous earliest."""
     @_builtins.property
     def failure(self) -> _rendezvous_service_pb2.WorkerFailure:
-        """Which, how and why."""
+        """The failure."""
 
     def __init__(
         self,
@@ -542,16 +542,16 @@ class RoundEnded(_message.Message):
     restart_count: _builtins.int
     """Times that workers were restarted for a failure, this one included."""
     counted_restarts: _builtins.int
-    """Those of them that count against max_restarts, this one included; 0: not known, of an older version."""
+    """Those of them that count against max_restarts, this one included; 0: not known, written by an older version."""
     quick_restarts: _builtins.int
-    """How many in a row, this one included, came soon after the one before."""
+    """How many in a row, this one included, came soon after the previous one."""
     failed_scale_ups: _builtins.int
     """How many times in a row newcomers were lost, or left, before a round with them had run for a minute."""
     newcomers_passed: _builtins.bool
-    """The round ran for long enough that its newcomers count as good."""
+    """The round ran for long enough that its newcomers count as stable."""
     @_builtins.property
     def end(self) -> _rendezvous_service_pb2.RoundEnd:
-        """Which and why."""
+        """The end of the round."""
 
     def __init__(
         self,
@@ -580,7 +580,7 @@ class RunClosed(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def end(self) -> _rendezvous_service_pb2.RunEnd:
-        """How."""
+        """The end of the run."""
 
     def __init__(
         self,
@@ -597,7 +597,7 @@ Global___RunClosed: _TypeAlias = RunClosed  # noqa: Y015
 
 @_typing.final
 class NodeEvicted(_message.Message):
-    """NodeEvicted: a node was taken out, or one barred that was not in."""
+    """NodeEvicted: a node was evicted; also a node that was not in the run, and is refused from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -608,11 +608,11 @@ class NodeEvicted(_message.Message):
     node_id: _builtins.str
     """The node."""
     reason: _builtins.str
-    """Why, in the words of who did it."""
+    """Why, from the operator or the service."""
     lease: _builtins.int
-    """The lease that it lost by this; 0: it held none."""
+    """The lease that this ended; 0: the node held none."""
     by_service: _builtins.bool
-    """The service did it, since its workers failed too often; otherwise an operator."""
+    """The service evicted it, because its workers failed too often; otherwise an operator."""
     def __init__(
         self,
         *,
@@ -631,7 +631,7 @@ Global___NodeEvicted: _TypeAlias = NodeEvicted  # noqa: Y015
 
 @_typing.final
 class NodeReadmitted(_message.Message):
-    """NodeReadmitted: an operator let a node in again."""
+    """NodeReadmitted: an operator readmitted a node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -640,7 +640,7 @@ class NodeReadmitted(_message.Message):
     node_id: _builtins.str
     """The node."""
     reason: _builtins.str
-    """Why, in the operator's words."""
+    """Why, from the operator."""
     def __init__(
         self,
         *,
@@ -657,7 +657,7 @@ Global___NodeReadmitted: _TypeAlias = NodeReadmitted  # noqa: Y015
 
 @_typing.final
 class RestartRequested(_message.Message):
-    """RestartRequested: an operator asked for a restart of the round, or, in JOINABLE, for the one that was held back."""
+    """RestartRequested: an operator requested a restart of the round, or, in JOINABLE, the end of a restart's back-off."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -666,7 +666,7 @@ class RestartRequested(_message.Message):
     round: _builtins.int
     """The round; in JOINABLE the latest, which has ended."""
     reason: _builtins.str
-    """Why, in the operator's words."""
+    """Why, from the operator."""
     def __init__(
         self,
         *,
@@ -683,7 +683,7 @@ Global___RestartRequested: _TypeAlias = RestartRequested  # noqa: Y015
 
 @_typing.final
 class ExitBarrierPassed(_message.Message):
-    """ExitBarrierPassed: participants that succeeded wait for the others no longer."""
+    """ExitBarrierPassed: participants that succeeded no longer wait for the others."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -705,8 +705,8 @@ Global___ExitBarrierPassed: _TypeAlias = ExitBarrierPassed  # noqa: Y015
 
 @_typing.final
 class RunSnapshot(_message.Message):
-    """RunSnapshot is the state of a run after one of its records: where a recovery begins. Deadlines are not in it; a
-    server that starts again gives every one a full new term.
+    """RunSnapshot is the state of a run after one of its records: the start of a recovery. It has no deadlines; a
+    server that restarts gives every deadline its full time again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -750,9 +750,9 @@ class RunSnapshot(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
-    """That of the last record in it."""
+    """Revision of the last record in it."""
     forgotten: _builtins.bool
-    """Only the numbers are left of the run: it expired. They go on if it comes again."""
+    """The run expired: only its numbers are kept. They continue if a run of this name is created again."""
     phase: _rendezvous_service_pb2.Phase.ValueType
     """Phase."""
     round: _builtins.int
@@ -770,13 +770,13 @@ class RunSnapshot(_message.Message):
     fencing_token: _builtins.int
     """Fencing token of that round."""
     finishing: _builtins.bool
-    """Whether any participant succeeded, also one that has gone since."""
+    """True if any participant succeeded, including one that has left since."""
     exit_barrier_passed: _builtins.bool
     """The exit barrier of the round is over."""
     former_size: _builtins.int
     """Nodes of that round, without newcomers that failed."""
     quick_restarts: _builtins.int
-    """How many of the latest restarts in a row came soon after the one before."""
+    """How many of the latest restarts in a row came soon after the previous one."""
     former_fencing_token: _builtins.int
     """Fencing token of the last round that was FINAL."""
     counted_round: _builtins.int
@@ -791,11 +791,11 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeJoined]:
-        """Who holds a lease, in the order of joining."""
+        """Nodes that hold a lease, in the order of joining."""
 
     @_builtins.property
     def departing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those of them that are leaving, in the order in which they said so."""
+        """Those of them that are leaving, in the order of their announcements."""
 
     @_builtins.property
     def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeEvicted]:
@@ -803,7 +803,7 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seat]:
-        """The seats of the round that is FROZEN or FINAL, by group rank."""
+        """The ranks of the round that is FROZEN or FINAL, by group rank."""
 
     @_builtins.property
     def unconfirmed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -811,7 +811,7 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def succeeded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Participants whose workers succeeded, and that are still there."""
+        """Participants whose workers succeeded, and that still hold a lease."""
 
     @_builtins.property
     def former_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FormerRank]:
@@ -819,15 +819,15 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def last_round_end(self) -> _rendezvous_service_pb2.RoundEnd:
-        """How the round before ended."""
+        """How the previous round ended."""
 
     @_builtins.property
     def breach(self) -> _rendezvous_service_pb2.RoundEnd:
-        """What must end the round, once everything before it is settled."""
+        """The pending end of the round: it takes effect once everything before it is decided."""
 
     @_builtins.property
     def failure(self) -> _rendezvous_service_pb2.WorkerFailure:
-        """The first failure of the round, or of the one before until the round is FINAL."""
+        """The first failure of the round, or of the previous one until the round is FINAL."""
 
     @_builtins.property
     def run_end(self) -> _rendezvous_service_pb2.RunEnd:
@@ -839,11 +839,11 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def failed_workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedWorker]:
-        """The failures that are known, of the round that `failure` is of."""
+        """The known failures of the round of `failure`."""
 
     @_builtins.property
     def permanent_failure(self) -> _rendezvous_service_pb2.WorkerFailure:
-        """The first of them that no restart can mend."""
+        """The first permanent one of them."""
 
     @_builtins.property
     def newcomers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -851,7 +851,7 @@ class RunSnapshot(_message.Message):
 
     @_builtins.property
     def failed_scale_ups_of(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedScaleUps]:
-        """The same of single nodes, the oldest first."""
+        """The same for single nodes, the oldest first."""
 
     def __init__(
         self,
@@ -903,7 +903,7 @@ Global___RunSnapshot: _TypeAlias = RunSnapshot  # noqa: Y015
 
 @_typing.final
 class FailedScaleUps(_message.Message):
-    """FailedScaleUps is how often one node was lost, or left, soon after it joined, in a row."""
+    """FailedScaleUps is the number of times in a row that one node was lost, or left, soon after it joined."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -912,7 +912,7 @@ class FailedScaleUps(_message.Message):
     node_id: _builtins.str
     """The node."""
     count: _builtins.int
-    """How often."""
+    """The number."""
     def __init__(
         self,
         *,
@@ -929,7 +929,7 @@ Global___FailedScaleUps: _TypeAlias = FailedScaleUps  # noqa: Y015
 
 @_typing.final
 class Restart(_message.Message):
-    """Restart is one that a failure caused."""
+    """Restart is a restart that a failure caused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -939,10 +939,10 @@ class Restart(_message.Message):
     round: _builtins.int
     """The round that the failure ended."""
     node_id: _builtins.str
-    """The node whose worker failed first; empty: one that was readmitted since, for which it no longer counts."""
+    """The node whose worker failed first; empty: that node was readmitted since, and the restart no longer counts for it."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When, by the server's wall clock: a recovery tells by it how long ago it was."""
+        """Time of the restart, by the server's wall clock: a recovery computes its age from it."""
 
     def __init__(
         self,
@@ -987,7 +987,7 @@ Global___FailedWorker: _TypeAlias = FailedWorker  # noqa: Y015
 
 @_typing.final
 class FormerRank(_message.Message):
-    """FormerRank is the group rank that a node had in the round before."""
+    """FormerRank is the group rank that a node had in the previous round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -64,9 +64,9 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_SUCCEEDED: _Outcome.ValueType  # 1
     """Every participant's workers succeeded."""
     OUTCOME_FAILED: _Outcome.ValueType  # 2
-    """A worker failed with no restart left, or as no restart can mend."""
+    """A worker failed and no restart was left, or restarts cannot help."""
     OUTCOME_CANCELLED: _Outcome.ValueType  # 3
-    """Somebody closed the run."""
+    """A client closed the run."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """Outcome of a closed run."""
@@ -76,9 +76,9 @@ OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 OUTCOME_SUCCEEDED: Outcome.ValueType  # 1
 """Every participant's workers succeeded."""
 OUTCOME_FAILED: Outcome.ValueType  # 2
-"""A worker failed with no restart left, or as no restart can mend."""
+"""A worker failed and no restart was left, or restarts cannot help."""
 OUTCOME_CANCELLED: Outcome.ValueType  # 3
-"""Somebody closed the run."""
+"""A client closed the run."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _ScaleUpPolicy:
@@ -91,29 +91,29 @@ class _ScaleUpPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScaleUp
     """Not set: IMMEDIATE."""
     SCALE_UP_POLICY_IMMEDIATE: _ScaleUpPolicy.ValueType  # 1
     """The round ends and re-forms with the newcomer, once that has been connected for 3 s. It costs a restart of all
-    workers. Newcomers that go within a minute, again and again, are held back for longer each time.
+    workers. Newcomers that leave within a minute, again and again, wait longer each time.
     """
     SCALE_UP_POLICY_ON_RESTART: _ScaleUpPolicy.ValueType  # 2
     """The newcomer waits until the round ends for another reason."""
     SCALE_UP_POLICY_DELAYED: _ScaleUpPolicy.ValueType  # 3
-    """The round ends scale_up_delay after the first newcomer came, or as soon as newcomers fill it, and re-forms
-    with all that came meanwhile: one restart for a batch of newcomers.
+    """The round ends scale_up_delay after the first newcomer joined, or as soon as newcomers fill it, and re-forms
+    with all nodes that joined until then: one restart for a batch of newcomers.
     """
 
 class ScaleUpPolicy(_ScaleUpPolicy, metaclass=_ScaleUpPolicyEnumTypeWrapper):
-    """ScaleUpPolicy says what happens when a node joins a run that is running with room to spare."""
+    """ScaleUpPolicy is the reaction to a node that joins a running round that has fewer than max_nodes."""
 
 SCALE_UP_POLICY_UNSPECIFIED: ScaleUpPolicy.ValueType  # 0
 """Not set: IMMEDIATE."""
 SCALE_UP_POLICY_IMMEDIATE: ScaleUpPolicy.ValueType  # 1
 """The round ends and re-forms with the newcomer, once that has been connected for 3 s. It costs a restart of all
-workers. Newcomers that go within a minute, again and again, are held back for longer each time.
+workers. Newcomers that leave within a minute, again and again, wait longer each time.
 """
 SCALE_UP_POLICY_ON_RESTART: ScaleUpPolicy.ValueType  # 2
 """The newcomer waits until the round ends for another reason."""
 SCALE_UP_POLICY_DELAYED: ScaleUpPolicy.ValueType  # 3
-"""The round ends scale_up_delay after the first newcomer came, or as soon as newcomers fill it, and re-forms
-with all that came meanwhile: one restart for a batch of newcomers.
+"""The round ends scale_up_delay after the first newcomer joined, or as soon as newcomers fill it, and re-forms
+with all nodes that joined until then: one restart for a batch of newcomers.
 """
 Global___ScaleUpPolicy: _TypeAlias = ScaleUpPolicy  # noqa: Y015
 
@@ -128,24 +128,24 @@ class _RankPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankPolicy
     RANK_POLICY_STABLE: _RankPolicy.ValueType  # 1
     """Survivors keep their group rank; newcomers take the free ones."""
     RANK_POLICY_SORTED: _RankPolicy.ValueType  # 2
-    """By address and then by name, where a number counts as a number: node2 comes before node10."""
+    """By address, then by name; digits compare as a number: node2 comes before node10."""
     RANK_POLICY_TOPOLOGY: _RankPolicy.ValueType  # 3
-    """Nodes of one place (`topology` of JoinRun) stay adjacent, on every level of it; within a place, and among
-    places, as STABLE as that allows.
+    """Nodes with the same `topology` (see JoinRun) get adjacent ranks, on every level of the topology; within one
+    location, and among locations, as STABLE as that allows.
     """
 
 class RankPolicy(_RankPolicy, metaclass=_RankPolicyEnumTypeWrapper):
-    """RankPolicy says in which order the nodes of a round get their ranks."""
+    """RankPolicy is the order in which the nodes of a round get their ranks."""
 
 RANK_POLICY_UNSPECIFIED: RankPolicy.ValueType  # 0
 """Not set: STABLE."""
 RANK_POLICY_STABLE: RankPolicy.ValueType  # 1
 """Survivors keep their group rank; newcomers take the free ones."""
 RANK_POLICY_SORTED: RankPolicy.ValueType  # 2
-"""By address and then by name, where a number counts as a number: node2 comes before node10."""
+"""By address, then by name; digits compare as a number: node2 comes before node10."""
 RANK_POLICY_TOPOLOGY: RankPolicy.ValueType  # 3
-"""Nodes of one place (`topology` of JoinRun) stay adjacent, on every level of it; within a place, and among
-places, as STABLE as that allows.
+"""Nodes with the same `topology` (see JoinRun) get adjacent ranks, on every level of the topology; within one
+location, and among locations, as STABLE as that allows.
 """
 Global___RankPolicy: _TypeAlias = RankPolicy  # noqa: Y015
 
@@ -164,14 +164,14 @@ class _RoundEndCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoundEn
     ROUND_END_CAUSE_WORKER_FAILED: _RoundEndCause.ValueType  # 3
     """A worker failed."""
     ROUND_END_CAUSE_NODE_JOINED: _RoundEndCause.ValueType  # 4
-    """A newcomer was let in."""
+    """A newcomer was admitted."""
     ROUND_END_CAUSE_RESTART_REQUESTED: _RoundEndCause.ValueType  # 5
     """An operator restarted the run."""
     ROUND_END_CAUSE_NODE_EVICTED: _RoundEndCause.ValueType  # 6
-    """A participant was taken out: by an operator, or by the service since its workers failed too often."""
+    """A participant was evicted: by an operator, or by the service because its workers failed too often."""
 
 class RoundEndCause(_RoundEndCause, metaclass=_RoundEndCauseEnumTypeWrapper):
-    """RoundEndCause is why a round ended."""
+    """RoundEndCause is the reason why a round ended."""
 
 ROUND_END_CAUSE_UNSPECIFIED: RoundEndCause.ValueType  # 0
 """No round has ended yet."""
@@ -182,11 +182,11 @@ ROUND_END_CAUSE_NODE_LEFT: RoundEndCause.ValueType  # 2
 ROUND_END_CAUSE_WORKER_FAILED: RoundEndCause.ValueType  # 3
 """A worker failed."""
 ROUND_END_CAUSE_NODE_JOINED: RoundEndCause.ValueType  # 4
-"""A newcomer was let in."""
+"""A newcomer was admitted."""
 ROUND_END_CAUSE_RESTART_REQUESTED: RoundEndCause.ValueType  # 5
 """An operator restarted the run."""
 ROUND_END_CAUSE_NODE_EVICTED: RoundEndCause.ValueType  # 6
-"""A participant was taken out: by an operator, or by the service since its workers failed too often."""
+"""A participant was evicted: by an operator, or by the service because its workers failed too often."""
 Global___RoundEndCause: _TypeAlias = RoundEndCause  # noqa: Y015
 
 class _FailureKind:
@@ -198,42 +198,42 @@ class _FailureKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureKi
     FAILURE_KIND_UNSPECIFIED: _FailureKind.ValueType  # 0
     """Not known."""
     FAILURE_KIND_EXCEPTION: _FailureKind.ValueType  # 1
-    """It raised an exception, and left its story."""
+    """It raised an exception, and recorded its traceback."""
     FAILURE_KIND_EXIT_CODE: _FailureKind.ValueType  # 2
     """It returned an exit code other than 0."""
     FAILURE_KIND_SIGNAL: _FailureKind.ValueType  # 3
     """A signal ended it."""
     FAILURE_KIND_OUT_OF_MEMORY: _FailureKind.ValueType  # 4
-    """The kernel killed it for want of memory, of its cgroup or of the host."""
+    """The kernel OOM killer ended it: its cgroup or the host ran out of memory."""
     FAILURE_KIND_HUNG: _FailureKind.ValueType  # 5
-    """A timer of it ran out, and its agent killed it."""
+    """One of its timers expired, and its agent killed it."""
     FAILURE_KIND_NOT_STARTED: _FailureKind.ValueType  # 6
     """It could not be started."""
     FAILURE_KIND_PORT_TAKEN: _FailureKind.ValueType  # 7
-    """Another program of the host of group rank 0 took the master port before its worker bound it. The round ends at once
-    and is tried again with another port; that counts as no restart, whatever the budget.
+    """Another program on the host of group rank 0 took the master port before the worker bound it. The round ends at once
+    and forms again with another port; this counts as no restart, with any budget.
     """
 
 class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper):
-    """FailureKind is what kind of end a worker had."""
+    """FailureKind is the kind of end of a worker."""
 
 FAILURE_KIND_UNSPECIFIED: FailureKind.ValueType  # 0
 """Not known."""
 FAILURE_KIND_EXCEPTION: FailureKind.ValueType  # 1
-"""It raised an exception, and left its story."""
+"""It raised an exception, and recorded its traceback."""
 FAILURE_KIND_EXIT_CODE: FailureKind.ValueType  # 2
 """It returned an exit code other than 0."""
 FAILURE_KIND_SIGNAL: FailureKind.ValueType  # 3
 """A signal ended it."""
 FAILURE_KIND_OUT_OF_MEMORY: FailureKind.ValueType  # 4
-"""The kernel killed it for want of memory, of its cgroup or of the host."""
+"""The kernel OOM killer ended it: its cgroup or the host ran out of memory."""
 FAILURE_KIND_HUNG: FailureKind.ValueType  # 5
-"""A timer of it ran out, and its agent killed it."""
+"""One of its timers expired, and its agent killed it."""
 FAILURE_KIND_NOT_STARTED: FailureKind.ValueType  # 6
 """It could not be started."""
 FAILURE_KIND_PORT_TAKEN: FailureKind.ValueType  # 7
-"""Another program of the host of group rank 0 took the master port before its worker bound it. The round ends at once
-and is tried again with another port; that counts as no restart, whatever the budget.
+"""Another program on the host of group rank 0 took the master port before the worker bound it. The round ends at once
+and forms again with another port; this counts as no restart, with any budget.
 """
 Global___FailureKind: _TypeAlias = FailureKind  # noqa: Y015
 
@@ -246,11 +246,11 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     NODE_STATE_UNSPECIFIED: _NodeState.ValueType  # 0
     """Not set; never sent."""
     NODE_STATE_WAITING: _NodeState.ValueType  # 1
-    """It waits: for a round to form, or for a place in one."""
+    """It waits for a round to form, or for membership of one."""
     NODE_STATE_ASSIGNED: _NodeState.ValueType  # 2
-    """It has a place, and is stopping its old workers."""
+    """It has ranks in a round, and is stopping its old workers."""
     NODE_STATE_CONFIRMED: _NodeState.ValueType  # 3
-    """It has confirmed its place."""
+    """It has confirmed the round."""
     NODE_STATE_RUNNING: _NodeState.ValueType  # 4
     """Its workers run."""
     NODE_STATE_SUCCEEDED: _NodeState.ValueType  # 5
@@ -258,19 +258,19 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     NODE_STATE_DEPARTING: _NodeState.ValueType  # 6
     """It stops its workers in order to leave."""
     NODE_STATE_SPARE: _NodeState.ValueType  # 7
-    """It waits beside a round that has all the nodes it may have, to take the place of one that goes."""
+    """It waits because the round has max_nodes, to replace a node that leaves."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper):
-    """NodeState is what a node does in a run."""
+    """NodeState is the state of a node in a run."""
 
 NODE_STATE_UNSPECIFIED: NodeState.ValueType  # 0
 """Not set; never sent."""
 NODE_STATE_WAITING: NodeState.ValueType  # 1
-"""It waits: for a round to form, or for a place in one."""
+"""It waits for a round to form, or for membership of one."""
 NODE_STATE_ASSIGNED: NodeState.ValueType  # 2
-"""It has a place, and is stopping its old workers."""
+"""It has ranks in a round, and is stopping its old workers."""
 NODE_STATE_CONFIRMED: NodeState.ValueType  # 3
-"""It has confirmed its place."""
+"""It has confirmed the round."""
 NODE_STATE_RUNNING: NodeState.ValueType  # 4
 """Its workers run."""
 NODE_STATE_SUCCEEDED: NodeState.ValueType  # 5
@@ -278,7 +278,7 @@ NODE_STATE_SUCCEEDED: NodeState.ValueType  # 5
 NODE_STATE_DEPARTING: NodeState.ValueType  # 6
 """It stops its workers in order to leave."""
 NODE_STATE_SPARE: NodeState.ValueType  # 7
-"""It waits beside a round that has all the nodes it may have, to take the place of one that goes."""
+"""It waits because the round has max_nodes, to replace a node that leaves."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
 class _EventKind:
@@ -300,9 +300,9 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_NODE_DEPARTING: _EventKind.ValueType  # 5
     """A node is stopping its workers in order to leave."""
     EVENT_KIND_NODE_EVICTED: _EventKind.ValueType  # 6
-    """A node was taken out: by an operator, or by the service since its workers failed too often."""
+    """A node was evicted: by an operator, or by the service because its workers failed too often."""
     EVENT_KIND_NODE_READMITTED: _EventKind.ValueType  # 7
-    """An operator let a node in again."""
+    """An operator readmitted a node."""
     EVENT_KIND_ROUND_FROZEN: _EventKind.ValueType  # 8
     """A round got its number and ranks."""
     EVENT_KIND_NODE_CONFIRMED: _EventKind.ValueType  # 9
@@ -316,14 +316,14 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_EXIT_BARRIER_PASSED: _EventKind.ValueType  # 13
     """The exit barrier is over."""
     EVENT_KIND_RESTART_REQUESTED: _EventKind.ValueType  # 14
-    """An operator asked for a restart."""
+    """An operator requested a restart."""
     EVENT_KIND_ROUND_ENDED: _EventKind.ValueType  # 15
     """A round ended."""
     EVENT_KIND_RUN_CLOSED: _EventKind.ValueType  # 16
     """The run ended."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
-    """EventKind is what kind of thing happened."""
+    """EventKind is the kind of an event."""
 
 EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
 """Not set; never sent."""
@@ -338,9 +338,9 @@ EVENT_KIND_NODE_LEFT: EventKind.ValueType  # 4
 EVENT_KIND_NODE_DEPARTING: EventKind.ValueType  # 5
 """A node is stopping its workers in order to leave."""
 EVENT_KIND_NODE_EVICTED: EventKind.ValueType  # 6
-"""A node was taken out: by an operator, or by the service since its workers failed too often."""
+"""A node was evicted: by an operator, or by the service because its workers failed too often."""
 EVENT_KIND_NODE_READMITTED: EventKind.ValueType  # 7
-"""An operator let a node in again."""
+"""An operator readmitted a node."""
 EVENT_KIND_ROUND_FROZEN: EventKind.ValueType  # 8
 """A round got its number and ranks."""
 EVENT_KIND_NODE_CONFIRMED: EventKind.ValueType  # 9
@@ -354,7 +354,7 @@ EVENT_KIND_NODE_SUCCEEDED: EventKind.ValueType  # 12
 EVENT_KIND_EXIT_BARRIER_PASSED: EventKind.ValueType  # 13
 """The exit barrier is over."""
 EVENT_KIND_RESTART_REQUESTED: EventKind.ValueType  # 14
-"""An operator asked for a restart."""
+"""An operator requested a restart."""
 EVENT_KIND_ROUND_ENDED: EventKind.ValueType  # 15
 """A round ended."""
 EVENT_KIND_RUN_CLOSED: EventKind.ValueType  # 16
@@ -363,8 +363,8 @@ Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
 class RunSettings(_message.Message):
-    """RunSettings are agreed by all nodes of a run. The first node to join brings them; a node that joins with
-    others is refused with SETTINGS_DIFFER.
+    """RunSettings are the same for all nodes of a run. The first node that joins sets them; a node that joins with
+    other settings is refused with SETTINGS_DIFFER.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -388,25 +388,25 @@ class RunSettings(_message.Message):
     min_nodes: _builtins.int
     """Fewest nodes that a round may have; at least 1."""
     max_nodes: _builtins.int
-    """Most nodes that a round may have; at least min_nodes. Nodes past it wait as spares."""
+    """Most nodes that a round may have; at least min_nodes. Further nodes wait as spares."""
     max_restarts: _builtins.int
-    """How many times failing workers may be restarted, over the whole run. Changes of membership don't count. At most
+    """How many times failing workers may be restarted, over the whole run. Changes of membership do not count. At most
     10,000 with a restart_window or max_restarts_per_node, else 1,000,000.
     """
     keep_alive_max_attempt: _builtins.int
     """How many heartbeats in a row may be missing before the node is lost. Default 3."""
     scale_up_policy: Global___ScaleUpPolicy.ValueType
-    """What a newcomer does to a running round. Default IMMEDIATE."""
+    """Effect of a newcomer on a running round. Default IMMEDIATE."""
     rank_policy: Global___RankPolicy.ValueType
-    """In which order nodes get their ranks. Default STABLE."""
+    """Order in which nodes get their ranks. Default STABLE."""
     max_restarts_per_node: _builtins.int
-    """How many restarts the workers of one node may cause; the failure after that takes the node out of the run,
-    with the reason, and the others go on with a spare or fewer nodes. That uses up no restart of the run. At most
-    max_restarts, for past that the run ends first. Default 0: any number.
+    """How many restarts the workers of one node may cause. The service evicts the node at the next failure, with the
+    reason, and the run continues with a spare or fewer nodes. That uses no restart of the run. At most max_restarts,
+    since a run with more failures ends first. Default 0: any number.
     """
     @_builtins.property
     def join_timeout(self) -> _duration_pb2.Duration:
-        """How long a node waits for min_nodes before it is turned away. Default 600 s."""
+        """How long a node waits for min_nodes before it is refused. Default 600 s."""
 
     @_builtins.property
     def last_call_timeout(self) -> _duration_pb2.Duration:
@@ -418,31 +418,31 @@ class RunSettings(_message.Message):
 
     @_builtins.property
     def keep_alive_interval(self) -> _duration_pb2.Duration:
-        """How often a node sends a heartbeat. Default 5 s."""
+        """Interval of a node's heartbeats. Default 5 s."""
 
     @_builtins.property
     def disconnect_grace(self) -> _duration_pb2.Duration:
-        """How long a node whose stream broke may take to come back. Default 2 s."""
+        """How long a node whose stream broke may take to resume. Default 2 s."""
 
     @_builtins.property
     def exit_barrier_timeout(self) -> _duration_pb2.Duration:
-        """How long the first participant that succeeded waits for the others before it may go. Default 300 s."""
+        """How long the first participant that succeeded waits for the others before it may leave. Default 300 s."""
 
     @_builtins.property
     def scale_up_delay(self) -> _duration_pb2.Duration:
-        """How long newcomers are gathered under the policy DELAYED. Default 30 s."""
+        """How long newcomers are collected under the policy DELAYED. Default 30 s."""
 
     @_builtins.property
     def restart_window(self) -> _duration_pb2.Duration:
-        """Restarts for a failure, and failures of one node, that are older than this count no longer against
-        max_restarts and max_restarts_per_node. Default 0: they count for ever. restart_count goes on counting all.
+        """Age from which restarts for a failure, and failures of one node, no longer count against max_restarts and
+        max_restarts_per_node. Default 0: they count for ever. restart_count continues to count all.
         """
 
     @_builtins.property
     def restart_backoff(self) -> _duration_pb2.Duration:
-        """The longest that a restart is held back. The first restart comes at once, and so does one after a round that
-        ran for a while; rounds that fail soon after they began are held back longer each time, up to this. Default
-        30 s; 0: never.
+        """Upper limit of the back-off between restarts. The first restart is immediate, and so is a restart after a round
+        that ran for a while; rounds that fail soon after they began are delayed longer each time, up to this limit.
+        Default 30 s; 0: no back-off.
         """
 
     def __init__(
@@ -513,11 +513,11 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def leave(self) -> Global___LeaveRun:
-        """The node goes, in good order."""
+        """The node leaves, in good order."""
 
     @_builtins.property
     def depart(self) -> Global___DepartRun:
-        """The node is going to go, in good order."""
+        """The node is about to leave, in good order."""
 
     def __init__(
         self,
@@ -543,9 +543,7 @@ Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
 
 @_typing.final
 class JoinRun(_message.Message):
-    """JoinRun asks for a place in a run. A node_id that is in the run already is superseded: its older lease is
-    worth nothing from then on.
-    """
+    """JoinRun requests membership of a run. It supersedes a node_id in the run: the older lease becomes invalid."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -559,7 +557,7 @@ class JoinRun(_message.Message):
     run_id: _builtins.str
     """Name of the run, chosen by its user; at most 256 bytes."""
     node_id: _builtins.str
-    """Name of the node, unique in the run; at most 256 bytes. One and the same over restarts of an agent only
+    """Name of the node, unique in the run; at most 256 bytes. It may be the same after a restart of the agent only
     if no two agents can ever use it at the same time.
     """
     address: _builtins.str
@@ -569,7 +567,7 @@ class JoinRun(_message.Message):
     role: _builtins.str
     """Role of the node's workers; role ranks are counted per role."""
     topology: _builtins.str
-    """Where the node is, from the outermost place to the innermost, as in "hall2/rack7/switch1"; at most 256
+    """Location of the node, from the outermost level to the innermost, as in "hall2/rack7/switch1"; at most 256
     bytes. Used by the rank policy TOPOLOGY.
     """
     @_builtins.property
@@ -597,8 +595,8 @@ Global___JoinRun: _TypeAlias = JoinRun  # noqa: Y015
 
 @_typing.final
 class ResumeRun(_message.Message):
-    """ResumeRun takes a lease up again after a broken stream. An update with the present state always follows the
-    lease; of a run that was closed meanwhile it is the last one.
+    """ResumeRun takes up a lease again after a broken stream. After the lease the server always sends an update with the
+    present state; if the run was closed in the meantime, that update is the last.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -612,9 +610,9 @@ class ResumeRun(_message.Message):
     node_id: _builtins.str
     """Name of the node."""
     lease: _builtins.int
-    """The lease it holds."""
+    """The lease that the node holds."""
     revision: _builtins.int
-    """The last revision it saw."""
+    """The last revision that the node received."""
     def __init__(
         self,
         *,
@@ -633,16 +631,14 @@ Global___ResumeRun: _TypeAlias = ResumeRun  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Heartbeat says that the node is alive. It changes nothing but the lease's time to live, and what is shown of the
-    node.
-    """
+    """Heartbeat renews the lease's time to live and the status shown for the node. It changes nothing else."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WATCHDOG_TROUBLE_FIELD_NUMBER: _builtins.int
     watchdog_trouble: _builtins.str
-    """Why no watchdog guards the node's workers, for people; empty: one does. At most 1,024 bytes, the rest is cut off.
-    Shown by GetRun, and not stored: every heartbeat has it.
+    """Why no watchdog supervises the node's workers, for people; empty: one does. At most 1,024 bytes, the rest is cut
+    off. Shown by GetRun, and not stored: send it in every heartbeat.
     """
     def __init__(
         self,
@@ -659,9 +655,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class ConfirmRound(_message.Message):
-    """ConfirmRound says that no worker of an earlier round is alive on the node. Confirming twice, or a round that
-    is no more, is harmless.
-    """
+    """ConfirmRound reports that no worker of an earlier round lives on the node. Harmless for a confirmed or ended round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -687,13 +681,13 @@ Global___ConfirmRound: _TypeAlias = ConfirmRound  # noqa: Y015
 
 @_typing.final
 class WorkerFailure(_message.Message):
-    """WorkerFailure is a worker's failure, with what its user needs to mend it. A node may report several of a round,
-    as they become known, each worker's once: the earliest of all nodes is the run's first failure.
+    """WorkerFailure is a worker's failure, with the data that its user needs to fix it. A node may report several of a
+    round, as they become known, one for each worker: the earliest of all nodes is the run's first failure.
 
-    A failure that costs a restart is acted on at once. One that ends the run, or takes its node out of it, waits for
-    half a second at most for what the other nodes have to report: theirs may have been the first. Reports of a round
-    that a failure ended are taken until the next is FINAL; those of other rounds that are over are ignored. Of many
-    failures of one round the server keeps some, and the first among them.
+    The server acts at once on a failure that costs a restart. One that ends the run, or evicts its node, waits for at
+    most half a second for the reports of other nodes, because theirs may have been the first. Reports about a round that
+    a failure ended are accepted until the next is FINAL; those about other rounds that are over are ignored. Of many
+    failures of one round the server keeps some, always including the first.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -719,38 +713,38 @@ class WorkerFailure(_message.Message):
     rank: _builtins.int
     """Its global rank in that round."""
     local_rank: _builtins.int
-    """Its number on its node."""
+    """Local rank of the worker on its node."""
     role: _builtins.str
     """Its role."""
     node_id: _builtins.str
     """Its node; filled in by the server."""
     host: _builtins.str
-    """Host name, as the agent knows it."""
+    """Host name, from the agent."""
     pid: _builtins.int
     """Process id on that host."""
     exit_code: _builtins.int
     """Exit code; negative: minus the signal that ended it."""
     message: _builtins.str
-    """What happened, in one sentence."""
+    """Description of the failure, in one sentence."""
     traceback: _builtins.str
-    """Its traceback, where there is one; at most 16 KiB, the end kept."""
+    """Its traceback, if there is one; at most 16 KiB, the end is kept."""
     log_file: _builtins.str
     """Path of its log on the host."""
     kind: Global___FailureKind.ValueType
-    """What kind of end it had."""
+    """Kind of end."""
     permanent: _builtins.bool
-    """No restart can mend it, as the worker itself says: the run is closed at once, whatever its budget."""
+    """The worker reports that no restart can help: the run is closed at once, with any budget."""
     core_file: _builtins.str
-    """Path of its core dump on the host, where one is known."""
+    """Path of its core dump on the host, if known."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it ended, by the host's clock. For people: no decision is taken by it."""
+        """When it ended, by the host's clock. For people: no decision depends on it."""
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
-        """How long before this was sent it failed, by the host's monotonic clock: by it the first failure of a run is
-        found, for no host's wall clock is compared with another's. Sent again, it has grown. One that reaches back
-        beyond the start of the round counts from there; a negative one counts as 0.
+        """Time from the failure until this message was sent, by the host's monotonic clock. The server finds the first
+        failure of a run by it, because wall clocks of different hosts are never compared. It has grown when the report is
+        repeated. An age from before the start of the round counts as the start; a negative one counts as 0.
         """
 
     def __init__(
@@ -783,9 +777,9 @@ Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
 
 @_typing.final
 class ReportSuccess(_message.Message):
-    """ReportSuccess says that all workers of the node ended with exit code 0. The run is closed when all
-    participants have said so; until then the node waits, and starts its workers again if a round re-forms. Past
-    the run's exit barrier timeout it may leave: the others go on without it.
+    """ReportSuccess reports that all workers of the node ended with exit code 0. The run is closed when all participants
+    have reported it; until then the node waits, and starts its workers again if a round re-forms. After the run's exit
+    barrier timeout the node may leave: the others continue without it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -808,9 +802,9 @@ Global___ReportSuccess: _TypeAlias = ReportSuccess  # noqa: Y015
 
 @_typing.final
 class DepartRun(_message.Message):
-    """DepartRun says that the node stops its workers in order to leave. Its round ends at once, so that the others
-    need not find out by failing; the next one is formed without it, and not before it has left or the run's
-    confirm timeout is over.
+    """DepartRun reports that the node stops its workers in order to leave. Its round ends at once, so that the others do
+    not learn of it only when they fail. The next round forms without the node, but not before it has left or the
+    run's confirm timeout is over.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -833,7 +827,9 @@ Global___DepartRun: _TypeAlias = DepartRun  # noqa: Y015
 
 @_typing.final
 class LeaveRun(_message.Message):
-    """LeaveRun gives the lease back. No worker is alive on the node. The server ends the stream with OK. The run goes on without the node."""
+    """LeaveRun gives the lease back. No worker is alive on the node. The server ends the stream with OK. The run continues
+    without the node.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -864,8 +860,8 @@ class JoinResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
-        """The node is in, or in again: in the first message, and in no other. While many nodes come at once it may wait
-        for the first update and come with it; it is sent before a third of its time to live is over.
+        """The node's lease: in the first message, and in no other. While many nodes join at once, the server may delay the
+        lease and send it with the first update, but before a third of the lease's time to live is over.
         """
 
     @_builtins.property
@@ -874,7 +870,7 @@ class JoinResponse(_message.Message):
 
     @_builtins.property
     def draining(self) -> Global___Draining:
-        """The server is going away and ends the stream: reconnect, with jitter, and resume."""
+        """The server is shutting down and ends the stream: reconnect, with jitter, and resume."""
 
     def __init__(
         self,
@@ -907,17 +903,17 @@ class Lease(_message.Message):
     revision: _builtins.int
     """Revision of the run."""
     incarnation: _builtins.str
-    """Incarnation of the run: a new one each time a run of this name is created, for then the numbers of its leases and
-    rounds may begin again. Don't compare leases of two incarnations. It stays over restarts and take-overs. Empty: the
-    run was created by a service that knew no incarnations.
+    """Incarnation of the run: a new one each time a run of this name is created, because the numbers of its leases and
+    rounds may then begin again. Do not compare leases of two incarnations. It stays the same over restarts and
+    take-overs. Empty: the run was created by a version of the service without incarnations.
     """
     @_builtins.property
     def time_to_live(self) -> _duration_pb2.Duration:
-        """How long it lives without evidence of the node, by the server's clock."""
+        """How long the lease lives without a message from the node, by the server's clock."""
 
     @_builtins.property
     def keep_alive_interval(self) -> _duration_pb2.Duration:
-        """How often to send heartbeats."""
+        """Interval at which to send heartbeats."""
 
     def __init__(
         self,
@@ -938,13 +934,13 @@ Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):
-    """Draining says that the server is going away."""
+    """Draining announces that the server is shutting down."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REVISION_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Revision up to which the node was told everything."""
+    """The node has received every change up to this revision."""
     def __init__(
         self,
         *,
@@ -966,7 +962,7 @@ class NodeUpdate(_message.Message):
       phase FROZEN, assignment  stop them, then confirm assignment.round
       phase FINAL, assignment   start the workers of assignment.round, if they don't run yet
       FROZEN or FINAL without   the node is on the wait list: run nothing
-      phase CLOSED              stop the workers and go
+      phase CLOSED              stop the workers and leave
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -987,20 +983,20 @@ class NodeUpdate(_message.Message):
     restart_count: _builtins.int
     """Times that workers were restarted for a failure, over the whole run."""
     exit_barrier_passed: _builtins.bool
-    """The exit barrier is over: a node whose workers succeeded need wait for the others no longer, and leaves."""
+    """The exit barrier is over: a node whose workers succeeded no longer waits for the others, and leaves."""
     settling: _builtins.bool
-    """In FINAL: a worker failed, and the cause is not settled yet: a worker, or a node that is lost. A node answers at
-    once: with a heartbeat, since the run ends for a failure only when every participant has shown a sign of life after
-    it; and with the failure of a worker that has raised and takes its time to end. It takes half a second; longer, but
-    no longer than a lease, while the stream of a participant is broken or a participant does not answer.
+    """In FINAL: a worker failed, and the cause is not decided yet: it may be any worker, or a lost node. A node replies
+    at once: with a heartbeat, since the run ends for a failure only when every participant has sent a message after
+    it; and with the failure of a worker that has raised but not ended yet. The wait takes half a second; longer, but
+    no longer than a lease, while the stream of a participant is broken or a participant does not reply.
     """
     @_builtins.property
     def assignment(self) -> Global___Assignment:
-        """The node's place in the round, in FROZEN and FINAL, if it has one."""
+        """The node's ranks in the round, in FROZEN and FINAL, if it is a participant."""
 
     @_builtins.property
     def last_round_end(self) -> Global___RoundEnd:
-        """How the round before ended; absent before the first end."""
+        """How the previous round ended; absent before the first end."""
 
     @_builtins.property
     def run_end(self) -> Global___RunEnd:
@@ -1008,8 +1004,8 @@ class NodeUpdate(_message.Message):
 
     @_builtins.property
     def held_back(self) -> _duration_pb2.Duration:
-        """How long after the end of the round before the next may form, in JOINABLE: rounds fail soon one after the other,
-        and the restart is held back. Absent: it is not.
+        """In JOINABLE: delay from the end of the round until the next may form (restart back-off after rounds that failed
+        soon one after the other). Absent: no delay.
         """
 
     def __init__(
@@ -1035,7 +1031,7 @@ Global___NodeUpdate: _TypeAlias = NodeUpdate  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
-    """Assignment is a node's place in a round."""
+    """Assignment is the ranks and addresses of a node in a round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1050,7 +1046,7 @@ class Assignment(_message.Message):
     MASTER_PORT_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """Number of the round; grows, and is never given to two memberships."""
+    """Number of the round; grows, and is never used for two memberships."""
     group_rank: _builtins.int
     """Rank of the node among the nodes."""
     group_world_size: _builtins.int
@@ -1068,7 +1064,7 @@ class Assignment(_message.Message):
     master_port: _builtins.int
     """Its free port; set in FINAL."""
     fencing_token: _builtins.int
-    """A number that only grows from round to round of a run: what a worker writes elsewhere can be fenced by it."""
+    """A number that only grows from round to round of a run: use it to fence writes of workers to other storage."""
     def __init__(
         self,
         *,
@@ -1093,7 +1089,7 @@ Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
 @_typing.final
 class RoundEnd(_message.Message):
-    """RoundEnd says how a round ended."""
+    """RoundEnd describes the end of a round."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1106,7 +1102,7 @@ class RoundEnd(_message.Message):
     cause: Global___RoundEndCause.ValueType
     """Why, for programs."""
     node_id: _builtins.str
-    """Node that it is about."""
+    """The node that caused it."""
     detail: _builtins.str
     """Why, for people: one sentence."""
     def __init__(
@@ -1127,7 +1123,7 @@ Global___RoundEnd: _TypeAlias = RoundEnd  # noqa: Y015
 
 @_typing.final
 class RunEnd(_message.Message):
-    """RunEnd says how a run ended."""
+    """RunEnd describes the end of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1135,14 +1131,12 @@ class RunEnd(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     outcome: Global___Outcome.ValueType
-    """How."""
+    """The outcome."""
     detail: _builtins.str
     """Why, for people: one sentence."""
     @_builtins.property
     def failure(self) -> Global___WorkerFailure:
-        """The failure that ended it: the first one of the last round, over all nodes; or the first that no restart can
-        mend, where that ended it.
-        """
+        """The failure that ended it: the first of the last round, on any node; or the first permanent one, if that ended it."""
 
     def __init__(
         self,
@@ -1174,10 +1168,10 @@ class GetRunRequest(_message.Message):
     page_size: _builtins.int
     """Most nodes to return, at most 2,000; 0: 2,000."""
     page_token: _builtins.str
-    """The next_page_token of the page before; empty: the first page."""
+    """The next_page_token of the previous page; empty: the first page."""
     owner_only: _builtins.bool
-    """Only the replica that owns the run may answer, which knows the nodes that are connected: others refuse with
-    NOT_OWNER. Without it any replica answers.
+    """Only the owner of the run may reply, because only it knows the connected nodes: other replicas refuse with
+    NOT_OWNER. Without it any replica replies.
     """
     def __init__(
         self,
@@ -1208,15 +1202,15 @@ class GetRunResponse(_message.Message):
     next_page_token: _builtins.str
     """Token of the next page; empty: this is the last."""
     durable_only: _builtins.bool
-    """Another replica than the owner answers, from what is durable: the run is as it is, but who is connected is not
-    known, and every Node.connected is false.
+    """A replica that does not own the run replied, from the journal: the state is correct, but connections are not known,
+    and every Node.connected is false.
     """
     owner: _builtins.str
-    """With durable_only: where the replica that owns the run is reached, host:port; empty: nobody owns it just now."""
+    """With durable_only: address of the replica that owns the run, host:port; empty: no replica owns it at the moment."""
     @_builtins.property
     def run(self) -> Global___Run:
-        """The run, with the nodes of this page. Pages whose runs have the same revision are of one and the same state; if
-        it changes between two pages, a node may be on both or on neither.
+        """The run, with the nodes of this page. Pages with the same revision of the run belong to one state; if the run
+        changes between two pages, a node may be on both or on neither.
         """
 
     def __init__(
@@ -1237,19 +1231,17 @@ Global___GetRunResponse: _TypeAlias = GetRunResponse  # noqa: Y015
 
 @_typing.final
 class ListRunsRequest(_message.Message):
-    """ListRunsRequest asks for a page of runs."""
+    """ListRunsRequest requests a page of runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most runs to return, at most 1,000; 0: 200. A page may have fewer and not be the last: it ends where it would grow
-    too large.
-    """
+    """Most runs to return, at most 1,000; 0: 200. A page may have fewer and not be the last: its size is limited."""
     page_token: _builtins.str
-    """The next_page_token of the page before; empty: the first page. Runs that come and go between two pages may or may
-    not be seen; all others are, once.
+    """The next_page_token of the previous page; empty: the first page. Runs that begin or end between two pages may be
+    missing; all others are listed once.
     """
     def __init__(
         self,
@@ -1304,7 +1296,7 @@ class WatchRunRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
-    """Last revision seen; 0: none, the present state is sent at once."""
+    """Last revision received; 0: none, the present state is sent at once."""
     def __init__(
         self,
         *,
@@ -1371,14 +1363,14 @@ Global___CloseRunRequest: _TypeAlias = CloseRunRequest  # noqa: Y015
 
 @_typing.final
 class CloseRunResponse(_message.Message):
-    """CloseRunResponse is how the run ended."""
+    """CloseRunResponse is the end of the run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_end(self) -> Global___RunEnd:
-        """How the run ended."""
+        """The end of the run."""
 
     def __init__(
         self,
@@ -1425,9 +1417,9 @@ class Run(_message.Message):
     round: _builtins.int
     """Number of the latest round; 0: none yet."""
     world_size: _builtins.int
-    """Workers of the round; 0 while none is formed."""
+    """Workers of the round; 0 if there is none."""
     restart_count: _builtins.int
-    """Times that workers were restarted for a failure."""
+    """How many times workers were restarted for a failure."""
     node_count: _builtins.int
     """Number of nodes."""
     succeeded_count: _builtins.int
@@ -1435,10 +1427,10 @@ class Run(_message.Message):
     exit_barrier_passed: _builtins.bool
     """The exit barrier is over; see ReportSuccess."""
     counted_restarts: _builtins.int
-    """Those of the restarts that count against max_restarts: all, or the ones within the restart_window."""
+    """Restarts that count against max_restarts: all, or those within the restart_window."""
     broken: _builtins.str
-    """The kind of the unexpected error that stopped the run; empty: none has. Of such a run there is only the name, and
-    only in ListRuns: what is asked of it is refused with RUN_BROKEN.
+    """Kind of the unexpected error that stopped the run; empty: none did. Such a run has only its name, and only in
+    ListRuns: requests about it are refused with RUN_BROKEN.
     """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
@@ -1446,11 +1438,11 @@ class Run(_message.Message):
 
     @_builtins.property
     def last_round_end(self) -> Global___RoundEnd:
-        """How the round before ended; absent before the first end."""
+        """How the previous round ended; absent before the first end."""
 
     @_builtins.property
     def run_end(self) -> Global___RunEnd:
-        """How the run ended, in CLOSED."""
+        """The end of the run, in CLOSED."""
 
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
@@ -1460,9 +1452,7 @@ class Run(_message.Message):
 
     @_builtins.property
     def evicted_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Nodes that were taken out and that are refused, by name. Empty in ListRuns, and in GetRun but for the first
-        page.
-        """
+        """Names of evicted nodes, which are refused. Empty in ListRuns; in GetRun only on the first page."""
 
     @_builtins.property
     def held_back(self) -> _duration_pb2.Duration:
@@ -1523,20 +1513,20 @@ class Node(_message.Message):
     local_world_size: _builtins.int
     """Number of its workers."""
     state: Global___NodeState.ValueType
-    """What it does."""
+    """Its state."""
     connected: _builtins.bool
-    """Whether it has a stream open. Only the replica that owns the run knows; see GetRunResponse.durable_only."""
+    """True if it has a stream open. Only the replica that owns the run knows; see GetRunResponse.durable_only."""
     topology: _builtins.str
-    """Where it is."""
+    """Its location; see JoinRun."""
     lease: _builtins.int
     """Its lease."""
     counted_restarts: _builtins.int
-    """Restarts that its workers caused and that count against max_restarts_per_node; 0 where that is 0."""
+    """Restarts that its workers caused and that count against max_restarts_per_node; 0 if that is 0."""
     watchdog_trouble: _builtins.str
-    """Heartbeat.watchdog_trouble of its last heartbeat. Known where `connected` is."""
+    """Heartbeat.watchdog_trouble of its last heartbeat. Known only where `connected` is known."""
     @_builtins.property
     def assignment(self) -> Global___Assignment:
-        """Its place in the round, if it has one."""
+        """Its ranks in the round, if it is a participant."""
 
     def __init__(
         self,
@@ -1589,7 +1579,7 @@ Global___RestartRunRequest: _TypeAlias = RestartRunRequest  # noqa: Y015
 
 @_typing.final
 class RestartRunResponse(_message.Message):
-    """RestartRunResponse says what was restarted."""
+    """RestartRunResponse is the effect of a restart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1598,7 +1588,7 @@ class RestartRunResponse(_message.Message):
     ended_round: _builtins.int
     """The round that ended; 0: there was none."""
     hurried: _builtins.bool
-    """A restart was held back, and comes at once."""
+    """A restart was delayed by back-off, and now happens at once."""
     def __init__(
         self,
         *,
@@ -1615,7 +1605,7 @@ Global___RestartRunResponse: _TypeAlias = RestartRunResponse  # noqa: Y015
 
 @_typing.final
 class EvictNodeRequest(_message.Message):
-    """EvictNodeRequest names a node to take out of a run, or to let in again."""
+    """EvictNodeRequest names a node to evict from a run, or to readmit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1630,7 +1620,7 @@ class EvictNodeRequest(_message.Message):
     reason: _builtins.str
     """Why, for people; at most 1,024 bytes."""
     readmit: _builtins.bool
-    """Let a node that was taken out join again, instead."""
+    """Readmit an evicted node, instead."""
     def __init__(
         self,
         *,
@@ -1649,15 +1639,13 @@ Global___EvictNodeRequest: _TypeAlias = EvictNodeRequest  # noqa: Y015
 
 @_typing.final
 class EvictNodeResponse(_message.Message):
-    """EvictNodeResponse says that it is done. Evicting an evicted node, and readmitting one that may join, change
-    nothing.
-    """
+    """EvictNodeResponse confirms the request. Evicting an evicted node, or readmitting one that is not, changes nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WAS_IN_FIELD_NUMBER: _builtins.int
     was_in: _builtins.bool
-    """Whether the node was in the run: false may mean that its name was misspelt."""
+    """True if the node was in the run; false may mean that its name was misspelt."""
     def __init__(
         self,
         *,
@@ -1673,7 +1661,7 @@ Global___EvictNodeResponse: _TypeAlias = EvictNodeResponse  # noqa: Y015
 
 @_typing.final
 class Event(_message.Message):
-    """Event is one thing that happened to a run."""
+    """Event is one change of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1695,46 +1683,44 @@ class Event(_message.Message):
     revision: _builtins.int
     """Number of the event in its run; grows by one from each to the next."""
     actor: _builtins.str
-    """Who caused it: "node <node_id>", "operator <identity or address>", or "service" for what follows by itself
-    (a deadline, a consequence).
-    """
+    """The cause: "node <node_id>", "operator <identity or address>", or "service" for automatic changes (a deadline)."""
     kind: Global___EventKind.ValueType
-    """What."""
+    """Kind of the event."""
     node_id: _builtins.str
-    """The node it is about, if any."""
+    """The node that it concerns, if any."""
     round: _builtins.int
-    """The round it is about, if any. Of NODE_LOST: the round whose workers failed because the node was gone; if it had
-    ended with a counted restart (ROUND_ENDED, WORKER_FAILED), that no longer counts.
+    """The round that it concerns, if any. In NODE_LOST: the round whose workers failed because the node was lost; if that
+    round had ended with a counted restart (ROUND_ENDED, WORKER_FAILED), the restart no longer counts.
     """
     detail: _builtins.str
-    """What happened and why, for people: one sentence."""
+    """The event and its reason, for people: one sentence."""
     group_world_size: _builtins.int
-    """Number of nodes of the round, of ROUND_FROZEN."""
+    """Number of nodes of the round, in ROUND_FROZEN."""
     world_size: _builtins.int
-    """Number of workers of the round, of ROUND_FROZEN."""
+    """Number of workers of the round, in ROUND_FROZEN."""
     earliest: _builtins.bool
-    """Of all failures of the round that are known by then, over all nodes, it is the first, of WORKER_FAILED."""
+    """In WORKER_FAILED: the first failure of the round, over all nodes, among those known at that time."""
     counted_restarts: _builtins.int
-    """Restarts that count against max_restarts, of ROUND_ENDED; with this one, if a failure ended the round."""
+    """In ROUND_ENDED: restarts that count against max_restarts, including this one if a failure ended the round."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When, by the server's wall clock."""
+        """Time of the event, by the server's wall clock."""
 
     @_builtins.property
     def failure(self) -> Global___WorkerFailure:
-        """The failure, of WORKER_FAILED."""
+        """The failure, in WORKER_FAILED."""
 
     @_builtins.property
     def round_end(self) -> Global___RoundEnd:
-        """How the round ended, of ROUND_ENDED."""
+        """The end of the round, in ROUND_ENDED."""
 
     @_builtins.property
     def run_end(self) -> Global___RunEnd:
-        """How the run ended, of RUN_CLOSED."""
+        """The end of the run, in RUN_CLOSED."""
 
     @_builtins.property
     def held_back(self) -> _duration_pb2.Duration:
-        """How long the next round is held back, of ROUND_ENDED. Absent: it is not."""
+        """In ROUND_ENDED: delay of the next round. Absent: none."""
 
     def __init__(
         self,
@@ -1765,9 +1751,7 @@ Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class EventFilter(_message.Message):
-    """EventFilter says which events are wanted: those that match every field that is set. Lists have at most 1,000
-    entries.
-    """
+    """EventFilter selects events: those that match every field that is set. Lists have at most 1,000 entries."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1815,7 +1799,7 @@ Global___EventFilter: _TypeAlias = EventFilter  # noqa: Y015
 
 @_typing.final
 class ListEventsRequest(_message.Message):
-    """ListEventsRequest asks for a page of events."""
+    """ListEventsRequest requests a page of events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1827,18 +1811,18 @@ class ListEventsRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     page_size: _builtins.int
-    """Most events to return, at most 10,000; 0: 1,000. A page may have fewer, even none, and not be the last: it
-    ends where it would grow too large, or the server has looked through enough events for one call.
+    """Most events to return, at most 10,000; 0: 1,000. A page may have fewer, even none, and not be the last: it is cut
+    before it becomes too large, or when the server has searched enough events for one call.
     """
     page_token: _builtins.str
-    """The next_page_token of the page before, whose run_id, filter and order this request must have; empty: the
-    first page. Events that come meanwhile shift no page; oldest first, the last pages have them.
+    """The next_page_token of the previous page; run_id, filter and order must be the same as for that page. Empty: the
+    first page. New events move no page; with oldest first, the last pages have them.
     """
     newest_first: _builtins.bool
     """Newest first."""
     @_builtins.property
     def filter(self) -> Global___EventFilter:
-        """Which; absent: all."""
+        """Events to return; absent: all."""
 
     def __init__(
         self,
@@ -1891,7 +1875,7 @@ Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
 
 @_typing.final
 class WatchEventsRequest(_message.Message):
-    """WatchEventsRequest asks for all events after one."""
+    """WatchEventsRequest requests all events after one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1901,10 +1885,10 @@ class WatchEventsRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     revision: _builtins.int
-    """The last revision seen: the event after it comes first. 0: from the oldest event that is kept."""
+    """The last revision received: the event after it comes first. 0: from the oldest event that is kept."""
     @_builtins.property
     def filter(self) -> Global___EventFilter:
-        """Which; absent: all."""
+        """Events to send; absent: all."""
 
     def __init__(
         self,
@@ -1930,11 +1914,11 @@ class WatchEventsResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Every event up to this revision that matches the filter has been sent: resume from here."""
+    """Every event up to this revision that matches the filter has been sent: resume from it."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]:
-        """The events. There may be none in the first message, which comes at once, and in one that only says how far a
-        watcher has come whose filter passes little.
+        """The events. May be empty in the first message, which is sent at once, and in one that only advances `revision` for
+        a watcher whose filter matches few events.
         """
 
     def __init__(
@@ -1953,13 +1937,13 @@ Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
 
 @_typing.final
 class ListReplicasRequest(_message.Message):
-    """ListReplicasRequest asks for the replicas of the service."""
+    """ListReplicasRequest requests the replicas of the service."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Also say which of them owns this run, whether there is such a run or not; empty: of no run."""
+    """Also return the owner of this run, even if there is no run of this name; empty: of no run."""
     def __init__(
         self,
         *,
@@ -1975,7 +1959,7 @@ Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
 
 @_typing.final
 class ListReplicasResponse(_message.Message):
-    """ListReplicasResponse says who serves what."""
+    """ListReplicasResponse is the replicas and the shards that they own."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1986,20 +1970,20 @@ class ListReplicasResponse(_message.Message):
     FREE_SHARDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     answered_by: _builtins.str
-    """Name of the one that answers."""
+    """Name of the replica that replied."""
     journal: _builtins.str
-    """What keeps the runs: "memory", "sqlite" or "etcd"."""
+    """Kind of the journal: "memory", "sqlite" or "etcd"."""
     shards: _builtins.int
-    """Into how many shards runs are divided; each is owned by one replica at a time."""
+    """Number of shards; each is owned by one replica at a time."""
     free_shards: _builtins.int
-    """Shards that nobody owns just now: their runs wait for a replica to take them over."""
+    """Number of shards that no replica owns at the moment: their runs wait for a replica to take them over."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """The replicas, ordered by name."""
 
     @_builtins.property
     def run(self) -> Global___RunPlace:
-        """Where the run is; absent: no run_id was given."""
+        """Shard and owner of the run; absent: no run_id was given."""
 
     def __init__(
         self,
@@ -2032,18 +2016,18 @@ class Replica(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name, one of a kind; of the host and the port unless it was given another."""
+    """Unique name; made of the host and the port if none was configured."""
     address: _builtins.str
-    """Where clients reach it: host:port."""
+    """Address for clients: host:port."""
     instance: _builtins.str
-    """Drawn anew each time that the process starts."""
+    """Random name of this process; a new one at each start."""
     shards: _builtins.int
-    """How many shards it owns."""
+    """Number of shards that it owns."""
     leaving: _builtins.bool
-    """It is going away: it takes no shards, and hands over those that it owns."""
+    """It is shutting down: it takes no shards, and hands over those that it owns."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """When it began to serve; absent where that is not known."""
+        """When it began to serve; absent if not known."""
 
     def __init__(
         self,
@@ -2065,7 +2049,7 @@ Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
 @_typing.final
 class RunPlace(_message.Message):
-    """RunPlace says where a run is."""
+    """RunPlace is the shard of a run and its owner."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2073,9 +2057,9 @@ class RunPlace(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
-    """The shard that the run is in, from 0; the same for ever."""
+    """The shard of the run, from 0; never changes."""
     owner: _builtins.str
-    """Name of the replica that owns the shard; empty: nobody does just now."""
+    """Name of the replica that owns the shard; empty: none at the moment."""
     address: _builtins.str
     """Its address; empty: see `owner`."""
     def __init__(

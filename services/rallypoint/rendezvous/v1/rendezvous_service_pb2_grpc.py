@@ -26,52 +26,53 @@ if _version_not_supported:
 
 
 class RendezvousServiceStub(object):
-    """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+    """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
-    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
-    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
-    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
-    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
-    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
-    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
-    - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
-    EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
+    Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
+    GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
+    refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
+    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
+    that you follow: runs move, and a replica may be behind.
+    - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
+    EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
+    unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
-    "superseded_by", another agent joined under the node's name: don't
-    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
-    whom: "operator", or "service" where its workers failed too often
-    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
+    "superseded_by", another agent joined under the node's name: do not join
+    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
+    FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
+    "operator", or "service" if its workers failed too often
+    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run has as many evicted nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
-    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
     OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
-    RetryInfo says
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run: metadata "owner" says where; or
-    nobody can: metadata "cause" says why
-    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
-    UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
-    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
-    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+    address), or none can own it (metadata "cause": the reason)
+    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
+    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one, and resume
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  the client did not read from the stream for too long: reconnect, resume
+    UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
+    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is shutting down: retry
+    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def __init__(self, channel):
@@ -133,65 +134,65 @@ class RendezvousServiceStub(object):
 
 
 class RendezvousServiceServicer(object):
-    """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+    """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
-    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
-    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
-    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
-    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
-    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
-    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
-    - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
-    EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
+    Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
+    GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
+    refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
+    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
+    that you follow: runs move, and a replica may be behind.
+    - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
+    EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
+    unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
-    "superseded_by", another agent joined under the node's name: don't
-    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
-    whom: "operator", or "service" where its workers failed too often
-    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
+    "superseded_by", another agent joined under the node's name: do not join
+    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
+    FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
+    "operator", or "service" if its workers failed too often
+    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run has as many evicted nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
-    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
     OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
-    RetryInfo says
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run: metadata "owner" says where; or
-    nobody can: metadata "cause" says why
-    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
-    UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
-    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
-    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+    address), or none can own it (metadata "cause": the reason)
+    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
+    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one, and resume
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  the client did not read from the stream for too long: reconnect, resume
+    UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
+    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is shutting down: retry
+    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def Join(self, request_iterator, context):
         """Join holds one node's membership for as long as the stream lives.
 
-        The client sends `join` or `resume` first, then heartbeats at the interval that the lease names, and
-        confirms, reports and leaves as rounds come and go. The server answers with a `lease`, once, and with
-        an `update`, in the same message or a later one, whenever something changes that the node must act on. Updates are states, not steps: a node
-        that is slow, or that was away, is told the latest state only, and revisions only grow.
+        The client sends `join` or `resume` first, then heartbeats at the interval in the lease, and confirms, reports and
+        leaves as rounds begin and end. The server sends one `lease`, and an `update`, in the same message or a later one,
+        whenever something changes that the node must act on. Updates are states, not steps: a node that is slow, or that
+        was disconnected, receives the latest state only. Revisions only grow.
 
         When the stream breaks, the lease lives on for the run's disconnect grace: open a new stream with `resume`,
-        and say again what was said last. Nothing that a client says is acknowledged, and everything may be said
-        twice.
+        and repeat the last messages. The server acknowledges no message of the client, and the client may send each twice.
         Treat any CANCELLED or UNAVAILABLE end as retryable, with jitter. Several nodes must not share a node_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -199,31 +200,30 @@ class RendezvousServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """GetRun returns a run as it is now, with its nodes: all of them, or where there are more than a page holds, a page
-        at a time.
+        """GetRun returns the present state of a run with its nodes, in pages if there are more nodes than fit one page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """ListRuns returns a line for every run that the server knows, ordered by run_id, a page at a time.
+        """ListRuns returns a summary of every run that the server knows, ordered by run_id, a page at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """WatchRun streams a run: its present state first, then its state after changes, the latest only, until the
-        run is closed. A client that reconnects gives the last revision it saw and is not told it again. Of a run with
-        more than 2,000 nodes these are the first 2,000, and GetRun has the others.
+        """WatchRun streams a run: its present state first, then the latest state after changes, until the run is closed. A
+        client that reconnects sends the last revision it received, and does not receive that revision again. If a run has
+        more than 2,000 nodes, the stream has the first 2,000; GetRun has the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseRun(self, request, context):
-        """CloseRun ends a run for good. Every node is told, and stops its workers. Closing a closed run changes
+        """CloseRun ends a run for good. The server informs every node, which stops its workers. Closing a closed run changes
         nothing and returns its outcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -231,43 +231,43 @@ class RendezvousServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RestartRun(self, request, context):
-        """RestartRun ends the run's round, and the next forms of the same nodes with no last call: all workers are
-        started anew. It uses up no restart of the budget. A run without a round stays as it is, but for a restart that
-        is held back: that comes at once.
+        """RestartRun ends the run's round; the next round forms from the same nodes with no last call, and all workers are
+        restarted. It uses no restart of the budget. A run without a round stays as it is, except that a restart delayed by
+        back-off happens at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictNode(self, request, context):
-        """EvictNode takes a node out of a run and keeps it out: its lease ends, its round re-forms without it, and it
-        is refused when it joins again, with NODE_EVICTED, until it is readmitted.
+        """EvictNode removes a node from a run and keeps it out: its lease ends, its round re-forms without it, and each
+        attempt to join again is refused with NODE_EVICTED until the node is readmitted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """ListEvents returns what happened to a run, oldest first unless asked otherwise, a page at a time. The
-        service keeps the last events of each run (by default 50,000); older ones are gone.
+        """ListEvents returns the events of a run, oldest first by default, a page at a time. The service keeps the latest
+        events of each run (by default 50,000) and deletes older ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """WatchEvents streams what happens to a run: everything after a revision, then everything new, until the run
-        is closed. Unlike the states of WatchRun, no event is left out: a client that falls so far behind that
-        events it has not seen are no longer kept is ended with EVENTS_COMPACTED.
+        """WatchEvents streams the events of a run: every event after a revision, then every new one, until the run is closed.
+        Unlike WatchRun it skips nothing: the stream of a client that is so far behind that events it has not received are
+        no longer kept ends with EVENTS_COMPACTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """ListReplicas returns the replicas of this service, which share its runs, as the one that answers sees them: what it
-        says may be old by the time it is read, and by seconds where that one is cut off from the others. A service whose
-        journal is its own has one replica.
+        """ListReplicas returns the replicas that share the runs of this service, as the replica that replies sees them. The
+        reply may be old when it is read, by seconds if that replica is cut off from the others. A service with its own
+        journal (memory or SQLite) has one replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -335,52 +335,53 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RendezvousService(object):
-    """RendezvousService keeps the membership of runs: which nodes are in, in which round, with which rank.
+    """RendezvousService keeps the membership of runs: the nodes of each run, its round, and the rank of each node.
 
-    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
-    GetRun, ListRuns and ListEvents, from what is durable; everything else is the owner's, and another replica answers it
-    with NOT_OWNER. So does an owner that has handed the run over, to streams too. Its metadata has "run_id", and "owner":
-    the address (host:port) of the replica that owns the run now. Ask there, at once: resume, or repeat the request.
-    Without "owner" nobody owns the run at the moment, or this replica doesn't know who: wait as long as RetryInfo says,
-    and ask any of them. Bound how often you follow: runs move, and a replica may be behind.
-    - NOT_OWNER: nothing was done. Whatever was asked for may be repeated, at the owner.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. Joining, and whatever else is said on a stream, may be said twice. CloseRun and
-    EvictNode may be repeated; before a RestartRun is repeated, look at the run's events.
+    Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
+    GetRun, ListRuns and ListEvents, from the journal. Everything else is served by the owner only; another replica
+    refuses it with NOT_OWNER. An owner that has handed the run over does the same, and ends the streams of the run with
+    NOT_OWNER. The error's metadata has "run_id", and "owner": the address (host:port) of the replica that owns the run
+    now. Resume, or repeat the request, there at once. Without "owner" no replica owns the run at the moment, or this
+    replica does not know the owner: wait for RetryInfo.retry_delay, and call any replica. Limit the number of redirects
+    that you follow: runs move, and a replica may be behind.
+    - NOT_OWNER: nothing was done. Any request may be repeated, at the owner.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Joining, and every other message on a stream, may be sent twice. CloseRun and
+    EvictNode may be repeated; before you repeat a RestartRun, look at the run's events.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
     NOT_FOUND            RUN_NOT_FOUND      no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN         an unexpected error of the service stopped the run, or its storage; outcome
+    unknown, other runs continue; metadata "run_id", "cause": kind of error
     FAILED_PRECONDITION  RUN_CLOSED         the run is over for good; metadata "outcome"
     FAILED_PRECONDITION  SETTINGS_DIFFER    the run exists with other settings; metadata names each
     FAILED_PRECONDITION  LEASE_LOST         the lease expired: join again, as a newcomer. With metadata
-    "superseded_by", another agent joined under the node's name: don't
-    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes came within the join timeout
-    FAILED_PRECONDITION  NODE_EVICTED       the node was taken out of the run: don't join again; metadata "by" says by
-    whom: "operator", or "service" where its workers failed too often
-    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run refuses as many nodes as it may: readmit some
+    "superseded_by", another agent joined under the node's name: do not join
+    FAILED_PRECONDITION  JOIN_TIMED_OUT     fewer than min_nodes joined within the join timeout
+    FAILED_PRECONDITION  NODE_EVICTED       the node was evicted from the run: do not join again; metadata "by" is
+    "operator", or "service" if its workers failed too often
+    RESOURCE_EXHAUSTED   TOO_MANY_EVICTED   the run has as many evicted nodes as it may: readmit some
     ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease
-    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never gave out
+    OUT_OF_RANGE         REVISION_AHEAD     a resume cursor that this server never sent
     OUT_OF_RANGE         EVENTS_COMPACTED   events that old are no longer kept; metadata "oldest_revision"
-    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  as many watch the run as may: retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often, or its stream sends too much: retry as
-    RetryInfo says
-    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run: metadata "owner" says where; or
-    nobody can: metadata "cause" says why
-    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; metadata likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING           the server is going away: reconnect and resume, here or elsewhere
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  a stream took no message for too long: reconnect and resume
-    UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
-    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is going down: ask again
-    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
+    RESOURCE_EXHAUSTED   TOO_MANY_RUNS      the service has as many runs as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_NODES     the run has as many nodes as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_SUBSCRIBERS  the run has as many watchers as it may: retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests, or too much on its stream: retry later
+    UNAVAILABLE          NOT_OWNER          nothing was done: another replica owns the run (metadata "owner": its
+    address), or none can own it (metadata "cause": the reason)
+    UNAVAILABLE          OWNERSHIP_LOST     the outcome is unknown: another replica took the run over; same metadata
+    UNAVAILABLE          ETCD_UNAVAILABLE   nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL          nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one, and resume
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW  the client did not read from the stream for too long: reconnect, resume
+    UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
+    UNAVAILABLE          JOURNAL_BROKEN     the outcome is unknown, and the server is shutting down: retry
+    UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @staticmethod

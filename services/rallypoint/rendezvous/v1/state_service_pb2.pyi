@@ -19,7 +19,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class FencedState(_message.Message):
-    """FencedState is a state and what stands for it."""
+    """FencedState is a state and its token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -67,7 +67,7 @@ Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
 
 @_typing.final
 class GetStateResponse(_message.Message):
-    """GetStateResponse is what is there."""
+    """GetStateResponse is the current state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,17 +105,17 @@ class SetStateRequest(_message.Message):
     state: _builtins.bytes
     """The state; may be empty."""
     token: _builtins.bytes
-    """The token of the state that this one is to replace; absent: set only if no state is there."""
+    """The token of the state to replace; absent: set only if no state is there."""
     @_builtins.property
     def operation(self) -> _store_service_pb2.StoreOperation:
         """Names the request, so that repeating it is harmless; slots count per run. Absent: a repetition is a new
-        request. Of each run the 4,096 (client, slot) pairs that set its state last are kept.
+        request. The server keeps the 4,096 (client, slot) pairs of each run that set its state last.
         """
 
     @_builtins.property
     def writer(self) -> _store_service_pb2.StoreWriter:
-        """The node of RendezvousService that this is done for, and its lease, which must be held at the moment when the
-        state is set, or nothing is. Absent: none, and no lease is looked at.
+        """The node of RendezvousService that this is done for, and its lease. The state is set only if the node holds the
+        lease at that moment. Absent: none, and no lease is checked.
         """
 
     def __init__(
@@ -139,14 +139,14 @@ Global___SetStateRequest: _TypeAlias = SetStateRequest  # noqa: Y015
 
 @_typing.final
 class SetStateResponse(_message.Message):
-    """SetStateResponse is what is there now, and whether the request put it there."""
+    """SetStateResponse is the state after the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CURRENT_FIELD_NUMBER: _builtins.int
     HAS_SET_FIELD_NUMBER: _builtins.int
     has_set: _builtins.bool
-    """Whether the request's state was set."""
+    """True if the request's state was set."""
     @_builtins.property
     def current(self) -> Global___FencedState:
         """The current state: the request's own if it was set. Absent: there is none, and none was set."""
@@ -167,7 +167,7 @@ Global___SetStateResponse: _TypeAlias = SetStateResponse  # noqa: Y015
 
 @_typing.final
 class WatchStateRequest(_message.Message):
-    """WatchStateRequest names a run, and what the watcher knows."""
+    """WatchStateRequest names a run, and the watcher's last token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -176,7 +176,7 @@ class WatchStateRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     token: _builtins.bytes
-    """The token of the state that the watcher saw last; absent: it saw none."""
+    """The token of the last state that the watcher received; absent: it received none."""
     def __init__(
         self,
         *,
@@ -195,7 +195,7 @@ Global___WatchStateRequest: _TypeAlias = WatchStateRequest  # noqa: Y015
 
 @_typing.final
 class WatchStateResponse(_message.Message):
-    """WatchStateResponse is what is there now."""
+    """WatchStateResponse is the state at this moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

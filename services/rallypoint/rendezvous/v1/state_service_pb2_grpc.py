@@ -26,92 +26,92 @@ if _version_not_supported:
 
 
 class StateServiceStub(object):
-    """StateService keeps one fenced state per run: opaque bytes that many may change and that nobody can change
-    unseen. It is what torch calls a RendezvousBackend, and more: durable, pushed instead of polled, and safe to
-    repeat. A run need not exist in RendezvousService; whoever brings a membership of its own needs nothing else.
+    """StateService keeps one fenced state per run: opaque bytes that many clients may change, and no client can change
+    without the others' knowledge. It is a torch RendezvousBackend, and more: durable, pushed instead of polled, and safe
+    to repeat. A run need not exist in RendezvousService; a client with its own membership needs nothing else.
 
-    Tokens. Every state that is set gets a fencing token of its own. A token is opaque: compare it for equality,
-    at most, and hand it back. It never stands for another state, also not after the state was dropped and set
-    again, and neither after a restart of the server nor of a restored backup of its journal. It goes on standing
-    for its state over a restart.
+    Tokens. Every state that is set gets its own fencing token. A token is opaque: compare it for equality at most, and
+    send it back. It never stands for another state, not even after the state was dropped and set again, after a restart
+    of the server, or after its journal was restored from a backup. It still stands for its state after a restart.
 
-    What SetState does:
+    Effect of SetState:
 
     token          a state is there                          no state is there
     absent         unchanged; returned, has_set false        set; has_set true
-    of this state  replaced; has_set true                    (can't be: the token went with the state)
+    of this state  replaced; has_set true                    (impossible: the token was dropped with the state)
     any other      unchanged; returned, has_set false        still none; `current` absent, has_set false
 
-    "Any other" is whatever isn't the current token: an older one, one of another run, one of a life of the server
-    whose states are lost, one that is corrupt, cut, too long, or there but empty. None of them is an error. Having
-    lost isn't either: read what `current` says, and decide again.
+    "Any other" is every value except the current token: an older one, one of another run, one of a previous server whose
+    states are lost, one that is corrupt, cut, too long, or present but empty. None of them is an error, and has_set
+    false is no error either: read `current`, and decide again.
 
-    torch's own backends (2.13) differ from one another, and from torch's description of them, at the edges. Here
+    torch's own backends (2.13) differ from one another, and from torch's description of them, in rare cases. Here
     the description holds:
-    - An integer that is no current index, where no state is there: its etcd backend raises
+    - An integer that is no current index, if no state is there: its etcd backend raises
     RendezvousConnectionError, its c10d backend returns nothing. Here: nothing.
-    - A state equal to the current one, set with a token that doesn't match: c10d compares states and answers that
+    - A state equal to the current one, set with a token that does not match: c10d compares states and returns that
     it was set. Here: has_set false.
     - A state that comes back (A, B, then A again): c10d's token is the state itself, so the first A's token
     matches again. Here: never.
-    - An empty token: both take it for none. Here it is one that doesn't match; a client that stands in for one
-    of them leaves the field out instead.
-    - A token of bytes that are no UTF-8: c10d raises UnicodeDecodeError. Here it is one that doesn't match.
-    - A token that isn't bytes has no form on the wire: both answer with what a read returns, has_set false
-    (etcd: unless it reads as an integer).
+    - An empty token: both treat it as absent. Here it is one that does not match; a client that implements one of
+    these backends must leave the field out instead.
+    - A token of bytes that are not UTF-8: c10d raises UnicodeDecodeError. Here it is one that does not match.
+    - A token that is not bytes cannot be sent here: both return the result of a read, has_set false
+    (etcd: unless it can be read as an integer).
 
-    Durability and order. The answer to SetState comes after the state is durable, and nobody is told of a state
-    before it is. States of a run take effect one after another, in one order that all agree on.
+    Durability and order. The server replies to SetState after the state is durable, and no client sees a state before
+    it is. States of a run take effect one after another, in one order that is the same for all clients.
 
-    Retrying. UNAVAILABLE, and a CANCELLED that the client did not ask for, leave the outcome of a SetState unknown:
-    the service may have been killed after it was durable and before it was answered. Repeat the request, with a
-    jittered back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it
-    did the repetition says so, with the token that the state was given, even if others have replaced it since.
-    Without one, a repetition of a SetState that took effect answers has_set false. Reads may be repeated freely.
+    Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a SetState unknown: the
+    service may have been killed after the state was durable and before it replied. Repeat the request, with a jittered
+    back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it did, the
+    repeated request returns so, with the token that the state got, even if others have replaced it since. Without an
+    `operation`, a repetition of a SetState that took effect returns has_set false. Reads may be repeated freely.
 
-    Replicas. Where several replicas serve the same states, that of each run is owned by one of them at a time. Any
-    replica answers GetState, from what is durable.
-    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
-    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
-    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    Replicas. If several replicas serve the same states, that of each run is owned by one of them at a time. Any replica
+    serves GetState, from the journal. Everything else is refused with NOT_OWNER by a replica that does not own the run;
+    the error's metadata has "run_id", and "owner": the address (host:port) of the owner. Repeat the request there, at
+    once, with the same `operation`; without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of
+    redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
-    took effect, and answers a repetition as the first would have been answered.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
+    requests that took effect, and replies to the repeated request as to the first.
 
-    Expiry. A state that nobody read, set, tried to set or watched for two hours (a setting of the server) is
-    dropped, and with it the record of its operations. A restart gives it the full time again, and so does another
-    replica that takes its run over. What a replica reads that does not own the run does not count as use.
+    Expiry. A state that no client read, set, tried to set or watched for two hours (a setting of the server) is
+    dropped, with the record of its operations. After a restart, and after a take-over by another replica, the full time
+    begins again. Reads at a replica that does not own the run do not count as use.
 
     Limits. A state has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it), a run_id 1 to 256
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
-    1 GiB) and the number of watchers (default 10,000) are bounded for the whole service.
+    1 GiB) and the number of watchers (default 10,000) are limited for the whole service.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
     NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
+    outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
-    FAILED_PRECONDITION  NODE_EVICTED          an operator took the node out of the run
+    FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
     FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has gone on; metadata "latest_sequence"
-    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no room for one more run; metadata "limit"; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   STATES_FULL           no room for so many bytes; metadata "limit_bytes"; retry likewise
-    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     no room for one more watcher; metadata "limit"; retry likewise
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
+    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
+    RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
+    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service; metadata "limit"; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
     UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher read nothing for 10 s: watch again, with your token
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def __init__(self, channel):
@@ -138,92 +138,92 @@ class StateServiceStub(object):
 
 
 class StateServiceServicer(object):
-    """StateService keeps one fenced state per run: opaque bytes that many may change and that nobody can change
-    unseen. It is what torch calls a RendezvousBackend, and more: durable, pushed instead of polled, and safe to
-    repeat. A run need not exist in RendezvousService; whoever brings a membership of its own needs nothing else.
+    """StateService keeps one fenced state per run: opaque bytes that many clients may change, and no client can change
+    without the others' knowledge. It is a torch RendezvousBackend, and more: durable, pushed instead of polled, and safe
+    to repeat. A run need not exist in RendezvousService; a client with its own membership needs nothing else.
 
-    Tokens. Every state that is set gets a fencing token of its own. A token is opaque: compare it for equality,
-    at most, and hand it back. It never stands for another state, also not after the state was dropped and set
-    again, and neither after a restart of the server nor of a restored backup of its journal. It goes on standing
-    for its state over a restart.
+    Tokens. Every state that is set gets its own fencing token. A token is opaque: compare it for equality at most, and
+    send it back. It never stands for another state, not even after the state was dropped and set again, after a restart
+    of the server, or after its journal was restored from a backup. It still stands for its state after a restart.
 
-    What SetState does:
+    Effect of SetState:
 
     token          a state is there                          no state is there
     absent         unchanged; returned, has_set false        set; has_set true
-    of this state  replaced; has_set true                    (can't be: the token went with the state)
+    of this state  replaced; has_set true                    (impossible: the token was dropped with the state)
     any other      unchanged; returned, has_set false        still none; `current` absent, has_set false
 
-    "Any other" is whatever isn't the current token: an older one, one of another run, one of a life of the server
-    whose states are lost, one that is corrupt, cut, too long, or there but empty. None of them is an error. Having
-    lost isn't either: read what `current` says, and decide again.
+    "Any other" is every value except the current token: an older one, one of another run, one of a previous server whose
+    states are lost, one that is corrupt, cut, too long, or present but empty. None of them is an error, and has_set
+    false is no error either: read `current`, and decide again.
 
-    torch's own backends (2.13) differ from one another, and from torch's description of them, at the edges. Here
+    torch's own backends (2.13) differ from one another, and from torch's description of them, in rare cases. Here
     the description holds:
-    - An integer that is no current index, where no state is there: its etcd backend raises
+    - An integer that is no current index, if no state is there: its etcd backend raises
     RendezvousConnectionError, its c10d backend returns nothing. Here: nothing.
-    - A state equal to the current one, set with a token that doesn't match: c10d compares states and answers that
+    - A state equal to the current one, set with a token that does not match: c10d compares states and returns that
     it was set. Here: has_set false.
     - A state that comes back (A, B, then A again): c10d's token is the state itself, so the first A's token
     matches again. Here: never.
-    - An empty token: both take it for none. Here it is one that doesn't match; a client that stands in for one
-    of them leaves the field out instead.
-    - A token of bytes that are no UTF-8: c10d raises UnicodeDecodeError. Here it is one that doesn't match.
-    - A token that isn't bytes has no form on the wire: both answer with what a read returns, has_set false
-    (etcd: unless it reads as an integer).
+    - An empty token: both treat it as absent. Here it is one that does not match; a client that implements one of
+    these backends must leave the field out instead.
+    - A token of bytes that are not UTF-8: c10d raises UnicodeDecodeError. Here it is one that does not match.
+    - A token that is not bytes cannot be sent here: both return the result of a read, has_set false
+    (etcd: unless it can be read as an integer).
 
-    Durability and order. The answer to SetState comes after the state is durable, and nobody is told of a state
-    before it is. States of a run take effect one after another, in one order that all agree on.
+    Durability and order. The server replies to SetState after the state is durable, and no client sees a state before
+    it is. States of a run take effect one after another, in one order that is the same for all clients.
 
-    Retrying. UNAVAILABLE, and a CANCELLED that the client did not ask for, leave the outcome of a SetState unknown:
-    the service may have been killed after it was durable and before it was answered. Repeat the request, with a
-    jittered back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it
-    did the repetition says so, with the token that the state was given, even if others have replaced it since.
-    Without one, a repetition of a SetState that took effect answers has_set false. Reads may be repeated freely.
+    Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a SetState unknown: the
+    service may have been killed after the state was durable and before it replied. Repeat the request, with a jittered
+    back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it did, the
+    repeated request returns so, with the token that the state got, even if others have replaced it since. Without an
+    `operation`, a repetition of a SetState that took effect returns has_set false. Reads may be repeated freely.
 
-    Replicas. Where several replicas serve the same states, that of each run is owned by one of them at a time. Any
-    replica answers GetState, from what is durable.
-    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
-    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
-    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    Replicas. If several replicas serve the same states, that of each run is owned by one of them at a time. Any replica
+    serves GetState, from the journal. Everything else is refused with NOT_OWNER by a replica that does not own the run;
+    the error's metadata has "run_id", and "owner": the address (host:port) of the owner. Repeat the request there, at
+    once, with the same `operation`; without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of
+    redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
-    took effect, and answers a repetition as the first would have been answered.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
+    requests that took effect, and replies to the repeated request as to the first.
 
-    Expiry. A state that nobody read, set, tried to set or watched for two hours (a setting of the server) is
-    dropped, and with it the record of its operations. A restart gives it the full time again, and so does another
-    replica that takes its run over. What a replica reads that does not own the run does not count as use.
+    Expiry. A state that no client read, set, tried to set or watched for two hours (a setting of the server) is
+    dropped, with the record of its operations. After a restart, and after a take-over by another replica, the full time
+    begins again. Reads at a replica that does not own the run do not count as use.
 
     Limits. A state has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it), a run_id 1 to 256
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
-    1 GiB) and the number of watchers (default 10,000) are bounded for the whole service.
+    1 GiB) and the number of watchers (default 10,000) are limited for the whole service.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
     NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
+    outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
-    FAILED_PRECONDITION  NODE_EVICTED          an operator took the node out of the run
+    FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
     FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has gone on; metadata "latest_sequence"
-    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no room for one more run; metadata "limit"; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   STATES_FULL           no room for so many bytes; metadata "limit_bytes"; retry likewise
-    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     no room for one more watcher; metadata "limit"; retry likewise
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
+    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
+    RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
+    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service; metadata "limit"; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
     UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher read nothing for 10 s: watch again, with your token
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def GetState(self, request, context):
@@ -234,18 +234,18 @@ class StateServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetState(self, request, context):
-        """SetState replaces the state that a token stands for, or sets the first; see the table above. Whether it was
-        set stands in the answer; to have lost is no error.
+        """SetState replaces the state that a token stands for, or sets the first; see the table above. has_set is the
+        result; has_set false is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchState(self, request, context):
-        """WatchState tells the current state now, unless `token` is its token, and then each time that it changes or is
-        dropped. A watcher that is slow skips states and gets the latest. The stream's headers come as soon as the
-        watch stands. It ends only with an error: watch again with the token that you saw last, after a jittered
-        pause. A state that is watched doesn't expire.
+        """WatchState sends the current state at once, unless `token` is its token, and then each time that it changes or is
+        dropped. A slow watcher skips states and receives the latest. The stream's headers are sent as soon as the watch is
+        registered. It ends only with an error: watch again with the last token that you received, after a jittered pause.
+        A state that is watched does not expire.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,92 +278,92 @@ def add_StateServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StateService(object):
-    """StateService keeps one fenced state per run: opaque bytes that many may change and that nobody can change
-    unseen. It is what torch calls a RendezvousBackend, and more: durable, pushed instead of polled, and safe to
-    repeat. A run need not exist in RendezvousService; whoever brings a membership of its own needs nothing else.
+    """StateService keeps one fenced state per run: opaque bytes that many clients may change, and no client can change
+    without the others' knowledge. It is a torch RendezvousBackend, and more: durable, pushed instead of polled, and safe
+    to repeat. A run need not exist in RendezvousService; a client with its own membership needs nothing else.
 
-    Tokens. Every state that is set gets a fencing token of its own. A token is opaque: compare it for equality,
-    at most, and hand it back. It never stands for another state, also not after the state was dropped and set
-    again, and neither after a restart of the server nor of a restored backup of its journal. It goes on standing
-    for its state over a restart.
+    Tokens. Every state that is set gets its own fencing token. A token is opaque: compare it for equality at most, and
+    send it back. It never stands for another state, not even after the state was dropped and set again, after a restart
+    of the server, or after its journal was restored from a backup. It still stands for its state after a restart.
 
-    What SetState does:
+    Effect of SetState:
 
     token          a state is there                          no state is there
     absent         unchanged; returned, has_set false        set; has_set true
-    of this state  replaced; has_set true                    (can't be: the token went with the state)
+    of this state  replaced; has_set true                    (impossible: the token was dropped with the state)
     any other      unchanged; returned, has_set false        still none; `current` absent, has_set false
 
-    "Any other" is whatever isn't the current token: an older one, one of another run, one of a life of the server
-    whose states are lost, one that is corrupt, cut, too long, or there but empty. None of them is an error. Having
-    lost isn't either: read what `current` says, and decide again.
+    "Any other" is every value except the current token: an older one, one of another run, one of a previous server whose
+    states are lost, one that is corrupt, cut, too long, or present but empty. None of them is an error, and has_set
+    false is no error either: read `current`, and decide again.
 
-    torch's own backends (2.13) differ from one another, and from torch's description of them, at the edges. Here
+    torch's own backends (2.13) differ from one another, and from torch's description of them, in rare cases. Here
     the description holds:
-    - An integer that is no current index, where no state is there: its etcd backend raises
+    - An integer that is no current index, if no state is there: its etcd backend raises
     RendezvousConnectionError, its c10d backend returns nothing. Here: nothing.
-    - A state equal to the current one, set with a token that doesn't match: c10d compares states and answers that
+    - A state equal to the current one, set with a token that does not match: c10d compares states and returns that
     it was set. Here: has_set false.
     - A state that comes back (A, B, then A again): c10d's token is the state itself, so the first A's token
     matches again. Here: never.
-    - An empty token: both take it for none. Here it is one that doesn't match; a client that stands in for one
-    of them leaves the field out instead.
-    - A token of bytes that are no UTF-8: c10d raises UnicodeDecodeError. Here it is one that doesn't match.
-    - A token that isn't bytes has no form on the wire: both answer with what a read returns, has_set false
-    (etcd: unless it reads as an integer).
+    - An empty token: both treat it as absent. Here it is one that does not match; a client that implements one of
+    these backends must leave the field out instead.
+    - A token of bytes that are not UTF-8: c10d raises UnicodeDecodeError. Here it is one that does not match.
+    - A token that is not bytes cannot be sent here: both return the result of a read, has_set false
+    (etcd: unless it can be read as an integer).
 
-    Durability and order. The answer to SetState comes after the state is durable, and nobody is told of a state
-    before it is. States of a run take effect one after another, in one order that all agree on.
+    Durability and order. The server replies to SetState after the state is durable, and no client sees a state before
+    it is. States of a run take effect one after another, in one order that is the same for all clients.
 
-    Retrying. UNAVAILABLE, and a CANCELLED that the client did not ask for, leave the outcome of a SetState unknown:
-    the service may have been killed after it was durable and before it was answered. Repeat the request, with a
-    jittered back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it
-    did the repetition says so, with the token that the state was given, even if others have replaced it since.
-    Without one, a repetition of a SetState that took effect answers has_set false. Reads may be repeated freely.
+    Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a SetState unknown: the
+    service may have been killed after the state was durable and before it replied. Repeat the request, with a jittered
+    back-off, until your own deadline. With the same `operation` it takes effect exactly once, and if it did, the
+    repeated request returns so, with the token that the state got, even if others have replaced it since. Without an
+    `operation`, a repetition of a SetState that took effect returns has_set false. Reads may be repeated freely.
 
-    Replicas. Where several replicas serve the same states, that of each run is owned by one of them at a time. Any
-    replica answers GetState, from what is durable.
-    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
-    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
-    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    Replicas. If several replicas serve the same states, that of each run is owned by one of them at a time. Any replica
+    serves GetState, from the journal. Everything else is refused with NOT_OWNER by a replica that does not own the run;
+    the error's metadata has "run_id", and "owner": the address (host:port) of the owner. Repeat the request there, at
+    once, with the same `operation`; without "owner", at any replica, after RetryInfo.retry_delay. Limit the number of
+    redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
-    took effect, and answers a repetition as the first would have been answered.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
+    requests that took effect, and replies to the repeated request as to the first.
 
-    Expiry. A state that nobody read, set, tried to set or watched for two hours (a setting of the server) is
-    dropped, and with it the record of its operations. A restart gives it the full time again, and so does another
-    replica that takes its run over. What a replica reads that does not own the run does not count as use.
+    Expiry. A state that no client read, set, tried to set or watched for two hours (a setting of the server) is
+    dropped, with the record of its operations. After a restart, and after a take-over by another replica, the full time
+    begins again. Reads at a replica that does not own the run do not count as use.
 
     Limits. A state has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it), a run_id 1 to 256
     bytes of UTF-8 without control characters. The number of states (default 10,000), their bytes in sum (default
-    1 GiB) and the number of watchers (default 10,000) are bounded for the whole service.
+    1 GiB) and the number of watchers (default 10,000) are limited for the whole service.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
     NOT_FOUND            RUN_NOT_FOUND         a lease was given, and RendezvousService has no run of that name
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
+    outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  LEASE_LOST            the node no longer holds the lease; metadata as in RendezvousService
-    FAILED_PRECONDITION  NODE_EVICTED          an operator took the node out of the run
+    FAILED_PRECONDITION  NODE_EVICTED          an operator evicted the node from the run
     FAILED_PRECONDITION  RUN_CLOSED            a lease was given, and the run is closed
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has gone on; metadata "latest_sequence"
-    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no room for one more run; metadata "limit"; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   STATES_FULL           no room for so many bytes; metadata "limit_bytes"; retry likewise
-    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     no room for one more watcher; metadata "limit"; retry likewise
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the slot has a later operation already; metadata "latest_sequence"
+    RESOURCE_EXHAUSTED   TOO_MANY_STATES       no space for one more run; metadata "limit"; retry later
+    RESOURCE_EXHAUSTED   STATES_FULL           no space for so many bytes; metadata "limit_bytes"; retry later
+    RESOURCE_EXHAUSTED   STATE_BUSY            too many bytes wait to be written; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WATCHERS     too many watchers in the service; metadata "limit"; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
     UNAVAILABLE          JOURNAL_FAILED        the state could not be made durable: repeat the request
-    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher took no message for 10 s: watch again, with your token
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
+    UNAVAILABLE          SUBSCRIBER_TOO_SLOW   a watcher read nothing for 10 s: watch again, with your token
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @staticmethod

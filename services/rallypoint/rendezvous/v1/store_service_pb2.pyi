@@ -23,18 +23,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class StoreOperation(_message.Message):
     """StoreOperation names a write, so that repeating it is harmless.
 
-    A client draws a `client_id` at random when it starts. It numbers its writes in slots: a slot carries one
-    write at a time, and each new write in it has a `sequence` greater than the one before. A client that has at
-    most eight writes under way at once uses slots 0 to 7. To repeat a write, send the same request with the same
-    operation. Take a greater sequence only when the outcome of the write before in that slot is known, or no
-    longer matters.
+    A client draws a random `client_id` when it starts. It numbers its writes in slots: a slot carries one write at a
+    time, and each new write in it has a `sequence` greater than the one before. A client that has at most eight writes
+    in progress at once uses slots 0 to 7. To repeat a write, send the same request with the same operation. Use a
+    greater sequence only when the outcome of the previous write in that slot is known, or no longer matters.
 
-    The server keeps, durably and with the write itself, the last operation that changed something, per run,
-    client and slot. A repetition is answered from that, also once the round of the write is over: a write that was
-    carried out is never told ROUND_OVER. A request whose sequence is smaller than the kept one comes too late and is
-    refused with OPERATION_SUPERSEDED: a write that was given up can't take effect after a later one of its slot that
-    changed something, whichever spaces the two are for. Of one run the 65,536 (client, slot) pairs used last are kept:
-    a write that is repeated after so many *other* pairs have written to its run may take effect twice.
+    The server stores, durably and with the write itself, the last operation that changed something, per run, client and
+    slot. It replies to a repeated write from that record, also when the round of the write is over: a write that was
+    carried out never gets ROUND_OVER. A request whose sequence is smaller than the stored one comes too late and is
+    refused with OPERATION_SUPERSEDED: a write that was given up cannot take effect after a later one of its slot that
+    changed something, even if the two are for different spaces. Per run the server keeps the 65,536 (client, slot) pairs
+    used last: a write that is repeated after so many *other* pairs have written to its run may take effect twice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -43,8 +42,8 @@ class StoreOperation(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     client_id: _builtins.str
-    """Names the client: 1 to 64 printable ASCII characters without "/", drawn at random (128 bits, in hexadecimal,
-    say) by each new client process.
+    """Name of the client: 1 to 64 printable ASCII characters without "/", random (for example 128 bits in hexadecimal),
+    drawn by each new client process.
     """
     slot: _builtins.int
     """The slot; at most 65,535."""
@@ -67,7 +66,7 @@ Global___StoreOperation: _TypeAlias = StoreOperation  # noqa: Y015
 
 @_typing.final
 class StoreWriter(_message.Message):
-    """StoreWriter is the node that a write is done for, and its right to act."""
+    """StoreWriter is the node that a write is done for, and the lease that permits it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -76,7 +75,7 @@ class StoreWriter(_message.Message):
     node_id: _builtins.str
     """Name of the node; 1 to 256 bytes."""
     lease: _builtins.int
-    """The lease that RendezvousService.Join gave it; at least 1."""
+    """The lease that RendezvousService.Join sent; at least 1."""
     def __init__(
         self,
         *,
@@ -113,14 +112,14 @@ class SetRequest(_message.Message):
     value: _builtins.bytes
     """The value; may be empty."""
     writer_round: _builtins.int
-    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition is a new write."""
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and its lease is not looked at."""
+        """The node that the write is done for; absent: none, and no lease is checked."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ Global___SetRequest: _TypeAlias = SetRequest  # noqa: Y015
 
 @_typing.final
 class SetResponse(_message.Message):
-    """SetResponse says that the value is durable."""
+    """SetResponse confirms that the value is durable."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -218,7 +217,7 @@ Global___GetResponse: _TypeAlias = GetResponse  # noqa: Y015
 
 @_typing.final
 class AddRequest(_message.Message):
-    """AddRequest names an integer and what to add."""
+    """AddRequest names an integer and the number to add."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -236,16 +235,16 @@ class AddRequest(_message.Message):
     key: _builtins.str
     """The key."""
     amount: _builtins.int
-    """What to add; may be negative or 0."""
+    """The number to add; may be negative or 0."""
     writer_round: _builtins.int
-    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition adds once more."""
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and its lease is not looked at."""
+        """The node that the write is done for; absent: none, and no lease is checked."""
 
     def __init__(
         self,
@@ -290,7 +289,7 @@ Global___AddResponse: _TypeAlias = AddResponse  # noqa: Y015
 
 @_typing.final
 class AppendRequest(_message.Message):
-    """AppendRequest names a value and what to add to its end."""
+    """AppendRequest names a value and the bytes to append."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -308,16 +307,16 @@ class AppendRequest(_message.Message):
     key: _builtins.str
     """The key."""
     value: _builtins.bytes
-    """What to append; may be empty."""
+    """The bytes to append; may be empty."""
     writer_round: _builtins.int
-    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition appends once more."""
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and its lease is not looked at."""
+        """The node that the write is done for; absent: none, and no lease is checked."""
 
     def __init__(
         self,
@@ -340,13 +339,13 @@ Global___AppendRequest: _TypeAlias = AppendRequest  # noqa: Y015
 
 @_typing.final
 class AppendResponse(_message.Message):
-    """AppendResponse says how long the value is."""
+    """AppendResponse is the length of the value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LENGTH_FIELD_NUMBER: _builtins.int
     length: _builtins.int
-    """Bytes of the value after what was appended."""
+    """Bytes of the value after the append."""
     def __init__(
         self,
         *,
@@ -362,7 +361,7 @@ Global___AppendResponse: _TypeAlias = AppendResponse  # noqa: Y015
 
 @_typing.final
 class CompareSetRequest(_message.Message):
-    """CompareSetRequest names a key, what it should be and what it is to become."""
+    """CompareSetRequest names a key, its expected value and its new value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,18 +380,18 @@ class CompareSetRequest(_message.Message):
     key: _builtins.str
     """The key."""
     expected: _builtins.bytes
-    """The value that it should have; empty: it may also be absent."""
+    """The expected value; empty: the key may also be absent."""
     desired: _builtins.bytes
     """The value to set it to."""
     writer_round: _builtins.int
-    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition is a new comparison."""
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and its lease is not looked at."""
+        """The node that the write is done for; absent: none, and no lease is checked."""
 
     def __init__(
         self,
@@ -424,13 +423,11 @@ class CompareSetResponse(_message.Message):
     EXISTS_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     swapped: _builtins.bool
-    """Whether the key was set to `desired`."""
+    """True if the key was set to `desired`."""
     exists: _builtins.bool
-    """Whether the key is there. (torch's stores return `expected` where it isn't; a client that stands in for
-    one does the same.)
-    """
+    """True if the key exists. (torch's stores return `expected` if it does not; clients that implement one must too.)"""
     value: _builtins.bytes
-    """Its value; empty if it isn't there."""
+    """Its value; empty if it does not exist."""
     def __init__(
         self,
         *,
@@ -489,10 +486,10 @@ class MultiSetRequest(_message.Message):
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     writer_round: _builtins.int
-    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreEntry]:
-        """The keys and their values; at least one, at most 10,000. Of a key that comes twice the last value counts."""
+        """The keys and their values; at least one, at most 10,000. If a key occurs twice, the last value counts."""
 
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
@@ -500,7 +497,7 @@ class MultiSetRequest(_message.Message):
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and its lease is not looked at."""
+        """The node that the write is done for; absent: none, and no lease is checked."""
 
     def __init__(
         self,
@@ -522,7 +519,7 @@ Global___MultiSetRequest: _TypeAlias = MultiSetRequest  # noqa: Y015
 
 @_typing.final
 class MultiSetResponse(_message.Message):
-    """MultiSetResponse says that all of the values are durable."""
+    """MultiSetResponse confirms that all of the values are durable."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -584,7 +581,7 @@ class MultiGetResponse(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The values, one for each key of the request and in that order."""
+        """The values, one for each key of the request, in the order of the keys."""
 
     def __init__(
         self,
@@ -639,7 +636,7 @@ Global___WaitRequest: _TypeAlias = WaitRequest  # noqa: Y015
 
 @_typing.final
 class WaitResponse(_message.Message):
-    """WaitResponse says that all of the keys are there."""
+    """WaitResponse confirms that all of the keys exist."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -688,13 +685,13 @@ Global___CheckRequest: _TypeAlias = CheckRequest  # noqa: Y015
 
 @_typing.final
 class CheckResponse(_message.Message):
-    """CheckResponse says whether they are there."""
+    """CheckResponse is the result of a check."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PRESENT_FIELD_NUMBER: _builtins.int
     present: _builtins.bool
-    """Whether all of the keys are there."""
+    """True if all of the keys exist."""
     def __init__(
         self,
         *,
@@ -727,14 +724,14 @@ class DeleteRequest(_message.Message):
     key: _builtins.str
     """The key."""
     writer_round: _builtins.int
-    """The round that the writer is a worker of; 0: it is none, and this check is left out."""
+    """The writer's round; 0: none, and this check is left out."""
     @_builtins.property
     def operation(self) -> Global___StoreOperation:
         """Names the write; absent: a repetition is a new deletion."""
 
     @_builtins.property
     def writer(self) -> Global___StoreWriter:
-        """The node that the write is done for; absent: none, and its lease is not looked at."""
+        """The node that the write is done for; absent: none, and no lease is checked."""
 
     def __init__(
         self,
@@ -756,13 +753,13 @@ Global___DeleteRequest: _TypeAlias = DeleteRequest  # noqa: Y015
 
 @_typing.final
 class DeleteResponse(_message.Message):
-    """DeleteResponse says what was there."""
+    """DeleteResponse is the result of a deletion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DELETED_FIELD_NUMBER: _builtins.int
     deleted: _builtins.bool
-    """Whether the key was there."""
+    """True if the key existed."""
     def __init__(
         self,
         *,
@@ -778,7 +775,7 @@ Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
 
 @_typing.final
 class ListKeysRequest(_message.Message):
-    """ListKeysRequest asks for a page of keys."""
+    """ListKeysRequest requests a page of keys."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -792,11 +789,11 @@ class ListKeysRequest(_message.Message):
     round: _builtins.int
     """Space: 0 for the run's own, otherwise that of a round."""
     prefix: _builtins.str
-    """What the keys begin with; empty: all keys."""
+    """Prefix of the keys; empty: all keys."""
     page_size: _builtins.int
     """Most keys to return, at most 2,000; 0: 1,000."""
     page_token: _builtins.str
-    """The next_page_token of the page before; empty: the first page."""
+    """The next_page_token of the previous page; empty: the first page."""
     def __init__(
         self,
         *,

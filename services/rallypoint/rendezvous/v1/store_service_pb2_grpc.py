@@ -29,83 +29,83 @@ class StoreServiceStub(object):
     """StoreService is the key-value store of a run: small data that workers exchange (addresses, counters,
     barriers, parameters to average).
 
-    Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when the round ends. A key means something in its space only.
+    Spaces. A run has its own space, `round` 0, which is kept over rounds, and one space for each round, which is
+    deleted for good when the round ends. Each space has its own keys.
 
-    Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
-    round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
-    then a worker of a round that is over can't write to the run's own space either. A write of a round that is answered
-    with success is durable before the end of that round is announced to anybody. ROUND_OVER is final: stop,
-    and start again as a worker of the current round, if there is a place for you in it.
+    Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and a request that waits in the
+    space of a round ends with it when the round ends. A write may also name the round that its writer belongs to
+    (`writer_round`): then a worker of a round that is over cannot write to the run's own space either. A successful
+    write of a round is durable before the server announces the end of that round. ROUND_OVER is final: stop, and
+    start again as a worker of the current round, if you are a participant of it.
 
     Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
-    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
-    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
-    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+    the node holds that lease: a node that was lost, evicted or superseded, and has not noticed yet, is refused with
+    LEASE_LOST, and any node of a closed run with RUN_CLOSED. The server checks this when it decides the write, in the
+    order of all writes, also for a repeated write. Both refusals are final for that lease.
 
-    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
-    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+    End of a run. Some time after its last node has left (default 2 h) a run is forgotten, with its spaces; from then
+    on all requests, including those that wait, end with RUN_NOT_FOUND.
 
-    Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
-    told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
+    Durability and order. The server replies to a write after the write is durable, and no reader or waiter sees the
+    write before. The writes of a run take effect one after another, in one order that is the same for all readers.
 
-    Retrying. UNAVAILABLE, and a CANCELLED that the client did not ask for, leave the outcome of a write unknown:
-    the service may have been killed after it was durable and before it was answered. Repeat the request, with a
+    Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a write unknown:
+    the service may have been killed after the write was durable and before it replied. Repeat the request, with a
     jittered back-off, until your own deadline. With the same `operation` a repeated write takes effect exactly
-    once, also when the service was restarted in between (see StoreOperation). Reads may be repeated freely.
+    once, also if the service was restarted in between (see StoreOperation). Reads may be repeated freely.
 
-    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
-    Check and ListKeys, and Get, MultiGet and Wait where all keys are there, from what is durable; the owner alone waits.
-    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
-    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
-    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
+    Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
+    Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
+    and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
+    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
-    took effect, and answers a repetition as the first would have been answered.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
+    writes that took effect, and replies to the repeated request as to the first.
 
-    Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
-    reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
-    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
-    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
-    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
-    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
-    each of them (default 2,000,000).
+    Limits. A key has 1 to 1,024 bytes of UTF-8, contains no NUL and does not begin with U+0001, which is reserved. A
+    value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); so have the two values of a
+    CompareSet together, and the result of an Append. The entries of a MultiSet, the values in the reply to a MultiGet,
+    and the keys of any request have at most 4,186,112 bytes in total, counting 16 extra bytes for each entry, value or
+    key; so a set of values that was written by one request can be read by one. A run has limits on its keys (default
+    1,000,000), on the bytes of keys and values, counting 128 extra bytes for each entry (default 256 MiB), on the
+    requests that wait for keys (default 100,000), and on the keys that these wait for, counted once for each request
+    (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
     NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
+    outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
     FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
-    FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
-    "node_id", "lease", and "superseded_by" where it was superseded
+    FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
+    "node_id", "lease", and "superseded_by" if it was superseded
     FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
-    FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
-    FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
-    FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
+    FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
+    FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
+    FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
+    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
-    RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
-    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
-    "limit_keys"
-    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
-    keys at once; metadata "fitting": so many of the first fit
-    RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
+    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
+    keys at once; metadata "fitting": how many of the first keys fit
+    RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def __init__(self, channel):
@@ -175,102 +175,102 @@ class StoreServiceServicer(object):
     """StoreService is the key-value store of a run: small data that workers exchange (addresses, counters,
     barriers, parameters to average).
 
-    Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when the round ends. A key means something in its space only.
+    Spaces. A run has its own space, `round` 0, which is kept over rounds, and one space for each round, which is
+    deleted for good when the round ends. Each space has its own keys.
 
-    Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
-    round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
-    then a worker of a round that is over can't write to the run's own space either. A write of a round that is answered
-    with success is durable before the end of that round is announced to anybody. ROUND_OVER is final: stop,
-    and start again as a worker of the current round, if there is a place for you in it.
+    Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and a request that waits in the
+    space of a round ends with it when the round ends. A write may also name the round that its writer belongs to
+    (`writer_round`): then a worker of a round that is over cannot write to the run's own space either. A successful
+    write of a round is durable before the server announces the end of that round. ROUND_OVER is final: stop, and
+    start again as a worker of the current round, if you are a participant of it.
 
     Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
-    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
-    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
-    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+    the node holds that lease: a node that was lost, evicted or superseded, and has not noticed yet, is refused with
+    LEASE_LOST, and any node of a closed run with RUN_CLOSED. The server checks this when it decides the write, in the
+    order of all writes, also for a repeated write. Both refusals are final for that lease.
 
-    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
-    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+    End of a run. Some time after its last node has left (default 2 h) a run is forgotten, with its spaces; from then
+    on all requests, including those that wait, end with RUN_NOT_FOUND.
 
-    Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
-    told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
+    Durability and order. The server replies to a write after the write is durable, and no reader or waiter sees the
+    write before. The writes of a run take effect one after another, in one order that is the same for all readers.
 
-    Retrying. UNAVAILABLE, and a CANCELLED that the client did not ask for, leave the outcome of a write unknown:
-    the service may have been killed after it was durable and before it was answered. Repeat the request, with a
+    Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a write unknown:
+    the service may have been killed after the write was durable and before it replied. Repeat the request, with a
     jittered back-off, until your own deadline. With the same `operation` a repeated write takes effect exactly
-    once, also when the service was restarted in between (see StoreOperation). Reads may be repeated freely.
+    once, also if the service was restarted in between (see StoreOperation). Reads may be repeated freely.
 
-    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
-    Check and ListKeys, and Get, MultiGet and Wait where all keys are there, from what is durable; the owner alone waits.
-    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
-    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
-    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
+    Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
+    Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
+    and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
+    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
-    took effect, and answers a repetition as the first would have been answered.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
+    writes that took effect, and replies to the repeated request as to the first.
 
-    Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
-    reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
-    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
-    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
-    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
-    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
-    each of them (default 2,000,000).
+    Limits. A key has 1 to 1,024 bytes of UTF-8, contains no NUL and does not begin with U+0001, which is reserved. A
+    value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); so have the two values of a
+    CompareSet together, and the result of an Append. The entries of a MultiSet, the values in the reply to a MultiGet,
+    and the keys of any request have at most 4,186,112 bytes in total, counting 16 extra bytes for each entry, value or
+    key; so a set of values that was written by one request can be read by one. A run has limits on its keys (default
+    1,000,000), on the bytes of keys and values, counting 128 extra bytes for each entry (default 256 MiB), on the
+    requests that wait for keys (default 100,000), and on the keys that these wait for, counted once for each request
+    (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
     NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
+    outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
     FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
-    FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
-    "node_id", "lease", and "superseded_by" where it was superseded
+    FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
+    "node_id", "lease", and "superseded_by" if it was superseded
     FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
-    FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
-    FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
-    FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
+    FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
+    FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
+    FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
+    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
-    RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
-    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
-    "limit_keys"
-    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
-    keys at once; metadata "fitting": so many of the first fit
-    RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
+    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
+    keys at once; metadata "fitting": how many of the first keys fit
+    RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def Set(self, request, context):
-        """Set stores a value under a key, in the place of any that was there.
+        """Set stores a value under a key, and replaces any earlier value.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Get returns the value of a key, and waits for the key if it isn't there. Waiting costs the server no work:
-        it answers when the key is set. Give the call a gRPC deadline a little later than `timeout`.
+        """Get returns the value of a key, and waits for the key if it is absent. Waiting costs the server no work: it
+        replies when the key is set. Give the call a gRPC deadline a little later than `timeout`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Add(self, request, context):
-        """Add adds to an integer and returns the sum. An absent key counts as 0. Integers have 64 bits and are kept
+        """Add adds to an integer and returns the sum. An absent key counts as 0. Integers have 64 bits and are stored
         as decimal ASCII, so Get returns "42", and Add works on a key that was Set to "41".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -278,9 +278,9 @@ class StoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Append(self, request, context):
-        """Append adds bytes to the end of a value and returns its length. An absent key counts as empty, and is there
-        afterwards, also if nothing was appended. Each Append writes the whole value anew, so what grows large is
-        better kept under several keys.
+        """Append adds bytes to the end of a value and returns its length. An absent key counts as empty, and exists
+        afterwards, even if nothing was appended. Each Append writes the whole value again, so keep data that grows
+        large under several keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,36 +288,36 @@ class StoreServiceServicer(object):
 
     def CompareSet(self, request, context):
         """CompareSet sets a key to `desired` if its value is `expected`, or if it is absent and `expected` is empty.
-        Having lost is no error: look at `swapped`.
+        If another writer was first, that is no error: look at `swapped`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MultiSet(self, request, context):
-        """MultiSet stores several values at once: all or, if it is refused, none of them, and nobody sees only some.
+        """MultiSet stores several values at once: all of them or, if it is refused, none; no reader sees only some.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MultiGet(self, request, context):
-        """MultiGet returns the values of several keys as they were at one and the same moment, and waits until all of
-        the keys are there. Else as Get.
+        """MultiGet returns the values of several keys as they were at one moment, and waits until all of the keys exist.
+        Otherwise as Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wait(self, request, context):
-        """Wait returns when all of the keys are there, at one and the same moment. Else as Get.
+        """Wait returns when all of the keys exist at one moment. Otherwise as Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Check says whether all of the keys are there, at once.
+        """Check returns, without waiting, true if all of the keys exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -332,7 +332,7 @@ class StoreServiceServicer(object):
 
     def ListKeys(self, request, context):
         """ListKeys returns the keys that begin with a prefix, in the order of their Unicode code points, a page at a
-        time. Keys that come and go between two pages may or may not be seen.
+        time. Keys that are set or deleted between two pages may be missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -408,83 +408,83 @@ class StoreService(object):
     """StoreService is the key-value store of a run: small data that workers exchange (addresses, counters,
     barriers, parameters to average).
 
-    Spaces. A run has a space of its own, `round` 0, which is kept over rounds, and one space for each round,
-    which is dropped for good when the round ends. A key means something in its space only.
+    Spaces. A run has its own space, `round` 0, which is kept over rounds, and one space for each round, which is
+    deleted for good when the round ends. Each space has its own keys.
 
-    Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and whoever waits in a
-    round that ends is ended with it. A write may also say which round its writer belongs to (`writer_round`):
-    then a worker of a round that is over can't write to the run's own space either. A write of a round that is answered
-    with success is durable before the end of that round is announced to anybody. ROUND_OVER is final: stop,
-    and start again as a worker of the current round, if there is a place for you in it.
+    Rounds. A request to the space of a round that is over is refused with ROUND_OVER, and a request that waits in the
+    space of a round ends with it when the round ends. A write may also name the round that its writer belongs to
+    (`writer_round`): then a worker of a round that is over cannot write to the run's own space either. A successful
+    write of a round is durable before the server announces the end of that round. ROUND_OVER is final: stop, and
+    start again as a worker of the current round, if you are a participant of it.
 
     Leases. A write may carry the lease of the node that it is done for (`writer`). Then it takes effect only while
-    the node holds that lease: a node that was lost, evicted or superseded, and doesn't know it yet, is refused
-    with LEASE_LOST, and any node of a closed run with RUN_CLOSED. This is looked at when the write is decided, in
-    the order of all writes, also for the repetition of a write. Both refusals are final for that lease.
+    the node holds that lease: a node that was lost, evicted or superseded, and has not noticed yet, is refused with
+    LEASE_LOST, and any node of a closed run with RUN_CLOSED. The server checks this when it decides the write, in the
+    order of all writes, also for a repeated write. Both refusals are final for that lease.
 
-    End of a run. Some time after its last node has gone (default 2 h) a run is forgotten, its spaces with it;
-    from then on, and for whoever waits in it then, the answer is RUN_NOT_FOUND.
+    End of a run. Some time after its last node has left (default 2 h) a run is forgotten, with its spaces; from then
+    on all requests, including those that wait, end with RUN_NOT_FOUND.
 
-    Durability and order. The answer to a write comes after the write is durable, and nobody, waiting or not, is
-    told of it before. The writes of a run take effect one after another, in one order that all readers agree on.
+    Durability and order. The server replies to a write after the write is durable, and no reader or waiter sees the
+    write before. The writes of a run take effect one after another, in one order that is the same for all readers.
 
-    Retrying. UNAVAILABLE, and a CANCELLED that the client did not ask for, leave the outcome of a write unknown:
-    the service may have been killed after it was durable and before it was answered. Repeat the request, with a
+    Retrying. UNAVAILABLE, and a CANCELLED that the client did not request, leave the outcome of a write unknown:
+    the service may have been killed after the write was durable and before it replied. Repeat the request, with a
     jittered back-off, until your own deadline. With the same `operation` a repeated write takes effect exactly
-    once, also when the service was restarted in between (see StoreOperation). Reads may be repeated freely.
+    once, also if the service was restarted in between (see StoreOperation). Reads may be repeated freely.
 
-    Replicas. Where several replicas serve the same runs, each run is owned by one of them at a time. Any replica answers
-    Check and ListKeys, and Get, MultiGet and Wait where all keys are there, from what is durable; the owner alone waits.
-    Everything else is answered with NOT_OWNER by a replica that does not own the run; its metadata has "run_id", and
-    "owner": the address (host:port) of the one that does. Repeat the request there, at once, with the same `operation`;
-    without "owner", as long after as RetryInfo says, at any of them. Bound how often you follow: runs move.
+    Replicas. If several replicas serve the same runs, each run is owned by one of them at a time. Any replica serves
+    Check and ListKeys, and Get, MultiGet and Wait if all keys are there, from the journal; only the owner waits.
+    Everything else is refused with NOT_OWNER by a replica that does not own the run; the error's metadata has "run_id",
+    and "owner": the address (host:port) of the owner. Repeat the request there, at once, with the same `operation`;
+    without "owner", at any replica, after RetryInfo.retry_delay. Limit the redirects that you follow: runs move.
     - NOT_OWNER: nothing was done.
-    - OWNERSHIP_LOST, with the same metadata: the request was under way when the run went to another replica, so it may
-    have taken effect, or not. With an `operation` repeat it at the owner all the same: that has the record of what
-    took effect, and answers a repetition as the first would have been answered.
+    - OWNERSHIP_LOST, with the same metadata: the request was in progress when the run moved to another replica, so it
+    may have taken effect, or not. Repeat it at the owner if it has an `operation`: the owner has the record of the
+    writes that took effect, and replies to the repeated request as to the first.
 
-    Limits. A key has 1 to 1,024 bytes of UTF-8, has no NUL in it and doesn't begin with U+0001, which is
-    reserved. A value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); the two values of
-    a CompareSet, together, also, and what Append makes of a value. The entries of a MultiSet, the values that a
-    MultiGet answers, and the keys of any request have together at most 4,186,112 bytes, 16 on top of each entry,
-    value or key counted in; so what was set at once can be read at once. A run has at most so many keys (default
-    1,000,000), so many bytes of keys and values, 128 on top of each entry counted in (default 256 MiB), so many
-    requests that wait for keys (default 100,000), and so many keys that these wait for, a key counted once for
-    each of them (default 2,000,000).
+    Limits. A key has 1 to 1,024 bytes of UTF-8, contains no NUL and does not begin with U+0001, which is reserved. A
+    value has at most 4,177,920 bytes (4 MiB less 16 KiB for everything around it); so have the two values of a
+    CompareSet together, and the result of an Append. The entries of a MultiSet, the values in the reply to a MultiGet,
+    and the keys of any request have at most 4,186,112 bytes in total, counting 16 extra bytes for each entry, value or
+    key; so a set of values that was written by one request can be read by one. A run has limits on its keys (default
+    1,000,000), on the bytes of keys and values, counting 128 extra bytes for each entry (default 256 MiB), on the
+    requests that wait for keys (default 100,000), and on the keys that these wait for, counted once for each request
+    (default 2,000,000).
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
     INVALID_ARGUMENT     INVALID_ARGUMENT      the request is malformed; BadRequest names the fields
-    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not what this file says: wrong stubs
+    INVALID_ARGUMENT     MALFORMED_MESSAGE     the bytes are not a message of this file: wrong stubs
     INVALID_ARGUMENT     OPERATION_REUSED      the operation's number belongs to another request already
     NOT_FOUND            RUN_NOT_FOUND         no run of that name, or it was forgotten
-    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or what it keeps of it; the
-    outcome is unknown, and others go on; metadata "run_id", and "cause": its kind
+    FAILED_PRECONDITION  RUN_BROKEN            an unexpected error of the service stopped the run, or its storage;
+    outcome unknown, others continue; metadata "run_id", "cause" (kind)
     FAILED_PRECONDITION  ROUND_OVER            the round is over; metadata "current_round"
     FAILED_PRECONDITION  ROUND_NOT_BEGUN       no round of that number yet; metadata "current_round"
-    FAILED_PRECONDITION  LEASE_LOST            the writer's lease is not held any more; metadata "run_id",
-    "node_id", "lease", and "superseded_by" where it was superseded
+    FAILED_PRECONDITION  LEASE_LOST            the writer no longer holds the lease; metadata "run_id",
+    "node_id", "lease", and "superseded_by" if it was superseded
     FAILED_PRECONDITION  RUN_CLOSED            the writer's run is over; metadata "run_id", "outcome"
-    FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is no decimal integer
-    FAILED_PRECONDITION  INTEGER_OVERFLOW      Add past 64 bits
-    FAILED_PRECONDITION  VALUE_TOO_LARGE       Append past the largest value; metadata "limit_bytes"
-    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has gone on to a later operation
+    FAILED_PRECONDITION  NOT_AN_INTEGER        Add on a value that is not a decimal integer
+    FAILED_PRECONDITION  INTEGER_OVERFLOW      the sum of an Add has more than 64 bits
+    FAILED_PRECONDITION  VALUE_TOO_LARGE       the result of an Append is too large; metadata "limit_bytes"
+    FAILED_PRECONDITION  OPERATION_SUPERSEDED  the operation's slot has a later operation already
     DEADLINE_EXCEEDED    KEY_WAIT_TIMED_OUT    keys were still missing; metadata "missing_count", "missing"
-    RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run's bytes are used up: delete keys; metadata "limit_bytes"
-    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has no room for another key: delete some; metadata
-    "limit_keys"
-    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      MultiGet of values that don't fit into one answer: ask for fewer
-    keys at once; metadata "fitting": so many of the first fit
-    RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes are waiting to be written; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry as RetryInfo says
-    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client asks too often: retry as RetryInfo says
-    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run; metadata "owner": where
+    RESOURCE_EXHAUSTED   RUN_STORE_FULL        the run has no bytes left: delete keys; metadata "limit_bytes"
+    RESOURCE_EXHAUSTED   TOO_MANY_KEYS         the run has as many keys as it may: delete some; metadata "limit_keys"
+    RESOURCE_EXHAUSTED   ANSWER_TOO_LARGE      the values of a MultiGet do not fit into one reply: request fewer
+    keys at once; metadata "fitting": how many of the first keys fit
+    RESOURCE_EXHAUSTED   STORE_BUSY            too many bytes wait to be written; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_WAITERS      too many requests of the run wait for keys; retry later
+    RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS     this client sends too many requests; retry later
+    UNAVAILABLE          NOT_OWNER             nothing was done: another replica owns the run, metadata "owner"
     UNAVAILABLE          OWNERSHIP_LOST        the outcome is unknown: another replica took the run over; likewise
-    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica can't reach etcd; ask another one
-    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry as RetryInfo says, once there is room
-    UNAVAILABLE          DRAINING              the server is going away: repeat the request, here or elsewhere
+    UNAVAILABLE          ETCD_UNAVAILABLE      nothing was done: this replica cannot reach etcd; call another one
+    RESOURCE_EXHAUSTED   ETCD_FULL             nothing was done: etcd is full; retry later, once etcd has space
+    UNAVAILABLE          DRAINING              the server is shutting down: repeat the request, here or at another one
     UNAVAILABLE          JOURNAL_FAILED        the write could not be made durable: repeat the request
-    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server's log
+    UNAVAILABLE          UNEXPECTED_ERROR      a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @staticmethod

@@ -31,30 +31,30 @@ class _TimerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TimerState
     TIMER_STATE_COUNTING: _TimerState.ValueType  # 1
     """It counts down."""
     TIMER_STATE_OFFERED: _TimerState.ValueType  # 2
-    """It ran out; its agent has been told and has not acknowledged yet."""
+    """It expired; the expiry was sent to its agent, which has not acknowledged it yet."""
     TIMER_STATE_UNCLAIMED: _TimerState.ValueType  # 3
-    """It ran out, and no agent is subscribed for its node."""
+    """It expired, and no agent is subscribed for its node."""
     TIMER_STATE_LEARNING: _TimerState.ValueType  # 4
-    """How long it may take is still being learned: it cannot run out."""
+    """Its duration is still being learned: it cannot expire."""
 
 class TimerState(_TimerState, metaclass=_TimerStateEnumTypeWrapper):
-    """TimerState says how far a timer has come."""
+    """TimerState is the state of a timer."""
 
 TIMER_STATE_UNSPECIFIED: TimerState.ValueType  # 0
 """Not set; never sent."""
 TIMER_STATE_COUNTING: TimerState.ValueType  # 1
 """It counts down."""
 TIMER_STATE_OFFERED: TimerState.ValueType  # 2
-"""It ran out; its agent has been told and has not acknowledged yet."""
+"""It expired; the expiry was sent to its agent, which has not acknowledged it yet."""
 TIMER_STATE_UNCLAIMED: TimerState.ValueType  # 3
-"""It ran out, and no agent is subscribed for its node."""
+"""It expired, and no agent is subscribed for its node."""
 TIMER_STATE_LEARNING: TimerState.ValueType  # 4
-"""How long it may take is still being learned: it cannot run out."""
+"""Its duration is still being learned: it cannot expire."""
 Global___TimerState: _TypeAlias = TimerState  # noqa: Y015
 
 @_typing.final
 class SuperviseRequest(_message.Message):
-    """SuperviseRequest is one message of an agent: what happened on its node since the last."""
+    """SuperviseRequest is one message of an agent: the actions on its node since the previous message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -78,7 +78,7 @@ Global___SuperviseRequest: _TypeAlias = SuperviseRequest  # noqa: Y015
 
 @_typing.final
 class SuperviseAction(_message.Message):
-    """SuperviseAction is one thing that an agent tells."""
+    """SuperviseAction is one action of an agent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,11 +105,11 @@ class SuperviseAction(_message.Message):
 
     @_builtins.property
     def clear(self) -> Global___Clear:
-        """A worker is gone, with all its timers."""
+        """A worker no longer exists, nor do its timers."""
 
     @_builtins.property
     def acknowledge(self) -> Global___Acknowledge:
-        """An expiry has been dealt with."""
+        """The agent has handled an expiry."""
 
     @_builtins.property
     def registered(self) -> Global___Registered:
@@ -117,16 +117,16 @@ class SuperviseAction(_message.Message):
 
     @_builtins.property
     def observe(self) -> Global___Observe:
-        """Workers left scopes of which the service is to learn."""
+        """Workers left scopes whose durations the service learns."""
 
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """A worker has come further."""
+        """A worker has advanced."""
 
     @_builtins.property
     def learned(self) -> Global___Learned:
-        """What an earlier service said it had learned; between `subscribe` and `registered` only. With a count of 0, at
-        any time: the agent has forgotten the scope, as it was told.
+        """A duration that an earlier service had learned; between `subscribe` and `registered` only. With a count of 0, at
+        any time: the agent has forgotten the scope, as requested.
         """
 
     def __init__(
@@ -171,28 +171,25 @@ class Subscribe(_message.Message):
     node_id: _builtins.str
     """Name of the node."""
     lease: _builtins.int
-    """The node's lease from the rendezvous service; grows over the life of a run. A lease older than one that was
-    seen already in the same incarnation is refused with LEASE_LOST. Zero: the node has none, which is the oldest of
-    all.
+    """The node's lease from the rendezvous service; grows over the life of a run. A lease older than another of the
+    same incarnation that the service has seen is refused with LEASE_LOST. Zero: no lease, the oldest of all.
     """
     incarnation: _builtins.str
     """Incarnation of the run to which the lease belongs (Lease.incarnation of the rendezvous service); at most 256 bytes.
-    Leases of two incarnations are not compared by number, since numbers begin anew: of two agents of a node, the one
+    Leases of two incarnations are not compared by number, since numbers begin again: of two agents of a node, the one
     that got its lease later replaces the other, and timers of an incarnation that is over are dropped. While no agent
-    of the node is subscribed, any may subscribe. Empty: leases are compared by number alone, whatever incarnation was
-    seen.
+    of the node is subscribed, any may subscribe. Empty: leases are compared by number alone, regardless of
+    incarnations.
     """
     @_builtins.property
     def stall_after(self) -> _duration_pb2.Duration:
-        """Report the run when none of its workers advanced for so long; zero: never. Not set: the service's own
-        `stall_after`. The newest subscriber of the run decides for it.
+        """Report the run when none of its workers advanced for this long; zero: never. Not set: the service's own
+        `stall_after`. The newest subscriber of the run sets it.
         """
 
     @_builtins.property
     def lease_age(self) -> _duration_pb2.Duration:
-        """How long the node has held the lease; of two incarnations, the one with the younger lease is the newer. Not set: no
-        time.
-        """
+        """How long the node has held the lease; of two incarnations, the younger lease is the newer one. Not set: zero."""
 
     def __init__(
         self,
@@ -225,24 +222,24 @@ class Acquire(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEARNED_AS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
-    """Name of the worker; opaque, chosen by the agent, best not used twice."""
+    """Name of the worker; opaque, chosen by the agent, preferably used once."""
     scope: _builtins.str
-    """What the worker is doing; shown to people, say "train.py#120"."""
+    """Name of the worker's current activity; shown to people, for example "train.py#120"."""
     sequence: _builtins.int
-    """Number by which the client knows this acquisition; more than zero, and another one for each acquisition. It
-    comes back in Expired. Sending one again with the number that the timer has already changes nothing.
+    """Number of this acquisition at the client; more than zero, and a different one for each acquisition. Expired
+    contains it. An acquire with the number that the timer has already changes nothing.
     """
     learned_as: _builtins.str
-    """Not empty: the service finds out how long it may take, from what it learns under this name; 1 to 512 bytes.
-    Several timers may learn as one: those of all workers, and of nested blocks and threads.
+    """Not empty: the service learns the duration under this name; 1 to 512 bytes. Several timers may learn under one
+    name: those of all workers, and of nested blocks and threads.
     """
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it may take; not set if `learned_as` is."""
+        """Duration until the timer expires; not set if `learned_as` is."""
 
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
-        """How much of that has passed already; at least zero, may be more than `after`. Not set: nothing."""
+        """Part of it that has passed already; at least zero, may be more than `after`. Not set: zero."""
 
     def __init__(
         self,
@@ -290,8 +287,8 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Observe(_message.Message):
-    """Observe says that workers of this node have left a scope, each time some duration after they had entered it.
-    Sent at most once for each time, so that none is counted twice: what is in a message that gets lost is not seen.
+    """Observe reports that workers of this node have left a scope, each some time after they had entered it.
+    Send each completion at most once, so that none is counted twice: the content of a lost message is not counted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -302,10 +299,10 @@ class Observe(_message.Message):
     scope: _builtins.str
     """Acquire.learned_as."""
     count: _builtins.int
-    """How many times they have left it since the last Observe of this scope; at least 1."""
+    """Completions since the last Observe of this scope; at least 1."""
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:
-        """The longest that this agent ever saw it take, earlier times included; at least zero."""
+        """The longest duration that this agent ever saw, including earlier ones; at least zero."""
 
     def __init__(
         self,
@@ -324,7 +321,7 @@ Global___Observe: _TypeAlias = Observe  # noqa: Y015
 
 @_typing.final
 class Learned(_message.Message):
-    """Learned is what a run has learned of a scope."""
+    """Learned is the learned duration of a scope."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -334,9 +331,8 @@ class Learned(_message.Message):
     scope: _builtins.str
     """Acquire.learned_as."""
     count: _builtins.int
-    """How many completions were seen. Zero, from the service: it was told to forget; the agent forgets it as well, and
-    answers with the same. Until it does, the service takes what it tells of the scope for old, and learns nothing
-    from it.
+    """Completions seen. Zero, from the service: ForgetScopes was called; the agent forgets the scope as well, and
+    replies with the same message. Until then the service ignores the agent's reports on the scope as old.
     """
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:
@@ -359,9 +355,9 @@ Global___Learned: _TypeAlias = Learned  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Progress says which step a worker has come to. It advances when the step is another one than before. Only a
-    worker's latest is of interest. It is kept for half a minute after its node's stream has ended if others of the run
-    go on, and for an hour if none does.
+    """Progress reports the step of a worker. The worker advances when the step differs from the previous one. Only the
+    latest report of a worker counts. It is kept for half a minute after its node's stream has ended if others of the run
+    continue, and for an hour if none does.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -375,10 +371,10 @@ class Progress(_message.Message):
     rank: _builtins.int
     """Its global rank."""
     step: _builtins.int
-    """The step, as the worker counts."""
+    """The step, in the worker's own count."""
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
-        """How long ago it came to it."""
+        """Time since the worker reached it."""
 
     def __init__(
         self,
@@ -398,7 +394,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Clear(_message.Message):
-    """Clear ends all timers of a worker, takes back its expiries, and forgets its progress. A worker without timers
+    """Clear ends all timers of a worker, withdraws its expiries, and forgets its progress. A worker without timers
     is no error.
     """
 
@@ -422,15 +418,15 @@ Global___Clear: _TypeAlias = Clear  # noqa: Y015
 
 @_typing.final
 class Acknowledge(_message.Message):
-    """Acknowledge says that an expiry has been dealt with: the worker was reaped, or did not need it. The timer is
-    gone from then on. An expiry that isn't known is no error.
+    """Acknowledge reports that an expiry has been handled: the worker was reaped, or did not hang. The timer no longer
+    exists from then on. An expiry that is not known is no error.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPIRY_ID_FIELD_NUMBER: _builtins.int
     expiry_id: _builtins.int
-    """Expired.expiry_id, as received on this stream. Don't acknowledge what an earlier stream told."""
+    """Expired.expiry_id, as received on this stream. Do not acknowledge expiries of an earlier stream."""
     def __init__(
         self,
         *,
@@ -447,7 +443,7 @@ Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
 @_typing.final
 class Registered(_message.Message):
     """Registered ends the list of timers with which a stream begins. Timers that an earlier stream of the node
-    acquired and this one has not are dropped, and so is the progress of workers of which this one told none.
+    acquired and this one has not are dropped, and so is the progress of workers that this one did not report.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -472,7 +468,7 @@ class SuperviseResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SuperviseEvent]:
-        """In the order in which they are to be dealt with."""
+        """The events, to be handled in this order."""
 
     def __init__(
         self,
@@ -489,7 +485,7 @@ Global___SuperviseResponse: _TypeAlias = SuperviseResponse  # noqa: Y015
 
 @_typing.final
 class SuperviseEvent(_message.Message):
-    """SuperviseEvent is one thing that an agent is told."""
+    """SuperviseEvent is one message to an agent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -505,23 +501,23 @@ class SuperviseEvent(_message.Message):
 
     @_builtins.property
     def expired(self) -> Global___Expired:
-        """A timer ran out."""
+        """A timer expired."""
 
     @_builtins.property
     def refused(self) -> Global___Refused:
-        """An action was not taken."""
+        """An action was refused."""
 
     @_builtins.property
     def draining(self) -> Global___Draining:
-        """The server is going away and ends the stream: reconnect, with jitter, here or elsewhere."""
+        """The server is shutting down and ends the stream: reconnect, with jitter, to it or to another one."""
 
     @_builtins.property
     def learned(self) -> Global___Learned:
-        """The run has learned of a scope. To be kept, and to be sent on later streams, so that it outlives the service."""
+        """The run has learned a duration. Keep it, and send it on later streams, so that it outlives the service."""
 
     @_builtins.property
     def stalled(self) -> Global___Stalled:
-        """The run stalls, or does so no more."""
+        """The run stalls, or no longer stalls."""
 
     def __init__(
         self,
@@ -545,14 +541,14 @@ Global___SuperviseEvent: _TypeAlias = SuperviseEvent  # noqa: Y015
 
 @_typing.final
 class Subscribed(_message.Message):
-    """Subscribed says that the stream is the node's one stream."""
+    """Subscribed confirms that the stream is the node's only stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REOFFER_INTERVAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reoffer_interval(self) -> _duration_pb2.Duration:
-        """How long the server waits for an acknowledgement before it tells an expiry again."""
+        """How long the server waits for an acknowledgement before it sends an expiry again."""
 
     def __init__(
         self,
@@ -569,7 +565,7 @@ Global___Subscribed: _TypeAlias = Subscribed  # noqa: Y015
 
 @_typing.final
 class Expired(_message.Message):
-    """Expired says that a timer ran out, and that its worker may be reaped."""
+    """Expired reports that a timer expired, and that its worker may be reaped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -581,24 +577,24 @@ class Expired(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEARNED_FIELD_NUMBER: _builtins.int
     expiry_id: _builtins.int
-    """Number to acknowledge; the same each time the expiry is told on a stream."""
+    """Number to acknowledge; the same each time the expiry is sent on a stream."""
     worker_id: _builtins.str
     """Name of the worker."""
     scope: _builtins.str
     """Scope of the timer."""
     sequence: _builtins.int
-    """Acquire.sequence. Zero: the timer was acquired by AcquireTimer; the agent knows nothing of it."""
+    """Acquire.sequence. Zero: the timer was acquired by AcquireTimer, and the agent does not know it."""
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it was to take; for one that learns, what was learned until now."""
+        """Duration of the timer; for a learned one, the duration learned until now."""
 
     @_builtins.property
     def late_by(self) -> _duration_pb2.Duration:
-        """How long after the deadline this message was made."""
+        """Time from the deadline until this message was made."""
 
     @_builtins.property
     def learned(self) -> Global___Learned:
-        """Set if the timer's duration was learned: from what."""
+        """Set if the timer's duration was learned: its source."""
 
     def __init__(
         self,
@@ -621,7 +617,7 @@ Global___Expired: _TypeAlias = Expired  # noqa: Y015
 
 @_typing.final
 class Refused(_message.Message):
-    """Refused says that an acquire was not taken: the worker is not guarded by this timer. The stream goes on."""
+    """Refused reports that an acquire was refused: the worker is not supervised by this timer. The stream continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -637,7 +633,7 @@ class Refused(_message.Message):
     sequence: _builtins.int
     """Acquire.sequence."""
     reason: _builtins.str
-    """Why, for programs: one of the service's reasons, say "TOO_MANY_TIMERS"."""
+    """Why, for programs: one of the service's reasons, for example "TOO_MANY_TIMERS"."""
     message: _builtins.str
     """Why, for people."""
     def __init__(
@@ -659,7 +655,7 @@ Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):
-    """Draining says that the server is going away."""
+    """Draining announces that the server is shutting down."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -676,7 +672,7 @@ Global___Draining: _TypeAlias = Draining  # noqa: Y015
 
 @_typing.final
 class Stalled(_message.Message):
-    """Stalled says that no worker of the run has advanced for a while, once, and when one does again."""
+    """Stalled reports, once, that no worker of the run has advanced for a while, and once that one advances again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -686,18 +682,18 @@ class Stalled(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     AT_SAME_STEP_FIELD_NUMBER: _builtins.int
     over: _builtins.bool
-    """Whether one advances again."""
+    """True if a worker advances again."""
     workers: _builtins.int
-    """How many workers of the run have told progress."""
+    """Number of workers of the run that have reported progress."""
     at_same_step: _builtins.int
-    """How many of them are at the same step as `first`, itself included."""
+    """Number of them at the same step as `first`, including it."""
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration:
-        """How long none has advanced, or had not."""
+        """Length of the stall."""
 
     @_builtins.property
     def first(self) -> Global___WorkerProgress:
-        """Who stopped first: of the workers with the lowest step, the one that came to it first."""
+        """The worker that stopped first: of those with the lowest step, the one that reached it first."""
 
     def __init__(
         self,
@@ -718,7 +714,7 @@ Global___Stalled: _TypeAlias = Stalled  # noqa: Y015
 
 @_typing.final
 class WorkerProgress(_message.Message):
-    """WorkerProgress is how far a worker has come."""
+    """WorkerProgress is the progress of a worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -737,7 +733,7 @@ class WorkerProgress(_message.Message):
     """Its step."""
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration:
-        """How long it has been at it."""
+        """Time since the worker reached it."""
 
     def __init__(
         self,
@@ -773,16 +769,16 @@ class AcquireTimerRequest(_message.Message):
     node_id: _builtins.str
     """Name of the node whose agent is to reap the worker."""
     worker_id: _builtins.str
-    """Name of the worker, as its agent calls it."""
+    """Name of the worker, from its agent."""
     scope: _builtins.str
-    """What the worker is doing."""
+    """Name of the worker's current activity."""
     lease: _builtins.int
     """The node's lease, from callers that act for the node; refused with LEASE_LOST if a newer one is known.
     Not set: the caller is a person or a tool.
     """
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it may take."""
+        """Duration until the timer expires."""
 
     def __init__(
         self,
@@ -806,7 +802,7 @@ Global___AcquireTimerRequest: _TypeAlias = AcquireTimerRequest  # noqa: Y015
 
 @_typing.final
 class AcquireTimerResponse(_message.Message):
-    """AcquireTimerResponse says that the timer counts down."""
+    """AcquireTimerResponse confirms that the timer counts down."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -863,13 +859,13 @@ Global___ReleaseTimerRequest: _TypeAlias = ReleaseTimerRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseTimerResponse(_message.Message):
-    """ReleaseTimerResponse says what was there."""
+    """ReleaseTimerResponse is the result of a release."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RELEASED_FIELD_NUMBER: _builtins.int
     released: _builtins.bool
-    """Whether there was such a timer."""
+    """True if the timer existed."""
     def __init__(
         self,
         *,
@@ -885,7 +881,7 @@ Global___ReleaseTimerResponse: _TypeAlias = ReleaseTimerResponse  # noqa: Y015
 
 @_typing.final
 class RegisterTimersRequest(_message.Message):
-    """RegisterTimersRequest brings actions on timers of one node."""
+    """RegisterTimersRequest is actions on timers of one node."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -901,7 +897,7 @@ class RegisterTimersRequest(_message.Message):
     """As in AcquireTimerRequest."""
     @_builtins.property
     def actions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimerAction]:
-        """In order; at most 1,000."""
+        """The actions, in order; at most 1,000."""
 
     def __init__(
         self,
@@ -961,14 +957,14 @@ Global___TimerAction: _TypeAlias = TimerAction  # noqa: Y015
 
 @_typing.final
 class RegisterTimersResponse(_message.Message):
-    """RegisterTimersResponse says which actions were not taken."""
+    """RegisterTimersResponse lists the refused actions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refused]:
-        """Actions that were refused, in order; of a `clear`, `scope` is empty."""
+        """Actions that were refused, in order; for a `clear`, `scope` is empty."""
 
     def __init__(
         self,
@@ -1021,13 +1017,13 @@ Global___ClearTimersRequest: _TypeAlias = ClearTimersRequest  # noqa: Y015
 
 @_typing.final
 class ClearTimersResponse(_message.Message):
-    """ClearTimersResponse says what was there."""
+    """ClearTimersResponse is the result of a clear."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CLEARED_FIELD_NUMBER: _builtins.int
     cleared: _builtins.int
-    """How many timers it had."""
+    """Number of timers that the worker had."""
     def __init__(
         self,
         *,
@@ -1043,7 +1039,7 @@ Global___ClearTimersResponse: _TypeAlias = ClearTimersResponse  # noqa: Y015
 
 @_typing.final
 class ListTimersRequest(_message.Message):
-    """ListTimersRequest chooses timers."""
+    """ListTimersRequest selects timers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1057,12 +1053,12 @@ class ListTimersRequest(_message.Message):
     node_id: _builtins.str
     """Only this node's; empty: every node's."""
     page_size: _builtins.int
-    """Most timers in one answer; 0: 1,000, which is also the most."""
+    """Most timers in one page; 0: 1,000, which is also the maximum."""
     page_token: _builtins.str
-    """Where to go on: next_page_token of the answer before, for the same run_id, node_id and states."""
+    """The next_page_token of the previous page, for the same run_id, node_id and states."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___TimerState.ValueType]:
-        """Only timers in one of these states; empty: in any. OFFERED and UNCLAIMED are those that ran out."""
+        """Only timers in one of these states; empty: in any. OFFERED and UNCLAIMED are expired."""
 
     def __init__(
         self,
@@ -1090,7 +1086,7 @@ class ListTimersResponse(_message.Message):
     TIMERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Not empty: there is more."""
+    """Not empty: there are more pages."""
     @_builtins.property
     def timers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timer]:
         """The timers. Those acquired while the pages are read may be missing."""
@@ -1131,20 +1127,20 @@ class Timer(_message.Message):
     worker_id: _builtins.str
     """Name of the worker."""
     scope: _builtins.str
-    """What the worker is doing."""
+    """Name of the worker's current activity."""
     state: Global___TimerState.ValueType
-    """How far it has come."""
+    """State."""
     offers: _builtins.int
-    """How many times its expiry has been told."""
+    """How many times its expiry has been sent."""
     learned_as: _builtins.str
     """Acquire.learned_as."""
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it may take; not set while it is being learned."""
+        """Duration of the timer; not set while it is being learned."""
 
     @_builtins.property
     def remaining(self) -> _duration_pb2.Duration:
-        """How long is left; negative once it has run out; not set while that is being learned."""
+        """Time left; negative once it has expired; not set while the duration is being learned."""
 
     def __init__(
         self,
@@ -1169,7 +1165,7 @@ Global___Timer: _TypeAlias = Timer  # noqa: Y015
 
 @_typing.final
 class ListScopesRequest(_message.Message):
-    """ListScopesRequest chooses scopes."""
+    """ListScopesRequest selects scopes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1179,9 +1175,9 @@ class ListScopesRequest(_message.Message):
     run_id: _builtins.str
     """Only this run's; empty: every run's."""
     page_size: _builtins.int
-    """Most scopes in one answer; 0: 1,000, which is also the most."""
+    """Most scopes in one page; 0: 1,000, which is also the maximum."""
     page_token: _builtins.str
-    """Where to go on: next_page_token of the answer before, for the same run_id."""
+    """The next_page_token of the previous page, for the same run_id."""
     def __init__(
         self,
         *,
@@ -1209,18 +1205,18 @@ class ListScopesResponse(_message.Message):
     FACTOR_FIELD_NUMBER: _builtins.int
     LEAST_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Not empty: there is more."""
+    """Not empty: there are more pages."""
     warm_up: _builtins.int
-    """Completions that have to be seen before a timer can run out."""
+    """Completions that must be seen before a timer can expire."""
     factor: _builtins.float
-    """What the longest is multiplied by."""
+    """Multiplier of the longest duration."""
     @_builtins.property
     def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Scope]:
         """The scopes."""
 
     @_builtins.property
     def least(self) -> _duration_pb2.Duration:
-        """The shortest that a learned duration can be."""
+        """Lower limit of a learned duration."""
 
     def __init__(
         self,
@@ -1241,7 +1237,7 @@ Global___ListScopesResponse: _TypeAlias = ListScopesResponse  # noqa: Y015
 
 @_typing.final
 class Scope(_message.Message):
-    """Scope is what a run has learned of a scope."""
+    """Scope is the learned duration of a scope."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1256,16 +1252,16 @@ class Scope(_message.Message):
     scope: _builtins.str
     """Name of the scope."""
     count: _builtins.int
-    """How many completions were seen."""
+    """Completions seen."""
     timers: _builtins.int
-    """How many timers learn under this name now."""
+    """Number of timers that learn under this name now."""
     @_builtins.property
     def longest(self) -> _duration_pb2.Duration:
         """The longest of them."""
 
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
-        """How long it may take; not set until enough was seen."""
+        """Duration after which its timers expire; not set until enough completions were seen."""
 
     def __init__(
         self,
@@ -1287,7 +1283,7 @@ Global___Scope: _TypeAlias = Scope  # noqa: Y015
 
 @_typing.final
 class ForgetScopesRequest(_message.Message):
-    """ForgetScopesRequest names what to forget."""
+    """ForgetScopesRequest names the scopes to forget."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1296,7 +1292,7 @@ class ForgetScopesRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     scope: _builtins.str
-    """Name of the scope; empty: all of the run."""
+    """Name of the scope; empty: all scopes of the run."""
     def __init__(
         self,
         *,
@@ -1313,13 +1309,13 @@ Global___ForgetScopesRequest: _TypeAlias = ForgetScopesRequest  # noqa: Y015
 
 @_typing.final
 class ForgetScopesResponse(_message.Message):
-    """ForgetScopesResponse says what was there."""
+    """ForgetScopesResponse is the result of forgetting."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FORGOTTEN_FIELD_NUMBER: _builtins.int
     forgotten: _builtins.int
-    """How many scopes were forgotten."""
+    """Number of scopes that were forgotten."""
     def __init__(
         self,
         *,
@@ -1344,7 +1340,7 @@ class GetProgressRequest(_message.Message):
     run_id: _builtins.str
     """Name of the run."""
     most: _builtins.int
-    """Most workers in the answer; 0: 10; at most 1,000."""
+    """Most workers in the reply; 0: 10; at most 1,000."""
     def __init__(
         self,
         *,
@@ -1361,7 +1357,7 @@ Global___GetProgressRequest: _TypeAlias = GetProgressRequest  # noqa: Y015
 
 @_typing.final
 class GetProgressResponse(_message.Message):
-    """GetProgressResponse is how far a run has come."""
+    """GetProgressResponse is the progress of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1373,26 +1369,26 @@ class GetProgressResponse(_message.Message):
     SLOWEST_FIELD_NUMBER: _builtins.int
     STALL_AFTER_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
-    """How many of its workers have told progress."""
+    """Number of its workers that have reported progress."""
     lowest_step: _builtins.int
     """The lowest step of any of them."""
     highest_step: _builtins.int
     """The highest."""
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration:
-        """How long no worker has advanced."""
+        """Time since a worker last advanced."""
 
     @_builtins.property
     def stalled(self) -> Global___Stalled:
-        """Set while the run stalls, with who stopped first."""
+        """Set while the run stalls, with the worker that stopped first."""
 
     @_builtins.property
     def slowest(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerProgress]:
-        """The slowest: those with the lowest step, and of equal ones who came to it first."""
+        """The slowest workers: those with the lowest step; of equal ones, those that reached it first."""
 
     @_builtins.property
     def stall_after(self) -> _duration_pb2.Duration:
-        """After how long without advance the run counts as stalled; not set: never."""
+        """Time without advance after which the run counts as stalled; not set: never."""
 
     def __init__(
         self,

@@ -27,39 +27,40 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TimerServiceStub:
-    """TimerService is the watchdog: countdown timers of workers, and word to a host's agent when one runs out.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
-    A timer is named by (run_id, node_id, worker_id, scope). Only durations travel; the server's monotonic clock
-    decides, and no two clocks are ever compared. While the server itself was not running (paused, starved), its
-    timers stand still, so a slow watchdog accuses nobody.
+    A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
+    clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
+    stand still, so a slow server reports no worker by mistake.
 
-    Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
-    restarted they register them again with the time that has passed, and nothing is lost.
+    Timers are held in memory. The agents are the source of truth for their workers' timers: after a restart of the
+    service they register the timers again with the time that has passed, and nothing is lost.
 
-    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
-    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
-    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
-    kept for the run's next start, by the service and by its agents.
+    The service learns the duration of a scope if its timers request it (Acquire.learned_as): for each run and scope it
+    keeps the number of completions on all nodes, and the longest. After `warm_up` completions such a timer expires after
+    `factor` times the longest, but not before `least`; until then it cannot expire. The service and its agents keep the
+    learned durations for the run's next start.
 
-    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
-    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
+    The service knows the progress of each worker that reports it (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. No worker is reaped for a stall.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog guards the
-                                              node's workers. Try again at once with a newer lease, and with back-off
-                                              meanwhile: the agent with the newer lease may be about to end
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: likewise
-      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
-      UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
-      UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
-      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
+      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
+                                              node's workers. Retry at once with a newer lease, and with back-off until
+                                              you have one: the agent with the newer lease may be about to end
+      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
+      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
+      UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
+      UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests: retry later
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @_typing.overload
@@ -67,36 +68,36 @@ class TimerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TimerServiceAsyncStub: ...
     Supervise: _grpc.StreamStreamMultiCallable[_timer_service_pb2.SuperviseRequest, _timer_service_pb2.SuperviseResponse]
-    """Supervise carries all timers of one node for as long as its agent lives, and tells the agent what ran out.
+    """Supervise carries all timers of one node for as long as its agent lives, and reports expired timers to the agent.
 
     The client sends `subscribe` first, then `acquire` for each timer that its workers hold, then `registered`;
-    from then on whatever its workers do, in order. Many actions may be sent in one message, and should be.
-    The server answers `subscribed`, once, then `expired` whenever a timer runs out, and again for each expiry
-    that was not acknowledged within `reoffer_interval`. It answers nothing else to what it accepts.
+    after that, every action of its workers, in order. Send many actions in one message where possible.
+    The server sends `subscribed`, once, then `expired` whenever a timer expires, and again for each expiry
+    that was not acknowledged within `reoffer_interval`. It sends no other reply to accepted actions.
 
-    An expiry may cross a release on the way. So the client compares `sequence` with the timer that the worker
-    holds now: another one, or none, means that nobody hangs: acknowledge and do nothing. Otherwise reap the
-    worker, then acknowledge.
+    An expiry and a release may cross. So the client compares `sequence` with the timer that the worker holds at
+    that time: if it has another one, or none, the worker does not hang: acknowledge and do nothing. Otherwise reap
+    the worker, then acknowledge.
 
     When the stream breaks, timers go on counting and expiries are kept until the node subscribes again. Treat
     any end of the stream as retryable, with jitter and back-off, and start over with `subscribe`: as long as the node
-    is in its run, its workers want to be guarded. After FAILED_PRECONDITION and ABORTED, back off even if the stream
-    had been accepted: another agent acts for the node, and two that come back at once push each other out for ever.
-    A node that does not come back is forgotten an hour after its last timer ran out.
+    is in its run, its workers need supervision. After FAILED_PRECONDITION and ABORTED, back off even if the stream
+    had been accepted: another agent acts for the node, and two agents that reconnect at once replace each other for
+    ever. A node that does not subscribe again is forgotten an hour after its last timer expired.
     """
     RegisterTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]
-    """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
-    AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+    """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+    follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
     """
     AcquireTimer: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.AcquireTimerRequest, _timer_service_pb2.AcquireTimerResponse]
-    """AcquireTimer starts one timer, for callers that are no agent. It replaces the timer of that name, if there
-    is one. When it runs out, the node's agent is told to reap the worker. It isn't kept over a restart of the
-    service. Safe to repeat; a repeat starts the countdown anew.
+    """AcquireTimer starts one timer, for callers that are not agents. It replaces a timer of the same name. When it
+    expires, the service sends it to the node's agent, which reaps the worker. It is not kept over a restart of the
+    service. Safe to repeat; a repeated call restarts the countdown.
     """
     ReleaseTimer: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ReleaseTimerRequest, _timer_service_pb2.ReleaseTimerResponse]
-    """ReleaseTimer ends one timer, counting or run out. A timer that does not exist is no error. Safe to repeat."""
+    """ReleaseTimer ends one timer, counting or expired. A timer that does not exist is no error. Safe to repeat."""
     ClearTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ClearTimersRequest, _timer_service_pb2.ClearTimersResponse]
-    """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+    """ClearTimers ends all timers of a worker that no longer exists, expired or not, and forgets its progress. A worker
     without timers is no error. Safe to repeat.
     """
     ListTimers: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ListTimersRequest, _timer_service_pb2.ListTimersResponse]
@@ -104,86 +105,87 @@ class TimerServiceStub:
     run_id, node_id, worker_id and scope.
     """
     ListScopes: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ListScopesRequest, _timer_service_pb2.ListScopesResponse]
-    """ListScopes lists what was learned of scopes, ordered by run_id and scope."""
+    """ListScopes lists the learned durations of scopes, ordered by run_id and scope."""
     ForgetScopes: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.ForgetScopesRequest, _timer_service_pb2.ForgetScopesResponse]
-    """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
-    they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
-    it, and brings what it knows back when it comes. Safe to repeat.
+    """ForgetScopes lets a run learn again, for example after its batches have become larger. Running timers learn again
+    too: they cannot expire until enough completions were seen again. An agent that is not subscribed at the time does
+    not receive this, and sends its old durations when it subscribes. Safe to repeat.
     """
     GetProgress: _grpc.UnaryUnaryMultiCallable[_timer_service_pb2.GetProgressRequest, _timer_service_pb2.GetProgressResponse]
-    """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
-    that told no progress is no error: it has no workers.
+    """GetProgress returns the progress of the workers of a run, the slowest first, and its stall, if it stalls. A run
+    without progress reports is no error: it has no workers.
     """
 
 @_typing.type_check_only
 class TimerServiceAsyncStub(TimerServiceStub):
-    """TimerService is the watchdog: countdown timers of workers, and word to a host's agent when one runs out.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
-    A timer is named by (run_id, node_id, worker_id, scope). Only durations travel; the server's monotonic clock
-    decides, and no two clocks are ever compared. While the server itself was not running (paused, starved), its
-    timers stand still, so a slow watchdog accuses nobody.
+    A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
+    clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
+    stand still, so a slow server reports no worker by mistake.
 
-    Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
-    restarted they register them again with the time that has passed, and nothing is lost.
+    Timers are held in memory. The agents are the source of truth for their workers' timers: after a restart of the
+    service they register the timers again with the time that has passed, and nothing is lost.
 
-    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
-    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
-    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
-    kept for the run's next start, by the service and by its agents.
+    The service learns the duration of a scope if its timers request it (Acquire.learned_as): for each run and scope it
+    keeps the number of completions on all nodes, and the longest. After `warm_up` completions such a timer expires after
+    `factor` times the longest, but not before `least`; until then it cannot expire. The service and its agents keep the
+    learned durations for the run's next start.
 
-    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
-    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
+    The service knows the progress of each worker that reports it (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. No worker is reaped for a stall.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog guards the
-                                              node's workers. Try again at once with a newer lease, and with back-off
-                                              meanwhile: the agent with the newer lease may be about to end
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: likewise
-      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
-      UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
-      UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
-      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
+      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
+                                              node's workers. Retry at once with a newer lease, and with back-off until
+                                              you have one: the agent with the newer lease may be about to end
+      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
+      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
+      UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
+      UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests: retry later
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Supervise: _aio.StreamStreamMultiCallable[_timer_service_pb2.SuperviseRequest, _timer_service_pb2.SuperviseResponse]  # type: ignore[assignment]
-    """Supervise carries all timers of one node for as long as its agent lives, and tells the agent what ran out.
+    """Supervise carries all timers of one node for as long as its agent lives, and reports expired timers to the agent.
 
     The client sends `subscribe` first, then `acquire` for each timer that its workers hold, then `registered`;
-    from then on whatever its workers do, in order. Many actions may be sent in one message, and should be.
-    The server answers `subscribed`, once, then `expired` whenever a timer runs out, and again for each expiry
-    that was not acknowledged within `reoffer_interval`. It answers nothing else to what it accepts.
+    after that, every action of its workers, in order. Send many actions in one message where possible.
+    The server sends `subscribed`, once, then `expired` whenever a timer expires, and again for each expiry
+    that was not acknowledged within `reoffer_interval`. It sends no other reply to accepted actions.
 
-    An expiry may cross a release on the way. So the client compares `sequence` with the timer that the worker
-    holds now: another one, or none, means that nobody hangs: acknowledge and do nothing. Otherwise reap the
-    worker, then acknowledge.
+    An expiry and a release may cross. So the client compares `sequence` with the timer that the worker holds at
+    that time: if it has another one, or none, the worker does not hang: acknowledge and do nothing. Otherwise reap
+    the worker, then acknowledge.
 
     When the stream breaks, timers go on counting and expiries are kept until the node subscribes again. Treat
     any end of the stream as retryable, with jitter and back-off, and start over with `subscribe`: as long as the node
-    is in its run, its workers want to be guarded. After FAILED_PRECONDITION and ABORTED, back off even if the stream
-    had been accepted: another agent acts for the node, and two that come back at once push each other out for ever.
-    A node that does not come back is forgotten an hour after its last timer ran out.
+    is in its run, its workers need supervision. After FAILED_PRECONDITION and ABORTED, back off even if the stream
+    had been accepted: another agent acts for the node, and two agents that reconnect at once replace each other for
+    ever. A node that does not subscribe again is forgotten an hour after its last timer expired.
     """
     RegisterTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.RegisterTimersRequest, _timer_service_pb2.RegisterTimersResponse]  # type: ignore[assignment]
-    """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
-    AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+    """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+    follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
     """
     AcquireTimer: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.AcquireTimerRequest, _timer_service_pb2.AcquireTimerResponse]  # type: ignore[assignment]
-    """AcquireTimer starts one timer, for callers that are no agent. It replaces the timer of that name, if there
-    is one. When it runs out, the node's agent is told to reap the worker. It isn't kept over a restart of the
-    service. Safe to repeat; a repeat starts the countdown anew.
+    """AcquireTimer starts one timer, for callers that are not agents. It replaces a timer of the same name. When it
+    expires, the service sends it to the node's agent, which reaps the worker. It is not kept over a restart of the
+    service. Safe to repeat; a repeated call restarts the countdown.
     """
     ReleaseTimer: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ReleaseTimerRequest, _timer_service_pb2.ReleaseTimerResponse]  # type: ignore[assignment]
-    """ReleaseTimer ends one timer, counting or run out. A timer that does not exist is no error. Safe to repeat."""
+    """ReleaseTimer ends one timer, counting or expired. A timer that does not exist is no error. Safe to repeat."""
     ClearTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ClearTimersRequest, _timer_service_pb2.ClearTimersResponse]  # type: ignore[assignment]
-    """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+    """ClearTimers ends all timers of a worker that no longer exists, expired or not, and forgets its progress. A worker
     without timers is no error. Safe to repeat.
     """
     ListTimers: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ListTimersRequest, _timer_service_pb2.ListTimersResponse]  # type: ignore[assignment]
@@ -191,51 +193,52 @@ class TimerServiceAsyncStub(TimerServiceStub):
     run_id, node_id, worker_id and scope.
     """
     ListScopes: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ListScopesRequest, _timer_service_pb2.ListScopesResponse]  # type: ignore[assignment]
-    """ListScopes lists what was learned of scopes, ordered by run_id and scope."""
+    """ListScopes lists the learned durations of scopes, ordered by run_id and scope."""
     ForgetScopes: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.ForgetScopesRequest, _timer_service_pb2.ForgetScopesResponse]  # type: ignore[assignment]
-    """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
-    they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
-    it, and brings what it knows back when it comes. Safe to repeat.
+    """ForgetScopes lets a run learn again, for example after its batches have become larger. Running timers learn again
+    too: they cannot expire until enough completions were seen again. An agent that is not subscribed at the time does
+    not receive this, and sends its old durations when it subscribes. Safe to repeat.
     """
     GetProgress: _aio.UnaryUnaryMultiCallable[_timer_service_pb2.GetProgressRequest, _timer_service_pb2.GetProgressResponse]  # type: ignore[assignment]
-    """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
-    that told no progress is no error: it has no workers.
+    """GetProgress returns the progress of the workers of a run, the slowest first, and its stall, if it stalls. A run
+    without progress reports is no error: it has no workers.
     """
 
 class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """TimerService is the watchdog: countdown timers of workers, and word to a host's agent when one runs out.
+    """TimerService is the watchdog: it counts down timers of workers, and reports an expired timer to its host's agent.
 
-    A timer is named by (run_id, node_id, worker_id, scope). Only durations travel; the server's monotonic clock
-    decides, and no two clocks are ever compared. While the server itself was not running (paused, starved), its
-    timers stand still, so a slow watchdog accuses nobody.
+    A timer is named by (run_id, node_id, worker_id, scope). Messages contain durations only; the server's monotonic
+    clock decides, and no two clocks are ever compared. While the server itself did not run (paused, starved), its timers
+    stand still, so a slow server reports no worker by mistake.
 
-    Timers are held in memory. The agents hold the truth about their workers' timers: after the service was
-    restarted they register them again with the time that has passed, and nothing is lost.
+    Timers are held in memory. The agents are the source of truth for their workers' timers: after a restart of the
+    service they register the timers again with the time that has passed, and nothing is lost.
 
-    The service learns how long a scope takes, if its timers say so (Acquire.learned_as): for each run and scope it
-    keeps how many completions were seen, on all nodes, and the longest. Once `warm_up` were seen, such a timer runs
-    out after `factor` times the longest, but not before `least`; until then it accuses nobody. What was learned is
-    kept for the run's next start, by the service and by its agents.
+    The service learns the duration of a scope if its timers request it (Acquire.learned_as): for each run and scope it
+    keeps the number of completions on all nodes, and the longest. After `warm_up` completions such a timer expires after
+    `factor` times the longest, but not before `least`; until then it cannot expire. The service and its agents keep the
+    learned durations for the run's next start.
 
-    It knows how far each worker has come, if workers say so (Progress). A run in which no worker advances for
-    `stall_after` is reported: in the log, by GetProgress, and to all its agents. Nobody is reaped for that.
+    The service knows the progress of each worker that reports it (Progress). A run in which no worker advances for
+    `stall_after` is reported: in the log, by GetProgress, and to all its agents. No worker is reaped for a stall.
 
     Sizes: run_id, node_id and worker_id have 1 to 256 bytes of UTF-8, a scope has 1 to 512. `after` is more than
     zero and at most ten years.
 
     Errors: every error carries a google.rpc.ErrorInfo with domain "rallypoint" and one of these reasons.
+    "Retry later" means: after RetryInfo.retry_delay.
 
       INVALID_ARGUMENT     INVALID_ARGUMENT   the request is malformed; BadRequest names the fields
-      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not what this file says: wrong stubs
-      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog guards the
-                                              node's workers. Try again at once with a newer lease, and with back-off
-                                              meanwhile: the agent with the newer lease may be about to end
-      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: likewise
-      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a bound of the service is reached; RetryInfo says when to try again
-      UNAVAILABLE          DRAINING           the server is going away: reconnect, here or elsewhere
-      UNAVAILABLE          FIRST_MESSAGE_LATE  a stream's first message did not come within 10 s: open another stream
-      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client asks too often: retry as RetryInfo says
-      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server's log
+      INVALID_ARGUMENT     MALFORMED_MESSAGE  the bytes are not a message of this file: wrong stubs
+      FAILED_PRECONDITION  LEASE_LOST         a newer lease of the node is known; on a stream: no watchdog supervises the
+                                              node's workers. Retry at once with a newer lease, and with back-off until
+                                              you have one: the agent with the newer lease may be about to end
+      ABORTED              STREAM_REPLACED    the node opened a newer stream with the same lease: retry likewise
+      RESOURCE_EXHAUSTED   TOO_MANY_TIMERS    a limit of the service is reached: retry later
+      UNAVAILABLE          DRAINING           the server is shutting down: reconnect to it or to another one
+      UNAVAILABLE          FIRST_MESSAGE_LATE  the stream's first message took over 10 s: open another stream
+      RESOURCE_EXHAUSTED   TOO_MANY_REQUESTS  this client sends too many requests: retry later
+      UNAVAILABLE          UNEXPECTED_ERROR   a bug: the outcome is unknown; metadata "incident" is in the server log
     """
 
     @_abc_1.abstractmethod
@@ -244,22 +247,22 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_timer_service_pb2.SuperviseRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_timer_service_pb2.SuperviseResponse], _abc.AsyncIterator[_timer_service_pb2.SuperviseResponse]]:
-        """Supervise carries all timers of one node for as long as its agent lives, and tells the agent what ran out.
+        """Supervise carries all timers of one node for as long as its agent lives, and reports expired timers to the agent.
 
         The client sends `subscribe` first, then `acquire` for each timer that its workers hold, then `registered`;
-        from then on whatever its workers do, in order. Many actions may be sent in one message, and should be.
-        The server answers `subscribed`, once, then `expired` whenever a timer runs out, and again for each expiry
-        that was not acknowledged within `reoffer_interval`. It answers nothing else to what it accepts.
+        after that, every action of its workers, in order. Send many actions in one message where possible.
+        The server sends `subscribed`, once, then `expired` whenever a timer expires, and again for each expiry
+        that was not acknowledged within `reoffer_interval`. It sends no other reply to accepted actions.
 
-        An expiry may cross a release on the way. So the client compares `sequence` with the timer that the worker
-        holds now: another one, or none, means that nobody hangs: acknowledge and do nothing. Otherwise reap the
-        worker, then acknowledge.
+        An expiry and a release may cross. So the client compares `sequence` with the timer that the worker holds at
+        that time: if it has another one, or none, the worker does not hang: acknowledge and do nothing. Otherwise reap
+        the worker, then acknowledge.
 
         When the stream breaks, timers go on counting and expiries are kept until the node subscribes again. Treat
         any end of the stream as retryable, with jitter and back-off, and start over with `subscribe`: as long as the node
-        is in its run, its workers want to be guarded. After FAILED_PRECONDITION and ABORTED, back off even if the stream
-        had been accepted: another agent acts for the node, and two that come back at once push each other out for ever.
-        A node that does not come back is forgotten an hour after its last timer ran out.
+        is in its run, its workers need supervision. After FAILED_PRECONDITION and ABORTED, back off even if the stream
+        had been accepted: another agent acts for the node, and two agents that reconnect at once replace each other for
+        ever. A node that does not subscribe again is forgotten an hour after its last timer expired.
         """
 
     @_abc_1.abstractmethod
@@ -268,8 +271,8 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.RegisterTimersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.RegisterTimersResponse, _abc.Awaitable[_timer_service_pb2.RegisterTimersResponse]]:
-        """RegisterTimers takes many actions on one node's timers, in order, for callers that are no agent. What
-        AcquireTimer and ReleaseTimer say holds for each of them; those that are refused don't hold up the others.
+        """RegisterTimers performs many actions on one node's timers, in order, for callers that are not agents. Each action
+        follows the rules of AcquireTimer and ReleaseTimer; a refused action does not stop the others.
         """
 
     @_abc_1.abstractmethod
@@ -278,9 +281,9 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.AcquireTimerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.AcquireTimerResponse, _abc.Awaitable[_timer_service_pb2.AcquireTimerResponse]]:
-        """AcquireTimer starts one timer, for callers that are no agent. It replaces the timer of that name, if there
-        is one. When it runs out, the node's agent is told to reap the worker. It isn't kept over a restart of the
-        service. Safe to repeat; a repeat starts the countdown anew.
+        """AcquireTimer starts one timer, for callers that are not agents. It replaces a timer of the same name. When it
+        expires, the service sends it to the node's agent, which reaps the worker. It is not kept over a restart of the
+        service. Safe to repeat; a repeated call restarts the countdown.
         """
 
     @_abc_1.abstractmethod
@@ -289,7 +292,7 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.ReleaseTimerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.ReleaseTimerResponse, _abc.Awaitable[_timer_service_pb2.ReleaseTimerResponse]]:
-        """ReleaseTimer ends one timer, counting or run out. A timer that does not exist is no error. Safe to repeat."""
+        """ReleaseTimer ends one timer, counting or expired. A timer that does not exist is no error. Safe to repeat."""
 
     @_abc_1.abstractmethod
     def ClearTimers(
@@ -297,7 +300,7 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.ClearTimersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.ClearTimersResponse, _abc.Awaitable[_timer_service_pb2.ClearTimersResponse]]:
-        """ClearTimers ends all timers of a worker that is gone, run out or not, and forgets its progress. A worker
+        """ClearTimers ends all timers of a worker that no longer exists, expired or not, and forgets its progress. A worker
         without timers is no error. Safe to repeat.
         """
 
@@ -317,7 +320,7 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.ListScopesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.ListScopesResponse, _abc.Awaitable[_timer_service_pb2.ListScopesResponse]]:
-        """ListScopes lists what was learned of scopes, ordered by run_id and scope."""
+        """ListScopes lists the learned durations of scopes, ordered by run_id and scope."""
 
     @_abc_1.abstractmethod
     def ForgetScopes(
@@ -325,9 +328,9 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.ForgetScopesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.ForgetScopesResponse, _abc.Awaitable[_timer_service_pb2.ForgetScopesResponse]]:
-        """ForgetScopes lets a run learn anew, say after its batches have become larger. Timers that run learn anew too:
-        they accuse nobody until enough was seen again. An agent that is not subscribed at the time does not hear of
-        it, and brings what it knows back when it comes. Safe to repeat.
+        """ForgetScopes lets a run learn again, for example after its batches have become larger. Running timers learn again
+        too: they cannot expire until enough completions were seen again. An agent that is not subscribed at the time does
+        not receive this, and sends its old durations when it subscribes. Safe to repeat.
         """
 
     @_abc_1.abstractmethod
@@ -336,8 +339,8 @@ class TimerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _timer_service_pb2.GetProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_timer_service_pb2.GetProgressResponse, _abc.Awaitable[_timer_service_pb2.GetProgressResponse]]:
-        """GetProgress says how far the workers of a run have come: the slowest first, and whether the run stalls. A run
-        that told no progress is no error: it has no workers.
+        """GetProgress returns the progress of the workers of a run, the slowest first, and its stall, if it stalls. A run
+        without progress reports is no error: it has no workers.
         """
 
 def add_TimerServiceServicer_to_server(servicer: TimerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
