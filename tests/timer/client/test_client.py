@@ -454,7 +454,7 @@ async def test_a_client_comes_back_from_what_it_can_not_deal_with(
     async with serving(script, tmp_path) as channel:
         node = Node(channel)
         await eventually(lambda: node.client._subscribed)
-        assert "is no valid duration" in caplog.text
+        assert "is not a valid duration" in caplog.text
         with monkeypatch.context() as buggy:
             buggy.setattr("rallypoint.timer.client.client.action_of", fail)
             node.client.acquire("0@1", "s", 60.0)
