@@ -169,7 +169,7 @@ class ProgressBoard:
         Args:
             run_id: name of the run.
             node_id: name of the node.
-            stall_after: seconds without progress after which the run counts as stalled; 0: never; None: the settings decide.
+            stall_after: seconds without progress until the run counts as stalled; 0: never; None: as the settings.
             now: the watch clock.
         """
         run = self._runs.get(run_id)
