@@ -438,7 +438,7 @@ class NodeTimers:
             )
 
     def _ran_out(self, expired: ExpiredTimer) -> bool:
-        """Return True if the timer has expired on our own watch, too: this host may have been paused, not the service."""
+        """Return True if the timer has expired on our own watch, too: this host may have been paused alone."""
         held = self._mirror.find(expired.worker_id, expired.scope)
         if held is None or not expired.sequence:
             return True

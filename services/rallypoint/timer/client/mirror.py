@@ -190,12 +190,9 @@ class TimerMirror:
             self.observe(held.learned_as, 1, max(0.0, now - held.since))
 
     def observe(self, scope: str, count: int, longest: float) -> None:
-        """Note completions of a learned scope.
+        """Note `count` (at least 1) completions of a learned scope.
 
-        Args:
-            scope: the name it learns under.
-            count: new completions, at least 1.
-            longest: the longest of them in seconds; earlier ones may be included.
+        `longest`: the longest of them in seconds; earlier ones may be included.
         """
         seen = self._seen.get(scope)
         if seen is None:
@@ -261,13 +258,9 @@ class TimerMirror:
         self._acknowledged.append(expiry_id)
 
     def settle(self, worker_id: str, scope: str, sequence: int, expiry_id: int | None) -> None:
-        """End the timer of a handled expiry.
+        """End the timer of a handled expiry. If the worker holds a newer timer of that name by now, that one stays.
 
-        Args:
-            worker_id: its worker.
-            scope: its scope.
-            sequence: its number; if the worker holds a newer timer of that name by now, that one stays.
-            expiry_id: the expiry to acknowledge; None if it was sent before the last `restart`.
+        `expiry_id`: the expiry to acknowledge; None if it was sent before the last `restart`.
         """
         if self.sequence_of(worker_id, scope) == sequence:
             self.release(worker_id, scope)

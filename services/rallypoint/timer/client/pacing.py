@@ -66,12 +66,9 @@ class Watch:
         settings: LagSettings,
         on_pause: Callable[[float, float], None],
     ) -> None:
-        """Create a watch that does not notice pauses before `start`.
+        """Create a watch that does not notice pauses before `start`. `clock`: monotonic seconds.
 
-        Args:
-            clock: monotonic seconds.
-            settings: see LagSettings.
-            on_pause: called with the length of each pause, and the seconds that are left out for it.
+        `on_pause` is called with the length of each pause, and the seconds that are left out for it.
         """
         self._clock = clock
         self._settings = settings
@@ -96,7 +93,7 @@ class Watch:
             self._alarm = None
 
     def now(self) -> float:
-        """Return this clock's reading. Notices a pause at once, even if the loop runs other callbacks first after it."""
+        """Return this clock's reading. Notices a pause even if the loop runs another callback first after it."""
         now = self._clock()
         if self._alarm is not None:
             before = self._shown.forgiven

@@ -1,7 +1,4 @@
-"""The watchdog's decisions: which requests are accepted, and their effects. Pure; time is an argument.
-
-`now` is monotonic seconds; it never goes back.
-"""
+"""The watchdog's decisions: which requests are accepted, and their effects. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -35,7 +32,11 @@ MAX_AFTER = 315_360_000.0
 
 
 class TimerTable:
-    """All timers of a service. A rejected request raises values.Refused and changes nothing."""
+    """All timers of a service. A rejected request raises values.Refused and changes nothing.
+
+    Requests with a Subscription that is not in force any more raise LeaseLost or StreamReplaced, except `unsubscribe`.
+    `now` is monotonic seconds and never goes back.
+    """
 
     def __init__(self, now: float, settings: TimerSettings | None = None) -> None:
         self.settings = settings or TimerSettings()
@@ -62,10 +63,7 @@ class TimerTable:
         """Make the caller the node's only subscriber. The next `advance` sends it the expiries that wait.
 
         Args:
-            run_id: name of the run.
-            node_id: name of the node.
             lease: the lease of the node.
-            now: the monotonic clock, in seconds.
             incarnation: the incarnation of the run that granted the lease; empty: unknown.
             lease_age: seconds for which the node has held it, at least 0.
 
@@ -112,18 +110,14 @@ class TimerTable:
         Registering the same sequence number again changes nothing, so an expired timer stays expired.
 
         Args:
-            subscription: the subscriber's.
-            worker_id: the worker.
             scope: the name of the timer within the worker.
             after: timeout in seconds; 0 if it is learned.
-            now: the monotonic clock, in seconds.
             sequence: the client's number for the timer, more than 0.
             elapsed: seconds of the timer that have passed, at least 0.
             learned_as: the scope to learn from; empty: `after` is given.
 
         Raises:
             InvalidField, TooMany: the timer is rejected.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         node = self._nodes.subscribed(subscription)
         if sequence <= 0:
@@ -139,39 +133,23 @@ class TimerTable:
         self._start(timer, former, learned_as)
 
     def end(self, subscription: Subscription, worker_id: str, scope: str) -> None:
-        """End the timer of a subscriber's worker; harmless if there is none.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End the timer of a subscriber's worker; harmless if there is none."""
         timer = self._nodes.subscribed(subscription).find(worker_id, scope)
         if timer is not None:
             self._countdown.drop(timer)
 
     def clear(self, subscription: Subscription, worker_id: str) -> None:
-        """End all timers of a worker that is gone, expired or not.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End all timers of a worker that is gone, expired or not."""
         self._countdown.clear(self._nodes.subscribed(subscription), worker_id)
 
     def acknowledge(self, subscription: Subscription, expiry_id: int) -> None:
-        """End the timer of a handled expiry; harmless if the node has no such expiry.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End the timer of a handled expiry; harmless if the node has no such expiry."""
         timer = self._nodes.subscribed(subscription).expired.get(expiry_id)
         if timer is not None:
             self._countdown.drop(timer)
 
     def registered(self, subscription: Subscription) -> None:
-        """End a registration: drop the node's timers that only an earlier subscriber registered.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End a registration: drop the node's timers that only an earlier subscriber registered."""
         node = self._nodes.subscribed(subscription)
         held = [timer for scopes in node.workers.values() for timer in scopes.values()]
         for timer in held:
@@ -182,14 +160,12 @@ class TimerTable:
         """Learn from completions of a scope by workers of the node.
 
         Args:
-            subscription: the subscriber's.
             scope: the name their timers were `learned_as`.
             count: new completions, each sent once; at least 1.
             longest: the longest completion ever, in seconds.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         node = self._nodes.subscribed(subscription)
         _check_learned(scope, count, longest)
@@ -200,15 +176,11 @@ class TimerTable:
     def learn(self, subscription: Subscription, scope: str, count: int, longest: float) -> None:
         """Merge data that an earlier service had learned of the run and had published to the agent.
 
-        Args:
-            subscription: the subscriber's.
-            scope: the scope.
-            count: completions seen, some of ours possibly included; at least 1.
-            longest: the longest of them, in seconds.
+        `count`: completions seen, some of ours possibly included; at least 1. `longest`: the longest of them, in
+        seconds.
 
         Raises:
             InvalidField, TooMany: nothing was learned.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         node = self._nodes.subscribed(subscription)
         _check_learned(scope, count, longest)
@@ -349,14 +321,10 @@ class TimerTable:
 
         If much is due, the rest waits for the next call, for which `next_wake` then returns `now`.
 
-        Args:
-            now: the monotonic clock, in seconds.
-            due: when this call was planned, as returned by `next_wake`. If it comes late, every deadline moves by as
-            much (and some more, see LagSettings) before any timer is examined.
+        `due` is when this call was planned, as returned by `next_wake`. If it comes late, every deadline moves by as
+        much (and some more, see LagSettings) before any timer is examined.
         """
         return self._countdown.advance(now, due)
-
-    # Within.
 
     def _start(self, timer: Timer, former: Timer | None, learned_as: str = "") -> None:
         node = timer.node

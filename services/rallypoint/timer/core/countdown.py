@@ -79,10 +79,8 @@ class DeadlineQueue(Generic[T]):
             del self._slots[number]
 
     def earliest(self) -> float | None:
-        """Return when to look for due items; None: there are none.
-
-        At most a quarter of a second before the earliest deadline and never after it, so a second look is in time.
-        """
+        """Return when to look for due items: at most 0.25 s before the earliest deadline, never after it; None: no
+        items."""
         self._discard_stale()
         if self._heap:
             return self._heap[0][0]
@@ -214,10 +212,7 @@ class Countdown:
         self.forget_if_idle(node, now)
 
     def forget_if_idle(self, node: TimerNode, now: float) -> None:
-        """Forget a node that has neither subscriber nor timers; after `retention` seconds if it has a lease.
-
-        Call it whenever a node loses its subscriber or a timer.
-        """
+        """Forget a node without subscriber and timers, later if it has a lease. Call it when the node loses either."""
         if node.stream or node.timers:
             self._queue.drop(node)
         elif node.lease:

@@ -81,9 +81,7 @@ class ScopeBook(Generic[T]):
     # Scopes.
 
     def scope(self, run_id: str, name: str) -> Scope[T]:
-        """Return the scope of that name; create it if it is unknown.
-
-        Call `tidy` on a scope that stays without timers and completions.
+        """Return the scope of that name, created if unknown. Call `tidy` if it stays without timers and completions.
 
         Raises:
             TooMany: The run has too many scopes, or there are too many in all, or too many runs.
@@ -179,8 +177,7 @@ class ScopeBook(Generic[T]):
     def take_learned(self) -> list[tuple[str, Learned]]:
         """Return the changes since the last call that are worth publishing, with their run_id.
 
-        These are: a completed warm-up, a longer longest completion, and, with a count of 0, a forgotten scope. A
-        count that has merely grown is not published.
+        These are: a completed warm-up, a longer longest completion, and, with a count of 0, a forgotten scope.
         """
         unpublished, self._unpublished = self._unpublished, {}
         nothing: dict[str, Scope[T]] = {}
@@ -189,8 +186,6 @@ class ScopeBook(Generic[T]):
             scope = self._runs.get(run_id, nothing).get(name)
             changes.append((run_id, scope.learned if scope is not None else Learned(name, 0, 0.0)))
         return changes
-
-    # Within.
 
     def _raise(self, scope: Scope[T], count: int, longest: float) -> Scope[T] | None:
         scope.count = min(count, _MOST_COUNT)

@@ -129,12 +129,7 @@ class Nodes:
     """All nodes, by run and name."""
 
     def __init__(self, most: int, book: ScopeBook[Timer]) -> None:
-        """Create an empty collection.
-
-        Args:
-            most: Most nodes.
-            book: Is notified which runs have nodes.
-        """
+        """Create it empty, for at most `most` nodes; `book` is notified which runs have nodes."""
         self._most = most
         self._book = book
         self._nodes: dict[tuple[str, str], TimerNode] = {}
@@ -157,8 +152,6 @@ class Nodes:
         """Return the node for the holder of that lease; create it if it is unknown.
 
         Args:
-            run_id: Name of the run.
-            node_id: Name of the node.
             lease: The caller's lease; None: the caller has none and needs none.
             incarnation: The incarnation of the run that granted the lease; "": unknown.
             leased_at: Since when the caller holds it, in monotonic seconds; None: unknown.

@@ -166,11 +166,7 @@ class ProgressBoard:
     def subscribe(self, run_id: str, node_id: str, stall_after: float | None, now: float) -> None:
         """Start a node's report: the progress of its workers follows, up to `registered`.
 
-        Args:
-            run_id: name of the run.
-            node_id: name of the node.
-            stall_after: seconds without progress until the run counts as stalled; 0: never; None: as the settings.
-            now: the watch clock.
+        `stall_after`: seconds without progress until the run counts as stalled; 0: never; None: as the settings.
         """
         run = self._runs.get(run_id)
         if run is None:
@@ -308,8 +304,6 @@ class ProgressBoard:
             slowest=[worker.view(now) for worker in slowest],
             stall_after=run.stall_after,
         )
-
-    # Within.
 
     def _add(self, worker: _WorkerEntry, now: float) -> None:
         node, run = worker.node, worker.node.run

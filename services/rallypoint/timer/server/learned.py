@@ -50,11 +50,9 @@ class LearnedFile:
     """The learned scopes of all runs, on disk. Locked by one process at a time. Its calls block."""
 
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Remember the path; no file is touched yet.
+        """Remember the path; the file and its folder are created when needed.
 
-        Args:
-            path: the file; it and its folder are created if missing.
-            wall_clock: Unix seconds: the age of data must outlive the machine's monotonic clock.
+        `wall_clock` is Unix seconds, because the age of data must outlive the machine's monotonic clock.
         """
         self.path = path
         self._wall_clock = wall_clock

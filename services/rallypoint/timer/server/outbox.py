@@ -100,10 +100,7 @@ class Outbox:
             self._changed.set()
 
     async def take(self) -> OutboxBatch | None:
-        """Wait for events and return them; None at the end.
-
-        Raises the error that was passed to `end`.
-        """
+        """Wait for events and return them; None at the end. Raises the error that was passed to `end`."""
         await self._changed.wait()
         if self._error is not None:
             raise self._error

@@ -101,12 +101,7 @@ async def timer_service(
 def timer_registration(
     settings: TimerSettings | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Registration:
-    """Return a timer service that keeps everything in memory, for a `Server` with `translate`.
-
-    Args:
-        settings: limits and durations.
-        clock: monotonic seconds.
-    """
+    """Return a timer service that keeps everything in memory. `clock`: monotonic seconds."""
     return registration_of(Watchdog(settings, clock))
 
 

@@ -32,18 +32,14 @@ class Watchdog:
     """A TimerTable and a ProgressBoard driven by a clock. Belongs to one event loop.
 
     Requests that concern only timers go to `table`, those that also concern progress or learned scopes to the
-    watchdog. Call `arm` after every change of the table.
+    watchdog. Call `arm` after every change of the table. Requests with a Subscription that is not in force any more
+    raise LeaseLost or StreamReplaced, except `unsubscribe` and `has_forgotten`.
     """
 
     def __init__(
         self, settings: TimerSettings | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create a watchdog without timers.
-
-        Args:
-            settings: limits and durations.
-            clock: monotonic seconds. Between two readings, the event loop's timers run at its pace.
-        """
+        """Create a watchdog without timers. `clock` is monotonic seconds, at the pace of the event loop's timers."""
         self.table = TimerTable(clock(), settings)
         self.draining = False
         # Called with False when a run has learned something, with True when learned scopes were forgotten.
@@ -83,13 +79,8 @@ class Watchdog:
     ) -> tuple[Subscription, Outbox]:
         """Make the caller the node's only subscriber; end the previous subscription.
 
-        Args:
-            run_id: name of the run.
-            node_id: name of the node.
-            lease: the lease of the node.
-            stall_after: seconds without progress until the run counts as stalled; 0: never; None: as the settings.
-            incarnation: as TimerTable.subscribe.
-            lease_age: as TimerTable.subscribe.
+        `stall_after`: seconds without progress until the run counts as stalled; 0: never; None: as the settings. The
+        other arguments are as for TimerTable.subscribe.
 
         Raises:
             Refused: as TimerTable.subscribe.
@@ -138,20 +129,12 @@ class Watchdog:
     # Requests that concern more than timers.
 
     def registered(self, subscription: Subscription) -> None:
-        """End a registration: drop timers and progress that only an earlier subscription registered.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """End a registration: drop timers and progress that only an earlier subscription registered."""
         self.table.registered(subscription)
         self._progress.registered(subscription.run_id, subscription.node_id, self._watch())
 
     def clear(self, subscription: Subscription, worker_id: str) -> None:
-        """Remove a subscriber's worker that is gone, with all its timers and its progress.
-
-        Raises:
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
-        """
+        """Remove a subscriber's worker that is gone, with all its timers and its progress."""
         self.table.clear(subscription, worker_id)
         self._progress.clear(subscription.run_id, subscription.node_id, worker_id, self._watch())
 
@@ -172,7 +155,6 @@ class Watchdog:
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            StreamReplaced: the subscription is not in force any more.
         """
         run_id, node_id = subscription.run_id, subscription.node_id
         if not self._is_in_force(subscription):
@@ -189,7 +171,6 @@ class Watchdog:
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         self._learn(self.table.observe, subscription, scope, count, longest)
 
@@ -198,7 +179,6 @@ class Watchdog:
 
         Raises:
             InvalidField: a name is empty or too long, or a number is out of range.
-            LeaseLost, StreamReplaced: the subscription is not in force any more.
         """
         self._learn(self.table.learn, subscription, scope, count, longest)
 
@@ -272,8 +252,6 @@ class Watchdog:
             self._progress.judge(self._watch())
         finally:
             self.arm()
-
-    # Within.
 
     def _watch(self) -> float:
         return self._clock() - self._forgiven
