@@ -126,7 +126,7 @@ def test_a_job_whose_workers_nobody_guards_says_why() -> None:
     running_state = AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3)
     job = told(
         FakeJob(
-            state=running_state, group=worker_group(), watchdog_trouble="the timer service does not respond"
+            state=running_state, group=worker_group(), watchdog_trouble="the timer service does not answer"
         )
     )
     assert job.watchdog_trouble == "the timer service does not answer"

@@ -331,7 +331,7 @@ async def test_a_second_life_of_a_run_is_guarded_whatever_its_numbers(service: S
     await eventually(lambda: [each.scope for each in second.expired] == ["hangs"])
     assert second.client.trouble == ""
     # The first one's agent is still there, and must not come back.
-    await eventually(lambda: "in a newer run of that name" in first.client.trouble)
+    await eventually(lambda: "has joined a newer run" in first.client.trouble)
     second.client.acquire("0@1", "s", 60.0)
     await eventually(lambda: len(service.watchdog.table) == 1)
     assert [each.incarnation for each, _ in service.watchdog._outboxes.values()] == ["second"]

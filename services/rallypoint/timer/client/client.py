@@ -88,7 +88,7 @@ class NodeTimers:
 
     Attributes:
         trouble: Why no watchdog guards the node's workers, one line for people; empty: one does, or it has been away
-        for less than the `attempt_timeout` of the settings.
+            for less than the `attempt_timeout` of the settings.
         on_trouble: Called with `trouble` when that changes, and with "" when a watchdog guards them for the first
             time.
     """
@@ -301,7 +301,7 @@ class NodeTimers:
     def _give_alarm(self) -> None:
         self._stop_alarm()
         if not self._last_trouble:
-            self._report("the timer service does not respond")
+            self._report("the timer service does not answer")
         if self.trouble != self._last_trouble:
             self.trouble = self._last_trouble
             self._log.error("no watchdog guards the workers of this node", reason=self.trouble)

@@ -171,7 +171,7 @@ class TimerMirror:
         return held.sequence if held is not None else None
 
     def acquire(self, worker_id: str, scope: str, after: float, since: float, learned_as: str = "") -> None:
-        """Start a worker's timer at `since`, in reached of the one of that name. `learned_as`: as in Start."""
+        """Start a worker's timer at `since`, in place of the one of that name. `learned_as`: as in Start."""
         self._sequence += 1
         held = MirroredTimer(self._sequence, since, 0.0 if learned_as else after, learned_as)
         self._held.setdefault(worker_id, {})[scope] = held

@@ -273,12 +273,11 @@ def configure(
     Args:
         socket: path of the agent's timer socket; None: the value of RALLYPOINT_TIMER_SOCKET.
         required: the behaviour if neither names a socket. True, the default: RuntimeError, so that no program runs
-        unguarded by mistake. False: `expires` and `progress` do nothing, for programs that also run without an agent.
+            unguarded by mistake. False: `expires` and `progress` do nothing, for programs that also run alone.
         patience: most seconds, more than 0 and at most 60, that `expires` waits for an agent that does not read.
-            Default
-        0.05. Then the worker goes on, and tries again later.
+            Default 0.05. Then the worker goes on, and tries again later.
         client: used in place of an agent for all of `expires`, which raises its exceptions. It learns no durations and
-        sends no signals; `progress` does nothing.
+            sends no signals; `progress` does nothing.
 
     Raises:
         RuntimeError: no socket is named, and one is required.
@@ -316,14 +315,13 @@ def expires(
 
     Args:
         after: timeout in seconds, more than 0 and at most ten years; or "auto": several times the longest time that
-            this
-        scope ever took in any worker of this run. No worker is killed before enough completions were seen.
+            this scope ever took in any worker of this run. No worker is killed before enough completions were seen.
         scope: name of the code, shown in reports of killed workers; "auto" learns per scope. Default: file#line of the
-        caller. Of more than 256 bytes of UTF-8, the last 256 are kept.
+            caller. Of more than 256 bytes of UTF-8, the last 256 are kept.
         client: used in place of this process's agent; it has one timer per scope. Its exceptions are raised here. It
-        supports neither "auto" nor a signal.
+            supports neither "auto" nor a signal.
         signal: a signal that the worker receives before SIGKILL, for example to log its state: 1 to 64. 0: it is not
-        killed, the expiry is only reported. Default: SIGKILL at once.
+            killed, the expiry is only reported. Default: SIGKILL at once.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or a generator function was decorated.
